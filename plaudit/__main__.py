@@ -1,0 +1,5 @@
+"""`python -m plaudit` is the `plaudit` command."""
+
+from plaudit.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The reward layer inside other trainers: verl, TRL, OpenRLHF."""

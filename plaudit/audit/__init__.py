@@ -1,0 +1,1 @@
+"""A reward checked against labels, biases and exploits before training."""

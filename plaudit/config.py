@@ -1,0 +1,300 @@
+"""YAML + `a.b=value` overrides → a frozen recipe, or one clear line about what is wrong with it.
+
+YAML here is the 1.2 core schema: `1e-5` is a number, `on` and `no` are strings. A key given twice is an error.
+Each value remembers where it came from (file and line, command line, default), for messages and for `plaudit config`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, redact
+from plaudit.recipe import STAGES, Recipe
+
+Place = tuple[str | int, ...]
+"""Where in the recipe: ('optim', 'lr')."""
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe, and for each value that is not a default, where it was given."""
+
+    recipe: Recipe
+    path: Path
+    sources: dict[Place, str]
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> LoadedRecipe:
+    """Read a recipe for `stage` (default: the one it names)."""
+    path = Path(path)
+    tree, sources = _read_file(path)
+    for override in overrides:
+        _apply_override(tree, sources, override)
+    _refuse_secrets(tree, (), sources, path)
+    recipe_class = STAGES[_stage(tree, stage, path)]
+    try:
+        recipe = recipe_class.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError("\n".join(_explain(error, recipe_class, sources, path))) from None
+    return LoadedRecipe(recipe, path, sources)
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML with the YAML 1.2 core schema instead of 1.1's."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own class attribute)
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+):
+    _CoreLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
+    )
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    text: str = node.value
+    match node.tag.rsplit(":", 1)[-1]:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        case "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        case "str":
+            return text
+        case tag:
+            raise RecipeError(f"line {node.start_mark.line + 1}: the YAML tag {tag} has no meaning in a recipe")
+
+
+def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) -> Any:
+    sources[place] = f"{file}:{node.start_mark.line + 1}" if file else "command line"
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            if key in mapping:
+                where = f"{file}:{key_node.start_mark.line + 1}: " if file else ""
+                raise RecipeError(f"{where}{_dotted((*place, key))} is given twice")
+            mapping[key] = _build(value_node, (*place, key), sources, file)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(child, (*place, i), sources, file) for i, child in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
+    return _scalar(node)
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"{path} does not exist.{nearest_path(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise RecipeError(f"{path} is not a recipe: it should be settings like `model: {{path: …}}`, one section a line")
+    sources: dict[Place, str] = {}
+    return _build(node, (), sources, str(path)), sources
+
+
+def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise RecipeError(f"{redact(override)!r} is not an override: write it as section.name=value")
+    place: Place = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except yaml.YAMLError:
+        node = None if not text else yaml.ScalarNode("tag:yaml.org,2002:str", text)
+    given: dict[Place, str] = {}
+    value = None if node is None else _build(node, place, given, file="")
+    at: Any = tree
+    for part in place[:-1]:
+        if isinstance(at, list) and isinstance(part, int) and part < len(at):
+            at = at[part]
+        elif isinstance(at, dict):
+            if not isinstance(at.get(part), dict | list):
+                at[part] = {}
+            at = at[part]
+        else:
+            raise RecipeError(f"{name} on the command line: there is no entry {part} in that list")
+    last = place[-1]
+    if isinstance(at, list) and not (isinstance(last, int) and last < len(at)):
+        raise RecipeError(f"{name} on the command line: there is no entry {last} in that list")
+    at[last] = value
+    for old in [p for p in sources if p[: len(place)] == place]:
+        del sources[old]
+    sources.update(given or {place: "command line"})
+
+
+def nearest_path(path: Path) -> str:
+    """' Did you mean …?' with the most similar name in the same folder."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f" There is no folder {parent} either." if str(parent) != "." else ""
+    return did_you_mean(str(path), [str(parent / child.name) for child in parent.iterdir()])
+
+
+# Checking ------------------------------------------------------------------------------------------------------------
+
+
+def _stage(tree: dict[str, Any], wanted: str | None, path: Path) -> str:
+    named = tree.get("stage")
+    if named is not None and named not in STAGES:
+        raise RecipeError(f"{path}: stage {named!r} is not one of {', '.join(STAGES)}.{did_you_mean(str(named), STAGES)}")
+    if wanted and named and named != wanted:
+        raise RecipeError(f"{path} is a recipe for `plaudit {named}`, not `plaudit {wanted}`")
+    return wanted or named or next(iter(STAGES))
+
+
+def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in children:
+        if SECRET_NAME.search(str(key)) and isinstance(value, str):
+            raise RecipeError(
+                f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. "
+                "Put it into the environment (such as WANDB_API_KEY) and delete it here."
+            )
+        _refuse_secrets(value, (*place, key), sources, path)
+
+
+def _where(place: Place, sources: dict[Place, str], path: Path) -> str:
+    """`R.yaml:7: optim.lr`; a setting that is not there at all is located by its section."""
+    known = next((place[:n] for n in range(len(place), -1, -1) if place[:n] in sources), None)
+    source = sources[known] if known else str(path)
+    return f"{source if source != 'command line' else f'{path} (command line)'}: {_dotted(place)}"
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def settings(section: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every setting below a section class, depth first, with its pydantic field."""
+    for name, info in section.model_fields.items():
+        yield (*place, name), info
+        if inner := section_class(info.annotation):
+            yield from settings(inner, (*place, name))
+
+
+def section_class(annotation: Any) -> type[BaseModel] | None:
+    """The section behind `Lora` or `Lora | None`, if it is one."""
+    for option in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _suggest(place: Place, recipe_class: type[BaseModel]) -> str:
+    known = [_dotted(p) for p, _ in settings(recipe_class)]
+    siblings = [name for name in known if name.rpartition(".")[0] == _dotted(place[:-1])]
+    if near := did_you_mean(_dotted(place), siblings):
+        return near
+    same_name = [name for name in known if name.rpartition(".")[2] == str(place[-1])]
+    return f" Did you mean {same_name[0]}?" if same_name else did_you_mean(_dotted(place), known)
+
+
+def _explain(
+    error: ValidationError, recipe_class: type[BaseModel], sources: dict[Place, str], path: Path
+) -> Iterator[str]:
+    """One line per mistake, in the words of the recipe rather than pydantic's."""
+    fields = dict(settings(recipe_class))
+    seen: set[Place] = set()
+    for item in error.errors():
+        # pydantic adds the names of union members behind the setting's place; the setting is what the user wrote.
+        place: Place = tuple(item["loc"])
+        inside = item["type"] == "missing" and place not in fields
+        while place and place not in fields and place not in sources and item["type"] != "extra_forbidden":
+            place = place[:-1]
+        if place in seen:
+            continue
+        seen.add(place)
+        where = _where(place, sources, path) if place else str(path)
+        match item["type"]:
+            case "extra_forbidden":
+                yield f"{where} is not a setting.{_suggest(place, recipe_class)}"
+            case "missing" if inside:
+                yield f"{where} has too few values. It is: {fields[place].description}"
+            case "missing":
+                yield f"{where} is missing. It is: {fields[place].description}"
+            case "value_error":
+                yield f"{where}: {item['ctx']['error']}" if place else f"{path}: {item['ctx']['error']}"
+            case _:
+                said = item["msg"].removeprefix("Input should be ").replace("Input should ", "")
+                given = item["input"]
+                shown = "a section" if isinstance(given, dict) else redact(repr(given))[:80]
+                hint = ""
+                if item["type"] == "literal_error" and isinstance(given, str):
+                    hint = did_you_mean(given, re.findall(r"'([^']*)'", item["ctx"]["expected"]), cutoff=0.4)
+                yield f"{where} should be {said.split(', unable')[0]}, not {shown}.{hint}"
+
+
+# Showing -------------------------------------------------------------------------------------------------------------
+
+
+def to_yaml(loaded: LoadedRecipe, *, explain: bool = False) -> str:
+    """The resolved recipe as YAML, each value with a comment saying where it comes from (or what it means)."""
+    lines = list(_lines(loaded.recipe, (), loaded.sources, explain))
+    width = min(max((len(text) for text, comment in lines if comment), default=0), 60)
+    return "\n".join(f"{text:<{width}}  # {comment}" if comment else text for text, comment in lines) + "\n"
+
+
+def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain: bool) -> Iterator[tuple[str, str]]:
+    indent = "  " * len(place)
+    for name, info in type(section).model_fields.items():
+        value, here = getattr(section, name), (*place, name)
+        about = (info.description or "").replace("\n", " ")
+        if isinstance(value, BaseModel):
+            yield f"{indent}{name}:", about if explain else ""
+            yield from _lines(value, here, sources, explain)
+            continue
+        given = next((sources[p] for p in sources if p[: len(here)] == here), None)
+        source = given or ("default" if info.default is not PydanticUndefined else "")
+        yield f"{indent}{name}: {_flow(value)}", f"{about} [{source}]" if explain else source
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, float):
+        return json.dumps(value) if value else "0.0"
+    return yaml.safe_dump(
+        list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10_000, allow_unicode=True
+    ).removesuffix("\n").removesuffix("\n...")
+
+
+def flatten(recipe: BaseModel) -> dict[str, Any]:
+    """{'optim.lr': 1e-05, …}: for comparing two recipes and for trackers."""
+
+    def walk(tree: Any, place: Place) -> Iterator[tuple[str, Any]]:
+        if isinstance(tree, dict) and tree:
+            for key, value in tree.items():
+                yield from walk(value, (*place, key))
+        else:
+            yield _dotted(place), tree
+
+    return dict(walk(recipe.model_dump(mode="json"), ()))

@@ -1,0 +1,1 @@
+"""From files to tokens: rows, conversations, chat templates and masks, packing, order."""

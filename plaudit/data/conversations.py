@@ -1,0 +1,228 @@
+"""Rows → conversations and prompts, whatever schema they come in.
+
+Known schemas, told by their columns: `messages` (role and content), `conversations` (sharegpt's from and value), `prompt` with
+`response` or `completion` (each a string or messages), `instruction` with `output` (alpaca); and, for sampling, verl's
+`prompt`, `data_source`, `reward_model.ground_truth`, `extra_info`. A LLaMA-Factory `dataset_info.json` can rename columns and tags.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plaudit.config import nearest_path
+from plaudit.data.rows import Rows, read_rows
+from plaudit.errors import DataError, did_you_mean
+from plaudit.types import Conversation, Message, Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SFT_HINT = (
+    "Rows for SFT have `messages`, `conversations`, `prompt` and `response`, or `instruction` and `output`; "
+    "other names can be mapped with data.dataset_info."
+)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """How a file's columns and tags are called: LLaMA-Factory's words, with its defaults."""
+
+    formatting: str = ""
+    """sharegpt or alpaca; empty: told by the columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of rows and how to read it."""
+
+    path: Path
+    schema: Schema = Schema()
+
+
+# Which files ---------------------------------------------------------------------------------------------------------
+
+
+def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str) -> list[Source]:
+    """The files that a setting names, directly or through dataset_info.json; each must exist."""
+    known = _read_dataset_info(Path(dataset_info)) if dataset_info else {}
+    sources = []
+    for name in names:
+        source = known.get(name) or Source(Path(name))
+        if not source.path.exists():
+            hint = did_you_mean(name, known) or nearest_path(source.path)
+            raise DataError(f"{setting}: {source.path} does not exist.{hint}")
+        sources.append(source)
+    return sources
+
+
+def _read_dataset_info(path: Path) -> dict[str, Source]:
+    if not path.exists():
+        raise DataError(f"data.dataset_info: {path} does not exist.{nearest_path(path)}")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+    sources = {}
+    for name, entry in entries.items():
+        if "file_name" not in entry or entry.get("ranking"):
+            continue  # hub and script entries, and preference pairs: not ours to read here
+        formatting = entry.get("formatting", "alpaca")
+        if formatting not in ("alpaca", "sharegpt"):
+            raise DataError(f"{path}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
+        schema = Schema(formatting, dict(entry.get("columns", {})), dict(entry.get("tags", {})))
+        sources[name] = Source(path.parent / entry["file_name"], schema)
+    return sources
+
+
+# Conversations -------------------------------------------------------------------------------------------------------
+
+
+def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
+    """Each row as a conversation, with its place (file and row) for messages."""
+    rows = read_rows(source.path)
+    convert = _converter(rows, source.schema)
+    for number, row in enumerate(rows):
+        where = f"{rows.source}: row {number}"
+        conversation = convert(row, where)
+        _check(conversation, where)
+        yield where, conversation
+
+
+def _converter(rows: Rows, schema: Schema):
+    """The function that turns a row of this file into a conversation."""
+    columns = set(rows.columns)
+    if schema.formatting == "sharegpt":
+        rows.require(schema.columns.get("messages", "conversations"))
+        return lambda row, where: _from_sharegpt(row, schema, where)
+    if schema.formatting == "alpaca":
+        rows.require(schema.columns.get("prompt", "instruction"), schema.columns.get("response", "output"))
+        return lambda row, where: _from_alpaca(row, schema, where)
+    if "messages" in columns:
+        return lambda row, where: Conversation(_messages(row.get("messages"), where), _tools(row.get("tools"), where))
+    if "conversations" in columns:
+        return lambda row, where: _from_sharegpt(row, schema, where)
+    answer = next((name for name in ("response", "completion") if name in columns), None)
+    if "prompt" in columns and answer:
+        return lambda row, where: Conversation(
+            _messages(row.get("prompt"), where, role="user") + _messages(row.get(answer), where, role="assistant"),
+            _tools(row.get("tools"), where),
+        )
+    if {"instruction", "output"} <= columns:
+        return lambda row, where: _from_alpaca(row, schema, where)
+    rows.require("messages", hint=SFT_HINT)
+    raise AssertionError
+
+
+def _messages(value: Any, where: str, role: str | None = None) -> list[Message]:
+    """A list of messages as templates want them; a plain string is one message of `role`."""
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: has no messages (found {_kind(value)})")
+    return [_message(item, where) for item in value]
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise DataError(f"{where}: a message should have `role` and `content`, not {_kind(item)}")
+    # Parquet gives every struct all keys, absent ones as null; templates test `is defined`, so those must go.
+    message = {key: value for key, value in item.items() if value is not None}
+    if message["role"] not in ROLES:
+        raise DataError(f"{where}: role {message['role']!r} is not one of {', '.join(ROLES)}.{did_you_mean(message['role'], ROLES)}")
+    message["content"] = _text(message.get("content"), where)
+    return message
+
+
+def _text(content: Any, where: str) -> str:
+    """Content as one string; a list of text parts is joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise DataError(f"{where}: content should be text, not {_kind(content)} (images and audio are not supported)")
+
+
+def _tools(value: Any, where: str) -> list[Any] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: tools are not valid JSON: {error}") from None
+    return value or None
+
+
+def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
+    tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
+            "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"} | schema.tags  # fmt: skip
+    roles = {
+        tags["user_tag"]: "user",
+        tags["assistant_tag"]: "assistant",
+        tags["observation_tag"]: "tool",
+        tags["function_tag"]: "assistant",
+        tags["system_tag"]: "system",
+    }
+    turns = row.get(schema.columns.get("messages", "conversations"))
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: has no messages (found {_kind(turns)})")
+    messages: list[Message] = []
+    if system := row.get(schema.columns.get("system", "system")):
+        messages.append({"role": "system", "content": _text(system, where)})
+    for turn in turns:
+        role = turn.get(tags["role_tag"]) if isinstance(turn, dict) else None
+        if role not in roles:
+            raise DataError(f"{where}: role {role!r} is not one of the tags {', '.join(roles)}; map it in dataset_info.json")
+        messages.append({"role": roles[role], "content": _text(turn.get(tags["content_tag"]), where)})
+    return Conversation(messages, _tools(row.get(schema.columns.get("tools", "tools")), where))
+
+
+def _from_alpaca(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
+    def column(name: str, default: str) -> Any:
+        return row.get(schema.columns.get(name, default))
+
+    messages: list[Message] = []
+    if system := column("system", "system"):
+        messages.append({"role": "system", "content": _text(system, where)})
+    for question, answer in column("history", "history") or ():
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    asked = [_text(column("prompt", "instruction"), where), _text(column("query", "input"), where)]
+    messages.append({"role": "user", "content": "\n".join(part for part in asked if part)})
+    messages.append({"role": "assistant", "content": _text(column("response", "output"), where)})
+    return Conversation(messages)
+
+
+def _check(conversation: Conversation, where: str) -> None:
+    answers = [m for m in conversation.messages if m["role"] == "assistant"]
+    if not answers:
+        raise DataError(f"{where}: has no assistant message, so there is nothing to learn from it")
+    if not any(m["content"].strip() or m.get("tool_calls") or m.get("reasoning_content") for m in answers):
+        raise DataError(f"{where}: every assistant message is empty")
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"an empty {type(value).__name__}" if value in ([], {}, "") else type(value).__name__
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(source: Source) -> Iterator[Prompt]:
+    """Each row of verl's RL schema as a prompt to sample from. Ids are file name and row number."""
+    rows = read_rows(source.path)
+    rows.require("prompt", hint="Rows for sampling have `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`.")
+    for number, row in enumerate(rows):
+        where = f"{rows.source}: row {number}"
+        extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
+        for name, value in (("extra_info", extra), ("reward_model", reward_model)):
+            if not isinstance(value, dict):
+                raise DataError(f"{where}: {name} should have fields, not be {_kind(value)}")
+        yield Prompt(
+            id=f"{source.path.name}:{number}",
+            messages=_messages(row["prompt"], where, role="user"),
+            data_source=row.get("data_source") or "",
+            ground_truth=reward_model.get("ground_truth"),
+            extra_info=extra,
+        )

@@ -1,0 +1,39 @@
+"""Which rows a step trains on: a function of the seed and the step alone, so there is nothing to save and nothing to replay.
+
+Rows are one endless stream, each epoch its own permutation; step k takes rows [k·n, (k+1)·n) of it. A step may span two epochs.
+(torchdata's stateful loader would keep workers and queues alive for what is a formula here.)
+"""
+
+import hashlib
+import math
+from functools import lru_cache
+
+import numpy as np
+
+
+def stable_seed(*key: int | str) -> int:
+    """A 32-bit seed from a key, the same on every machine and Python."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+
+
+class RowOrder:
+    """Rows of `num_rows`, `per_step` at a time, for `epochs` passes."""
+
+    def __init__(self, num_rows: int, *, per_step: int, epochs: float, seed: int):
+        self.num_rows, self.per_step, self.seed = num_rows, per_step, seed
+        self.total_rows = math.ceil(num_rows * epochs)
+        self._permutation = lru_cache(maxsize=2)(self._make_permutation)
+
+    @property
+    def num_steps(self) -> int:
+        return math.ceil(self.total_rows / self.per_step)
+
+    def rows(self, step: int) -> list[int]:
+        """Row numbers of a step (from 0). Only the very last step may be short."""
+        assert 0 <= step < self.num_steps
+        stream = range(step * self.per_step, min((step + 1) * self.per_step, self.total_rows))
+        return [int(self._permutation(i // self.num_rows)[i % self.num_rows]) for i in stream]
+
+    def _make_permutation(self, epoch: int) -> np.ndarray:
+        # RandomState, not Generator: numpy promises that its stream never changes.
+        return np.random.RandomState(stable_seed("order", self.seed, epoch)).permutation(self.num_rows)

@@ -1,0 +1,49 @@
+"""Packing: sequences laid end to end, as many as a token budget allows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from plaudit.types import Batch, Example
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices in as few groups as first-fit-decreasing finds, each within the budget; one longer than it stands alone.
+
+    Deterministic, every index once; order within a group is the given one.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = next((g for g, left in enumerate(room) if lengths[i] <= left), None)
+        if fits is None:
+            groups.append([i])
+            room.append(budget - lengths[i])
+        else:
+            groups[fits].append(i)
+            room[fits] -= lengths[i]
+    return [sorted(group) for group in groups]
+
+
+def pack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
+    """One batch of the examples, in order."""
+    assert examples and all(len(e) and not e.loss_mask[0] for e in examples), "a first token has nothing that predicts it"
+    lengths = [len(e) for e in examples]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Batch(
+        tokens_T=tensor(np.concatenate([e.tokens for e in examples]).astype(np.int64)),
+        positions_T=tensor(np.concatenate([np.arange(n) for n in lengths])),
+        loss_mask_T=tensor(np.concatenate([e.loss_mask for e in examples])),
+        starts_S1=tensor(starts),
+        longest=max(lengths),
+    )
+
+
+def micro_batches(examples: Sequence[Example], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
+    """The examples in packed batches of at most `budget` tokens."""
+    return [pack([examples[i] for i in group], device) for group in split_by_tokens([len(e) for e in examples], budget)]

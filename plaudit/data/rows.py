@@ -1,0 +1,131 @@
+"""Reading rows: parquet, jsonl, json, and the folders that Hugging Face's `save_to_disk` makes.
+
+A `Rows` is a list of dicts that stays on disk where the format allows it. Nothing here knows what the columns mean.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+
+from plaudit.config import nearest_path
+from plaudit.errors import DataError
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """The rows of one file, in order, with its name for messages."""
+
+    def __init__(self, source: str, table: pa.Table | list[dict[str, Any]]):
+        self.source = source
+        self._table = table
+        if len(self) == 0:
+            raise DataError(f"{source}: holds no rows")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if isinstance(self._table, list):
+            return self._table[index]
+        return self._table.slice(range(len(self))[index], 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if isinstance(self._table, list):
+            yield from self._table
+        else:
+            for batch in self._table.to_batches(max_chunksize=1024):
+                yield from batch.to_pylist()
+
+    @property
+    def columns(self) -> list[str]:
+        if isinstance(self._table, list):
+            return list(dict.fromkeys(key for row in self._table for key in row))
+        return self._table.column_names
+
+    def require(self, *columns: str, hint: str = "") -> None:
+        """Raise a DataError that names the file, the missing column and the columns there are."""
+        for column in columns:
+            if column not in self.columns:
+                raise DataError(
+                    f"{self.source}: column {column!r} is missing (found: {', '.join(self.columns)}).{hint and ' ' + hint}"
+                )
+
+
+def read_rows(path: str | Path) -> Rows:
+    """The rows of a file or `save_to_disk` folder."""
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist.{nearest_path(path)}")
+    if path.is_dir():
+        return Rows(str(path), _read_saved_dataset(path))
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
+    if path.suffix not in readers:
+        raise DataError(f"{path}: cannot read *{path.suffix or path.name} files; rows come as {', '.join(SUFFIXES)} or a save_to_disk folder")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty")
+    return Rows(str(path), readers[path.suffix](path))
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    try:
+        return pyarrow.parquet.read_table(path, memory_map=True)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a whole parquet file: {error}") from None
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                rows.append(_as_row(_parse(line, f"{path}:{number}"), f"{path}:{number}"))
+    return rows
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("{") and "\n{" in text.strip():
+        return _read_jsonl(path)  # a common misnomer: one object a line in a .json file
+    rows = _parse(text, str(path))
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: should hold a list of rows, not {type(rows).__name__}")
+    return [_as_row(row, f"{path}: row {number}") for number, row in enumerate(rows)]
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+
+
+def _as_row(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row should be an object with columns, not {type(row).__name__}")
+    return row
+
+
+def _read_saved_dataset(folder: Path) -> pa.Table:
+    """The Arrow files that `state.json` lists; they hold the stream format and are read without copying."""
+    if (folder / "dataset_dict.json").exists():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        raise DataError(f"{folder}: holds several splits; name one: {', '.join(str(folder / name) for name in splits)}")
+    if not (folder / "state.json").exists():
+        raise DataError(f"{folder}: is a folder but not one made by save_to_disk (it has no state.json)")
+    files = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
+    try:
+        return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in files)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{folder}: not a whole save_to_disk folder: {error}") from None

@@ -1,0 +1,47 @@
+"""Errors that are the user's to mend: shown as one line, without a traceback.
+
+Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable
+
+SECRET_NAME = re.compile(r"(api_?keys?|access_?keys?|token|secrets?|passwords?|passwd|credentials?)$", re.IGNORECASE)
+# What well-known services' keys look like, for the ones that never were in our environment.
+SECRET_SHAPE = re.compile(r"\b(?:sk|pk|hf|ghp|gho|xoxb)[-_][A-Za-z0-9_-]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+
+
+class PlauditError(ValueError):
+    """What happened, where, and what to do: in that order, on one line where it can be."""
+
+
+class RecipeError(PlauditError):
+    """A recipe or an override that cannot be used."""
+
+
+class DataError(PlauditError):
+    """Rows that cannot be read or trained on."""
+
+
+class RunError(PlauditError):
+    """A run folder or checkpoint that cannot be used or written."""
+
+
+class TrainingStopped(PlauditError):
+    """Training that cannot go on (too many non-finite steps)."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """' Did you mean X?' for the nearest candidate, or nothing."""
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def redact(text: str) -> str:
+    """The text without any secret: values of secret-named environment variables, and strings shaped like keys."""
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and len(value) >= 8:
+            text = text.replace(value, f"${name}")
+    return SECRET_SHAPE.sub("[secret]", text)

@@ -1,0 +1,1 @@
+"""Ranking, preference and verifier accuracy, pass@k, translation quality."""

@@ -1,0 +1,1 @@
+"""One file per training verb; each reads alone, top to bottom."""

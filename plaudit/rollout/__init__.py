@@ -1,0 +1,1 @@
+"""Sampling: the engine contract, our native engine, and vLLM."""

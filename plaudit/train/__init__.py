@@ -1,0 +1,1 @@
+"""One optimisation step, the optimiser and its schedule, checkpoints."""
