@@ -33,6 +33,10 @@ class TrainingStopped(PlauditError):
     """Training that cannot go on (too many non-finite steps)."""
 
 
+class Interrupted(PlauditError):
+    """Ctrl-C or a polite kill: all is saved, and the message says how to go on."""
+
+
 def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """' Did you mean X?' for the nearest candidate, or nothing."""
     near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)

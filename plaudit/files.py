@@ -1,0 +1,71 @@
+"""Writing so that a reader never sees half of anything: aside first, to disk, then renamed into place."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    _sync_folder(path.parent)
+
+
+@contextmanager
+def folder_written_aside(final: Path) -> Iterator[Path]:
+    """A new folder to fill; it becomes `final` when the block ends well, and is gone when it does not."""
+    aside = final.with_name(f".{final.name}.aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for path in aside.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                _sync_folder(path)
+        _sync_folder(aside)
+        if final.exists():
+            old = final.with_name(f".{final.name}.old")
+            final.rename(old)
+            aside.rename(final)
+            shutil.rmtree(old)
+        else:
+            aside.rename(final)
+        _sync_folder(final.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a killed process left aside in a folder."""
+    for pattern in (".*.aside", ".*.old"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def fingerprint(path: Path) -> str:
+    """Changes when the content of a file, or of any file below a folder, does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+        with file.open("rb") as content:
+            while block := content.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

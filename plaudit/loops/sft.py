@@ -1,0 +1,96 @@
+"""Supervised fine-tuning.
+
+Each step takes the next rows, packs them without padding into micro-batches, and moves the model down
+
+    L = −(1/N) Σ_t log p(token_t | tokens before it),   over the N tokens of the whole step that an assistant wrote.
+
+Differs from the textbook: N is the whole step's, so splitting it into micro-batches changes nothing; sequences are packed end to end
+and never see each other; logits are never held whole.
+"""
+
+from pathlib import Path
+
+import torch
+
+from plaudit.config import LoadedRecipe
+from plaudit.data.conversations import Source
+from plaudit.data.examples import ExampleSet, load_examples
+from plaudit.data.order import RowOrder
+from plaudit.data.pack import micro_batches
+from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.policy import Policy, load_policy, resolve_device
+from plaudit.objectives.supervised import nll
+from plaudit.recipe import SFTData, SFTRecipe
+from plaudit.report.progress import StepProgress, counted, say
+from plaudit.run import Run
+from plaudit.train.trainer import Trainer
+from plaudit.types import Batch, Example
+
+
+def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+    """Train the recipe's model on `sources['train']`, validate on `sources['val']`; returns the trained model's folder."""
+    recipe = loaded.recipe
+    with Run(loaded, [source.path for part in sources.values() for source in part]) as run:
+        device = resolve_device(recipe.run.device)
+        tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        template = load_template(tokenizer, recipe.model.chat_template)
+        examples = _examples("train", sources["train"], template, recipe.data).examples
+        validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
+
+        order = RowOrder(len(examples), per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+        total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
+        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        trainer = Trainer(
+            policy, recipe.optim, total_steps=total_steps, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps
+        )
+        run.resume(trainer)
+
+        if trainer.step == 0 and validation:
+            run.log(0, validate(policy, validation, recipe))
+
+        with StepProgress("sft", total_steps, trainer.step) as progress:
+            while trainer.step < total_steps:
+                rows = [examples[row] for row in order.rows(trainer.step)]
+                num_targets = sum(row.num_targets for row in rows)
+
+                def loss(batch: Batch, num_targets: int = num_targets) -> torch.Tensor:
+                    return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets)
+
+                metrics = trainer.update(micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss)
+                metrics |= {"tokens": float(sum(map(len, rows))), "epoch": trainer.step * order.per_step / order.num_rows}
+
+                improved = False
+                if validation and run.due(recipe.run.validate_every, trainer.step, total_steps):
+                    metrics |= validate(policy, validation, recipe)
+                    improved = run.note_validation(trainer.step, metrics["val/loss"])
+                progress.update(trainer.step, run.log(trainer.step, metrics))
+                if run.due(recipe.run.save_every, trainer.step, total_steps) or (improved and recipe.run.keep_best):
+                    run.save(trainer)
+                run.stop_if_interrupted(trainer)
+
+        return run.finish(trainer)
+
+
+@torch.no_grad()
+def validate(policy: Policy, examples: list[Example], recipe: SFTRecipe) -> dict[str, float]:
+    """Mean loss per token over all validation rows."""
+    policy.model.eval()
+    total = sum(
+        target_logprobs(policy.model, batch).logprobs_N.double().sum().item()
+        for batch in micro_batches(examples, recipe.train.tokens_per_micro_batch, policy.device)
+    )
+    return {"val/loss": -total / sum(example.num_targets for example in examples)}
+
+
+def _examples(part: str, sources: list[Source], template: ChatTemplate, data: SFTData) -> ExampleSet:
+    result = load_examples(
+        sources,
+        template,
+        max_tokens=data.max_tokens,
+        too_long=data.too_long,
+        train_on=data.train_on,
+        progress=lambda rows: counted(rows, f"reading {part} rows"),
+    )
+    say(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
+    return result

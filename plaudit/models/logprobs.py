@@ -1,0 +1,112 @@
+"""Log-probs and entropies of given tokens without ever holding all logits.
+
+For token y with logits z = W h / temperature, over a vocabulary V:
+
+    log p = z_y − logsumexp(z)                      ∂ log p / ∂z = onehot(y) − p
+    H     = logsumexp(z) − Σ p_v z_v                ∂ H / ∂z     = −p · (log p + H)
+
+Logits of a chunk of tokens are made, used and dropped in the forward pass, and made again in the backward pass: memory for logits is
+one chunk's, whatever the batch. T tokens × V = 152k take 4·T·V bytes held whole, several times over with gradients.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from plaudit.models.attention import packed_arguments
+from plaudit.types import Batch
+
+# Logits held at a time: small enough to stay in reach of a CPU's caches and memory, large enough to keep a GPU busy.
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**27}
+
+
+class TokenLogprobs(NamedTuple):
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+
+
+def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenLogprobs:
+    """Log-prob (and entropy) of each token that `batch.loss_mask_T` marks, given what stands before it; in order."""
+    hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
+    targets_N = batch.loss_mask_T.nonzero()[:, 0]
+    return token_logprobs(
+        hidden_TD[targets_N - 1],
+        model.get_output_embeddings().weight,  # pyright: ignore
+        batch.tokens_T[targets_N],
+        temperature=temperature,
+        entropy=entropy,
+    )
+
+
+def token_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    tokens_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk_logits: int | None = None,
+) -> TokenLogprobs:
+    """Log-probs (fp32) of tokens under softmax(W h / temperature), differentiable in h and W."""
+    budget = chunk_logits or CHUNK_LOGITS.get(hidden_ND.device.type, 2**25)
+    chunk = max(1, budget // weight_VD.shape[0])
+    logprobs_N, entropy_N = _ChunkedLogprobs.apply(hidden_ND, weight_VD, tokens_N, temperature, entropy, chunk)  # pyright: ignore
+    return TokenLogprobs(logprobs_N, entropy_N if entropy else None)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: bool, chunk: int):
+        logprobs_N = torch.empty(len(tokens_N), dtype=torch.float32, device=hidden_ND.device)
+        logsumexp_N, entropy_N = torch.empty_like(logprobs_N), torch.zeros_like(logprobs_N)
+        for at in _chunks(len(tokens_N), chunk):
+            z = _logits(hidden_ND[at], weight_VD, temperature)
+            logsumexp = z.logsumexp(-1)
+            logsumexp_N[at] = logsumexp
+            logprobs_N[at] = z.gather(-1, tokens_N[at, None])[:, 0] - logsumexp
+            if entropy:
+                p = (z - logsumexp[:, None]).exp_()
+                entropy_N[at] = logsumexp - p.mul_(z).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, logsumexp_N, entropy_N)
+        ctx.temperature, ctx.entropy, ctx.chunk = temperature, entropy, chunk
+        if not entropy:
+            ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor):
+        hidden_ND, weight_VD, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        # Summed in fp32 over chunks: bf16 would lose the small contributions.
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for at in _chunks(len(tokens_N), ctx.chunk):
+            logp = _logits(hidden_ND[at], weight_VD, ctx.temperature).sub_(logsumexp_N[at, None])
+            if ctx.entropy:
+                p = logp.exp()
+                grad_z = p.mul(-grad_logprobs_N[at, None]).sub_(p.mul_(logp.add_(entropy_N[at, None])).mul_(grad_entropy_N[at, None]))
+            else:
+                grad_z = logp.exp_().mul_(-grad_logprobs_N[at, None])
+            grad_z.scatter_add_(-1, tokens_N[at, None], grad_logprobs_N[at, None])
+            grad_z = grad_z.div_(ctx.temperature).to(hidden_ND.dtype)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[at] = grad_z @ weight_VD
+            if grad_weight_VD is not None:
+                if weight_VD.dtype == torch.float32:
+                    grad_weight_VD.addmm_(grad_z.T, hidden_ND[at])
+                else:
+                    grad_weight_VD += grad_z.T @ hidden_ND[at]
+        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    z = (hidden @ weight.T).float()
+    return z if temperature == 1.0 else z.div_(temperature)
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))

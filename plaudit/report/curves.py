@@ -1,0 +1,32 @@
+"""`curves.png`: a run's metrics over its steps, one panel each."""
+
+import math
+from pathlib import Path
+
+
+
+def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
+    """Draw every metric that changes; validation lies over its training counterpart."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "time/seconds")))
+    panels = [name for name in names if not (name.startswith("val/") and name.removeprefix("val/") in names)]
+    if not panels:
+        return
+    columns = min(3, len(panels))
+    figure = Figure(figsize=(4.5 * columns, 3.0 * math.ceil(len(panels) / columns)), layout="constrained")
+    for place, name in enumerate(panels, 1):
+        axes = figure.add_subplot(math.ceil(len(panels) / columns), columns, place)
+        for metric, marker in ((name, None), (f"val/{name}", "o")):
+            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, linewidth=1, label=metric)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 1:
+            axes.legend(fontsize=7)
+    aside = path.with_name(f".{path.stem}.aside.png")
+    figure.savefig(aside, dpi=110)
+    aside.rename(path)

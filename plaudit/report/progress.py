@@ -1,0 +1,74 @@
+"""Progress in the terminal: a live bar where there is one, now and then a line where output goes to a file."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from plaudit.errors import redact
+
+console = Console(stderr=True, highlight=False)
+LINE_EVERY_S = 10.0
+
+
+def say(text: str, style: str = "") -> None:
+    """A line for the person who watches."""
+    console.print(redact(text), style=style or None, markup=False, soft_wrap=True)
+
+
+def counted(items: Iterable[Any], label: str) -> Iterator[Any]:
+    """The items, with a running count on a terminal."""
+    if not console.is_terminal:
+        yield from items
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description} {task.completed:,}"), console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        for item in items:
+            yield item
+            bar.advance(task)
+
+
+class StepProgress:
+    """A bar over training steps with loss, tokens per second and time left."""
+
+    def __init__(self, label: str, total: int, done: int):
+        self.label, self.total, self.first = label, total, done
+        self.started = self.last_line = time.monotonic()
+        self.bar = Progress(
+            TextColumn(label), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(), TextColumn("left"), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task(label, total=total, completed=done, numbers="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        numbers = _numbers(metrics)
+        self.bar.update(self.task, completed=step, numbers=numbers)
+        now = time.monotonic()
+        if not console.is_terminal and (now - self.last_line > LINE_EVERY_S or step in (self.first + 1, self.total)):
+            self.last_line = now
+            left = (now - self.started) / (step - self.first) * (self.total - step)
+            print(f"{self.label} {step}/{self.total} {numbers} {_duration(left)} left", file=sys.stderr, flush=True)
+
+
+def _numbers(metrics: dict[str, float]) -> str:
+    parts = [f"{name} {metrics[name]:.4f}" for name in ("loss", "val/loss") if name in metrics]
+    if "time/tokens_per_s" in metrics:
+        parts.append(f"{metrics['time/tokens_per_s']:,.0f} tok/s")
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

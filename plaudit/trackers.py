@@ -1,0 +1,111 @@
+"""Where metrics go besides metrics.jsonl: one small class per service. A resumed run continues under the same id.
+
+Keys come from the environment, as each service documents (WANDB_API_KEY, MLFLOW_TRACKING_URI, SWANLAB_API_KEY, …).
+"""
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from plaudit.config import flatten
+from plaudit.errors import RunError
+from plaudit.recipe import Recipe
+
+
+class Tracker(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what an earlier, killed process wrote behind the checkpoint.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+        import wandb
+
+        self.run = wandb.init(
+            project=recipe.run.project,
+            name=folder.name,
+            id=ids.setdefault("wandb", uuid.uuid4().hex[:12]),
+            resume="allow",
+            dir=folder,
+            config=flatten(recipe),
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Mlflow:
+    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+        import mlflow
+
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri((folder / "mlflow").absolute().as_uri())
+        mlflow.set_experiment(recipe.run.project)
+        self.mlflow = mlflow
+        run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=folder.name)
+        if "mlflow" not in ids:
+            mlflow.log_params(flatten(recipe))
+        ids["mlflow"] = run.info.run_id
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.mlflow.log_metrics({name: value for name, value in metrics.items() if name != "step"}, step=step)
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class Swanlab:
+    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+        import swanlab
+
+        self.run = swanlab.init(
+            project=recipe.run.project,
+            experiment_name=folder.name,
+            id=ids.setdefault("swanlab", uuid.uuid4().hex[:21]),
+            resume="allow",
+            logdir=str(folder / "swanlab"),
+            config=flatten(recipe),
+            mode=os.environ.get("SWANLAB_MODE", "cloud" if "SWANLAB_API_KEY" in os.environ else "offline"),
+        )
+        self.swanlab = swanlab
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.swanlab.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
+
+    def close(self) -> None:
+        self.swanlab.finish()
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab}
+
+
+def open_trackers(names: Sequence[str], folder: Path, recipe: Recipe, ids: dict[str, str], step: int) -> list[Tracker]:
+    """Start or continue each; new ids are put into `ids`."""
+    trackers: list[Any] = []
+    for name in names:
+        try:
+            trackers.append(TRACKERS[name](folder, recipe, ids, step))
+        except ImportError as error:
+            raise RunError(f"run.trackers: {name} is not installed ({error}). Install it with: pip install 'plaudit[track]'") from None
+    return trackers

@@ -1,0 +1,114 @@
+"""Checkpoints: everything that an interrupted run needs to go on as if nothing had happened.
+
+    checkpoints/step_000040/
+      model/                  the model in Hugging Face format: load it, serve it, start the next stage from it
+      trainer.safetensors     fp32 weights and AdamW's moments, by parameter name
+      state.json              steps done, steps skipped, best validation so far
+      manifest.json           every file and its size: a checkpoint that does not match was cut short
+
+Data order, schedule and randomness are functions of the seed and the step, so the step is all of them there is to save.
+A folder is written aside and renamed, so a killed process leaves the previous checkpoint as it was. Nothing is pickled.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from plaudit.errors import RunError
+from plaudit.files import folder_written_aside, remove_leftovers
+from plaudit.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def load_into(self, trainer: Trainer) -> None:
+        trainer.load_state(self.state, load_file(self.folder / "trainer.safetensors"))
+
+
+def save_checkpoint(root: Path, trainer: Trainer, **notes: Any) -> Checkpoint:
+    """Write a checkpoint of the trainer as it stands; `notes` go into its state."""
+    counts, tensors = trainer.state()
+    state = {**counts, **notes}
+    final = root / f"step_{trainer.step:06d}"
+    root.mkdir(parents=True, exist_ok=True)
+    intact = [path.name for path in _folders(root) if _fault(path) is None]
+    go_on = f"{intact[-1]} is intact" if intact else "no checkpoint exists yet"
+    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+    needed += sum(p.numel() * p.element_size() for p in trainer.policy.model.parameters())
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise RunError(
+            f"{final}: not enough disk space: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; {go_on}. "
+            "Make room, then start again with the same command."
+        )
+    try:
+        with folder_written_aside(final) as folder:
+            trainer.policy.save(folder / "model")
+            save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "trainer.safetensors")
+            (folder / "state.json").write_text(json.dumps(state, indent=1))
+            files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+            (folder / "manifest.json").write_text(json.dumps(files, indent=1))
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{final}: the checkpoint could not be written ({error}); {go_on}. Mend that, then start again with the same command.") from None
+    return Checkpoint(final, state)
+
+
+def find_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint, and a line about each newer one that is not."""
+    if not root.exists():
+        return None, []
+    remove_leftovers(root)
+    warnings = []
+    for folder in reversed(_folders(root)):
+        fault = _fault(folder)
+        if fault is None:
+            return Checkpoint(folder, json.loads((folder / "state.json").read_text())), warnings
+        warnings.append(f"{folder} is not whole ({fault}); going back to the one before")
+    return None, warnings
+
+
+def prune_checkpoints(root: Path, *, keep_last: int, keep_step: int | None) -> None:
+    """Delete old checkpoints, but for the newest `keep_last` and the one of `keep_step`."""
+    for folder in _folders(root)[:-keep_last]:
+        if folder.name != f"step_{keep_step or 0:06d}":
+            shutil.rmtree(folder)
+
+
+def point_to(link: Path, target: Path) -> None:
+    """A relative link beside the checkpoints, replaced in one go."""
+    aside = link.with_name(f".{link.name}.aside")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(target.relative_to(link.parent))
+    aside.rename(link)
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("step_*") if path.is_dir())
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        files = json.loads((folder / "manifest.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return "its manifest.json is missing or unreadable"
+    for name, size in files.items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+    return None
+
+

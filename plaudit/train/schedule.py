@@ -1,0 +1,40 @@
+"""Learning rate by step: warm-up, then a shape, as a share of the peak.
+
+    warm-up    (k + 1) / w                                   for step k < w; then, with t = (k − w) / (N − w) in [0, 1):
+    constant   1
+    linear     m + (1 − m) · (1 − t)
+    cosine     m + (1 − m) · (1 + cos πt) / 2
+    wsd        1, and over the last d of all N steps linear down to m
+
+N steps in all, w of warm-up, m = min_lr_ratio. Step k counts from 0, so the first step already moves.
+"""
+
+import math
+
+from plaudit.recipe import Optim
+
+
+def warmup_steps(optim: Optim, total_steps: int) -> int:
+    if optim.warmup_ratio is not None:
+        return math.ceil(optim.warmup_ratio * total_steps)
+    return optim.warmup_steps or 0
+
+
+def lr_at(step: int, total_steps: int, optim: Optim) -> float:
+    """The learning rate of a step (from 0)."""
+    warmup, low = warmup_steps(optim, total_steps), optim.min_lr_ratio
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    t = (step - warmup) / max(1, total_steps - warmup)
+    match optim.schedule:
+        case "constant":
+            share = 1.0
+        case "linear":
+            share = low + (1 - low) * (1 - t)
+        case "cosine":
+            share = low + (1 - low) * (1 + math.cos(math.pi * t)) / 2
+        case "wsd":
+            decay = max(1, math.ceil(optim.decay_ratio * total_steps))
+            left = min(1.0, (total_steps - step) / decay)
+            share = low + (1 - low) * left
+    return optim.lr * share
