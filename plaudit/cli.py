@@ -33,7 +33,7 @@ Overrides = Annotated[
 @app.command()
 def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Supervised fine-tuning on conversations. Started again with the same recipe, it goes on where it stopped."""
-    loaded, sources = _load_checked(recipe, overrides, "sft")
+    loaded, sources = load_checked(recipe, overrides, "sft")
 
     from plaudit.loops.sft import train
 
@@ -59,7 +59,7 @@ def doctor(
     rows: Annotated[int, typer.Option(help="How many rows to render and measure; 0 for all.")] = 1000,
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
-    loaded, sources = _load_checked(recipe, overrides, None)
+    loaded, sources = load_checked(recipe, overrides, None)
 
     from plaudit.doctor import examine
 
@@ -90,7 +90,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-def _load_checked(path: Path, overrides: list[str] | None, stage: str | None):
+def load_checked(path: Path, overrides: list[str] | None, stage: str | None):
     """The recipe, and the files its data settings name: all of it checked before anything heavy is imported."""
     from plaudit.data.conversations import resolve_sources
 

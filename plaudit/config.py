@@ -5,6 +5,7 @@ Each value remembers where it came from (file and line, command line, default), 
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, redact
+from plaudit.errors import SECRET_NAME, SECRET_SHAPE, RecipeError, did_you_mean, nearest, redact
 from plaudit.recipe import STAGES, Recipe
 
 Place = tuple[str | int, ...]
@@ -38,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
     for override in overrides:
         _apply_override(tree, sources, override)
     _refuse_secrets(tree, (), sources, path)
-    recipe_class = STAGES[_stage(tree, stage, path)]
+    recipe_class = STAGES[_stage(tree, stage, sources, path)]
     try:
         recipe = recipe_class.model_validate(tree)
     except ValidationError as error:
@@ -70,9 +71,8 @@ for _tag, _pattern, _first in (
     )
 
 
-def _scalar(node: yaml.ScalarNode) -> Any:
-    text: str = node.value
-    match node.tag.rsplit(":", 1)[-1]:
+def _scalar(text: str, kind: str) -> Any:
+    match kind:
         case "null":
             return None
         case "bool":
@@ -81,27 +81,36 @@ def _scalar(node: yaml.ScalarNode) -> Any:
             return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        case "str":
-            return text
-        case tag:
-            raise RecipeError(f"line {node.start_mark.line + 1}: the YAML tag {tag} has no meaning in a recipe")
+    return text
 
 
 def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) -> Any:
-    sources[place] = f"{file}:{node.start_mark.line + 1}" if file else "command line"
+    def at(node: yaml.Node) -> str:
+        return f"{file}:{node.start_mark.line + 1}" if file else "command line"
+
+    sources[place] = at(node)
+    kind = node.tag.rsplit(":", 1)[-1]
+    if kind not in ("null", "bool", "int", "float", "str", "map", "seq"):
+        raise RecipeError(f"{at(node)}: {_dotted(place)}: the YAML tag {kind} has no meaning in a recipe")
+    if len(place) > 20:  # an anchor that contains itself
+        raise RecipeError(f"{at(node)}: {_dotted(place[:2])} is nested too deeply")
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise RecipeError(f"{at(key_node)}: the name of a setting should be a word, not a list or a section")
+            key = key_node.value
             if key in mapping:
-                where = f"{file}:{key_node.start_mark.line + 1}: " if file else ""
-                raise RecipeError(f"{where}{_dotted((*place, key))} is given twice")
+                raise RecipeError(f"{at(key_node)}: {_dotted((*place, key))} is given twice")
             mapping[key] = _build(value_node, (*place, key), sources, file)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_build(child, (*place, i), sources, file) for i, child in enumerate(node.value)]
     assert isinstance(node, yaml.ScalarNode)
-    return _scalar(node)
+    try:
+        return _scalar(node.value, kind)
+    except ValueError:
+        raise RecipeError(f"{at(node)}: {_dotted(place)}: {_shown(node.value)} is not of YAML's type {kind}") from None
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
@@ -116,7 +125,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise RecipeError(f"{where}: not valid YAML: {problem.removeprefix('but ')}") from None
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{path} is not a recipe: it should be settings like `model: {{path: …}}`, one section a line")
     sources: dict[Place, str] = {}
@@ -125,32 +135,39 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
 
 def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: str) -> None:
     name, equals, text = override.partition("=")
-    if not equals or not name:
-        raise RecipeError(f"{redact(override)!r} is not an override: write it as section.name=value")
-    place: Place = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+    if not equals or not name.strip():
+        raise RecipeError(f"{override!r} is not an override: write it as section.name=value")
+    *sections, last = name.strip().split(".")
+    at: Any = tree
+    place: Place = ()
+    for part in sections:
+        key = _key(at, part, name)
+        if isinstance(at, dict) and not isinstance(at.get(key), dict | list):
+            at[key] = {}  # a section that is absent, or null
+        at, place = at[key], (*place, key)
+    key = _key(at, last, name)
+    inside_list, place = isinstance(at, list), (*place, key)
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
     except yaml.YAMLError:
         node = None if not text else yaml.ScalarNode("tag:yaml.org,2002:str", text)
     given: dict[Place, str] = {}
     value = None if node is None else _build(node, place, given, file="")
-    at: Any = tree
-    for part in place[:-1]:
-        if isinstance(at, list) and isinstance(part, int) and part < len(at):
-            at = at[part]
-        elif isinstance(at, dict):
-            if not isinstance(at.get(part), dict | list):
-                at[part] = {}
-            at = at[part]
-        else:
-            raise RecipeError(f"{name} on the command line: there is no entry {part} in that list")
-    last = place[-1]
-    if isinstance(at, list) and not (isinstance(last, int) and last < len(at)):
-        raise RecipeError(f"{name} on the command line: there is no entry {last} in that list")
-    at[last] = value
+    at[key] = value
     for old in [p for p in sources if p[: len(place)] == place]:
         del sources[old]
     sources.update(given or {place: "command line"})
+    if inside_list and "command line" not in sources[place[:-1]]:
+        sources[place[:-1]] += " and command line"
+
+
+def _key(container: Any, part: str, name: str) -> str | int:
+    """A part of an override's name: the name of a setting, or in a list the number of an entry."""
+    if isinstance(container, dict):
+        return part
+    if isinstance(container, list) and part.isdecimal() and int(part) < len(container):
+        return int(part)
+    raise RecipeError(f"command line: {name}: there is no entry {part} in what the recipe has there")
 
 
 def nearest_path(path: Path) -> str:
@@ -158,16 +175,19 @@ def nearest_path(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f" There is no folder {parent} either." if str(parent) != "." else ""
-    return did_you_mean(str(path), [str(parent / child.name) for child in parent.iterdir()])
+    # The names alone: below a long folder all paths look alike.
+    near = nearest(path.name, [child.name for child in parent.iterdir()])
+    return f" Did you mean {parent / near}?" if near else ""
 
 
 # Checking ------------------------------------------------------------------------------------------------------------
 
 
-def _stage(tree: dict[str, Any], wanted: str | None, path: Path) -> str:
+def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], path: Path) -> str:
     named = tree.get("stage")
-    if named is not None and named not in STAGES:
-        raise RecipeError(f"{path}: stage {named!r} is not one of {', '.join(STAGES)}.{did_you_mean(str(named), STAGES)}")
+    if named is not None and str(named) not in STAGES:
+        where = _where(("stage",), sources, path)
+        raise RecipeError(f"{where} should be one of {', '.join(STAGES)}, not {_shown(named)}.{did_you_mean(str(named), STAGES)}")
     if wanted and named and named != wanted:
         raise RecipeError(f"{path} is a recipe for `plaudit {named}`, not `plaudit {wanted}`")
     return wanted or named or next(iter(STAGES))
@@ -176,7 +196,7 @@ def _stage(tree: dict[str, Any], wanted: str | None, path: Path) -> str:
 def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in children:
-        if SECRET_NAME.search(str(key)) and isinstance(value, str):
+        if isinstance(value, str) and (SECRET_NAME.search(str(key)) or SECRET_SHAPE.fullmatch(value)):
             raise RecipeError(
                 f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. "
                 "Put it into the environment (such as WANDB_API_KEY) and delete it here."
@@ -212,21 +232,24 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def _suggest(place: Place, recipe_class: type[BaseModel]) -> str:
-    known = [_dotted(p) for p, _ in settings(recipe_class)]
-    siblings = [name for name in known if name.rpartition(".")[0] == _dotted(place[:-1])]
-    if near := did_you_mean(_dotted(place), siblings):
-        return near
-    same_name = [name for name in known if name.rpartition(".")[2] == str(place[-1])]
-    return f" Did you mean {same_name[0]}?" if same_name else did_you_mean(_dotted(place), known)
+    """' Did you mean …?': the same name in another section, else a like one in this section, else anywhere."""
+    known = [p for p, _ in settings(recipe_class)]
+    siblings = [p for p in known if p[:-1] == place[:-1]]
+    name = str(place[-1])
+    if tuple(name.split(".")) in known:
+        return f" In a file, sections are nested: {': {'.join(name.split('.'))}: …{'}' * name.count('.')}."
+    for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
+        if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
+            return f" Did you mean {_dotted(next(p for p in candidates if p[-1] == near))}?"
+    return ""
 
 
-def _explain(
-    error: ValidationError, recipe_class: type[BaseModel], sources: dict[Place, str], path: Path
-) -> Iterator[str]:
+def _explain(error: ValidationError, recipe_class: type[BaseModel], sources: dict[Place, str], path: Path) -> Iterator[str]:
     """One line per mistake, in the words of the recipe rather than pydantic's."""
     fields = dict(settings(recipe_class))
     seen: set[Place] = set()
     for item in error.errors():
+        context = item.get("ctx", {})
         # pydantic adds the names of union members behind the setting's place; the setting is what the user wrote.
         place: Place = tuple(item["loc"])
         inside = item["type"] == "missing" and place not in fields
@@ -244,15 +267,31 @@ def _explain(
             case "missing":
                 yield f"{where} is missing. It is: {fields[place].description}"
             case "value_error":
-                yield f"{where}: {item['ctx']['error']}" if place else f"{path}: {item['ctx']['error']}"
-            case _:
-                said = item["msg"].removeprefix("Input should be ").replace("Input should ", "")
-                given = item["input"]
-                shown = "a section" if isinstance(given, dict) else redact(repr(given))[:80]
-                hint = ""
-                if item["type"] == "literal_error" and isinstance(given, str):
-                    hint = did_you_mean(given, re.findall(r"'([^']*)'", item["ctx"]["expected"]), cutoff=0.4)
-                yield f"{where} should be {said.split(', unable')[0]}, not {shown}.{hint}"
+                yield f"{where}: {context['error']}"
+            case kind:
+                given, hint = item["input"], ""
+                if kind == "literal_error" and isinstance(given, str):
+                    hint = did_you_mean(given, re.findall(r"'([^']*)'", context["expected"]), cutoff=0.4)
+                yield f"{where} should be {_wanted(item)}, not {_shown(given)}.{hint}"
+
+
+def _wanted(item: Any) -> str:
+    """What pydantic expected, in the recipe's words."""
+    match item["type"]:
+        case "model_type":
+            return "a section"
+        case "tuple_type":
+            return "a list"
+        case "too_long":
+            return f"{item['ctx']['max_length']} values"
+        case "bool_type" | "bool_parsing":
+            return "true or false"
+    return re.split(", (?:unable|got|exceeded)", item["msg"].removeprefix("Input should be "))[0]
+
+
+def _shown(value: Any) -> str:
+    # Cut only what is already redacted: half a secret would not look like one.
+    return "a section" if isinstance(value, dict) else redact(json.dumps(value, ensure_ascii=False))[:80]
 
 
 # Showing -------------------------------------------------------------------------------------------------------------
@@ -279,12 +318,23 @@ def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain:
         yield f"{indent}{name}: {_flow(value)}", f"{about} [{source}]" if explain else source
 
 
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes what `_CoreLoader` would not read back as a string, and keeps each value on one line."""
+
+    yaml_implicit_resolvers = _CoreLoader.yaml_implicit_resolvers
+
+
+_CoreDumper.add_representer(float, lambda dumper, number: dumper.represent_scalar("tag:yaml.org,2002:float", repr(number)))
+_CoreDumper.add_representer(tuple, lambda dumper, items: dumper.represent_list(items))
+_CoreDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.splitlines() == [text] else '"'),
+)
+
+
 def _flow(value: Any) -> str:
-    if isinstance(value, float):
-        return json.dumps(value) if value else "0.0"
-    return yaml.safe_dump(
-        list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10_000, allow_unicode=True
-    ).removesuffix("\n").removesuffix("\n...")
+    text = yaml.dump(value, Dumper=_CoreDumper, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def flatten(recipe: BaseModel) -> dict[str, Any]:

@@ -8,13 +8,20 @@ import os
 import re
 from collections.abc import Iterable
 
-SECRET_NAME = re.compile(r"(api_?keys?|access_?keys?|token|secrets?|passwords?|passwd|credentials?)$", re.IGNORECASE)
-# What well-known services' keys look like, for the ones that never were in our environment.
-SECRET_SHAPE = re.compile(r"\b(?:sk|pk|hf|ghp|gho|xoxb)[-_][A-Za-z0-9_-]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+SECRET_NAME = re.compile(r"((api|access|secret|private)[-_]?keys?|token|secrets?|passwords?|passwd|credentials?)$", re.IGNORECASE)
+# What well-known services' keys look like, for the ones that never were in our environment. Names such as
+# hf-internal-testing/tiny-random-llama must not look like one.
+SECRET_SHAPE = re.compile(
+    r"\b(?:sk|pk|xoxb)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|\b(?:hf|ghp|gho)_[A-Za-z0-9]{16,}"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
 
 
 class PlauditError(ValueError):
     """What happened, where, and what to do: in that order, on one line where it can be."""
+
+    def __init__(self, message: str):
+        super().__init__(redact(message))  # messages end up in logs and bug reports
 
 
 class RecipeError(PlauditError):
@@ -37,15 +44,21 @@ class Interrupted(PlauditError):
     """Ctrl-C or a polite kill: all is saved, and the message says how to go on."""
 
 
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The candidate most like the name, if one is like it at all."""
+    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """' Did you mean X?' for the nearest candidate, or nothing."""
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return f" Did you mean {near[0]}?" if near else ""
+    near = nearest(name, candidates, cutoff=cutoff)
+    return f" Did you mean {near}?" if near else ""
 
 
 def redact(text: str) -> str:
     """The text without any secret: values of secret-named environment variables, and strings shaped like keys."""
-    for name, value in os.environ.items():
+    # Longest first: a secret that begins with another one must not leave its tail behind.
+    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
         if SECRET_NAME.search(name) and len(value) >= 8:
             text = text.replace(value, f"${name}")
     return SECRET_SHAPE.sub("[secret]", text)

@@ -30,8 +30,9 @@ class Section(BaseModel):
     @classmethod
     def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic takes `lr: true` for 1.0; nobody means that.
-        if isinstance(value, bool) and bool not in _leaf_types(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError(f"should not be {str(value).lower()}")
+        boolean = next((v for v in (value if isinstance(value, list) else [value]) if isinstance(v, bool)), None)
+        if boolean is not None and bool not in _leaf_types(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError(f"should not be {str(boolean).lower()}")
         return value
 
 
@@ -47,6 +48,7 @@ def _one_or_more(value: Any) -> Any:
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 """A path or a list of paths."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Lora(Section):
@@ -54,18 +56,19 @@ class Lora(Section):
     """Rank of the update."""
     alpha: PositiveFloat = 32.0
     """The update is scaled by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dropout: BelowOne = 0.0
     """Dropout on the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
     """Module names to adapt, or all-linear: every linear layer but the output head."""
     merge_on_save: bool = True
     """Saved models are whole ones with the update merged in; if false, the adapter alone."""
 
-    @model_validator(mode="after")
-    def _not_the_head(self) -> "Lora":
-        if "lm_head" in self.targets:
+    @field_validator("targets")
+    @classmethod
+    def _not_the_head(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if "lm_head" in targets:
             raise ValueError("lm_head cannot be adapted: log-probs are computed from its plain weight")
-        return self
+        return targets
 
 
 class Model(Section):
@@ -76,7 +79,7 @@ class Model(Section):
     chat_template: str | None = None
     """chatml, llama3, qwen or plain; a .jinja file; or another model's folder or name. Default: the tokenizer's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations. bfloat16 keeps fp32 master weights in the optimiser. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Of weights and activations; bfloat16 has fp32 master weights in the optimiser. auto: bfloat16 on a GPU, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory for about a third more time."""
     lora: Lora | None = None
@@ -99,11 +102,12 @@ class SFTData(Section):
     train_on: Literal["all", "last"] = "all"
     """Learn every assistant turn, or only the last (for templates that hide earlier thoughts)."""
 
-    @model_validator(mode="after")
-    def _some_files(self) -> "SFTData":
-        if not self.train:
-            raise ValueError("train names no file")
-        return self
+    @field_validator("train")
+    @classmethod
+    def _some_files(cls, train: tuple[str, ...]) -> tuple[str, ...]:
+        if not train:
+            raise ValueError("names no file")
+        return train
 
 
 class SFTTrain(Section):
@@ -118,7 +122,7 @@ class SFTTrain(Section):
 class Optim(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """Decay of the gradient's running mean and square."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the mean square."""
@@ -165,6 +169,8 @@ class Run(Section):
     """The trackers' project or experiment."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""
+    repeatable: bool = True
+    """The same bits when run again or resumed, on a GPU too, where the kernels that are sure of it are somewhat slower."""
 
 
 class SFTRecipe(Section):

@@ -28,9 +28,11 @@ from plaudit.errors import Interrupted, RunError, redact
 from plaudit.files import fingerprint, folder_written_aside, remove_leftovers, write_atomic
 from plaudit.report.curves import draw_curves
 from plaudit.report.progress import say
-from plaudit.trackers import Tracker, open_trackers
+from plaudit.trackers import Trackers
 from plaudit.train.checkpoint import Checkpoint, find_checkpoint, point_to, prune_checkpoints, save_checkpoint
 from plaudit.train.trainer import Trainer
+
+DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
 
 class Run:
@@ -44,9 +46,9 @@ class Run:
         self.interrupted = False
         self.best: dict[str, float] | None = None
         self._loaded, self._data_files = loaded, data_files
-        self._trackers: list[Tracker] = []
+        self._trackers: Trackers | None = None
         self._saved_step: int | None = None
-        self._step_began = time.monotonic()
+        self._step_began = self._drawn_at = time.monotonic()
 
     def __enter__(self) -> Self:
         try:
@@ -57,7 +59,9 @@ class Run:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise RunError(f"{self.folder}: another process is training in this folder; wait for it, or choose another run.dir") from None
+            raise RunError(
+                f"{self.folder}: another process is training in this folder; wait for it, or choose another run.dir"
+            ) from None
         remove_leftovers(self.folder)
         self.about = self._same_run_or_refuse()
         write_atomic(self.folder / "recipe.yaml", f"# plaudit {__version__}\n{to_yaml(self._loaded)}")
@@ -68,8 +72,9 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for tracker in self._trackers:
-            tracker.close()
+        self.draw()
+        if self._trackers is not None:
+            self._trackers.close()
         self._lock.close()
 
     # Going on
@@ -111,7 +116,7 @@ class Run:
             say(f"going on from {checkpoint.folder}")
         kept = [row for row in self.metrics() if row["step"] <= step]
         write_atomic(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
-        self._trackers = open_trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], trainer.step)
+        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], trainer.step)
         write_atomic(self.folder / "run.json", json.dumps(self.about, indent=1))
         self._step_began = time.monotonic()
 
@@ -125,17 +130,17 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Write a step's metrics; returns them with the time it took."""
+        """Write a step's metrics; returns them with the time since the last."""
         now = time.monotonic()
-        seconds, self._step_began = now - self._step_began, now
-        timed = {"time/seconds": round(seconds, 4)}
+        row = {"step": step, **metrics, "time/step_s": now - self._step_began}
+        self._step_began = now
         if "tokens" in metrics:
-            timed["time/tokens_per_s"] = round(metrics["tokens"] / max(seconds, 1e-9), 1)
-        row = {"step": step, **metrics, **timed}
+            row["time/tokens_per_s"] = metrics["tokens"] / metrics["time/update_s"]
+        row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
         with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        for tracker in self._trackers:
-            tracker.log(step, row)
+        if self._trackers is not None:
+            self._trackers.log(step, row)
         return row
 
     def note_validation(self, step: int, loss: float) -> bool:
@@ -159,7 +164,8 @@ class Run:
         best_step = int(self.best["step"]) if self.best and self.recipe.run.keep_best else None
         self._link_best(checkpoint, best_step)
         prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=best_step)
-        self.draw()
+        if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
+            self.draw()
 
     def _link_best(self, checkpoint: Checkpoint, best_step: int | None) -> None:
         if best_step == checkpoint.step:
@@ -167,12 +173,12 @@ class Run:
 
     def draw(self) -> None:
         draw_curves(self.metrics(), self.folder / "curves.png")
+        self._drawn_at = time.monotonic()
 
     def finish(self, trainer: Trainer) -> Path:
         """The trained model, where the next stage looks for it."""
         with folder_written_aside(self.folder / "model") as folder:
             trainer.policy.save(folder)
-        self.draw()
         return self.folder / "model"
 
     # Stopping

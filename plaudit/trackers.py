@@ -7,11 +7,12 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from plaudit.config import flatten
 from plaudit.errors import RunError
 from plaudit.recipe import Recipe
+from plaudit.report.progress import say
 
 
 class Tracker(Protocol):
@@ -60,7 +61,7 @@ class Mlflow:
         import mlflow
 
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            mlflow.set_tracking_uri((folder / "mlflow").absolute().as_uri())
+            mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
         mlflow.set_experiment(recipe.run.project)
         self.mlflow = mlflow
         run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=folder.name)
@@ -86,7 +87,7 @@ class Swanlab:
             resume="allow",
             logdir=str(folder / "swanlab"),
             config=flatten(recipe),
-            mode=os.environ.get("SWANLAB_MODE", "cloud" if "SWANLAB_API_KEY" in os.environ else "offline"),
+            mode="online" if "SWANLAB_API_KEY" in os.environ else "offline",
         )
         self.swanlab = swanlab
 
@@ -100,12 +101,29 @@ class Swanlab:
 TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab}
 
 
-def open_trackers(names: Sequence[str], folder: Path, recipe: Recipe, ids: dict[str, str], step: int) -> list[Tracker]:
-    """Start or continue each; new ids are put into `ids`."""
-    trackers: list[Any] = []
-    for name in names:
-        try:
-            trackers.append(TRACKERS[name](folder, recipe, ids, step))
-        except ImportError as error:
-            raise RunError(f"run.trackers: {name} is not installed ({error}). Install it with: pip install 'plaudit[track]'") from None
-    return trackers
+class Trackers:
+    """All of a run's trackers. One that cannot start stops the run before it begins; one that fails later is left behind."""
+
+    def __init__(self, names: Sequence[str], folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+        self.open: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                self.open[name] = TRACKERS[name](folder, recipe, ids, step)
+            except ImportError as error:
+                raise RunError(
+                    f"run.trackers: {name} is not installed ({error}). Install it with: pip install 'plaudit[track]'"
+                ) from None
+            except Exception as error:
+                raise RunError(f"run.trackers: {name} could not start: {error}") from error
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, tracker in list(self.open.items()):
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # a tracker's network is no reason to lose a training run
+                say(f"{name} failed at step {step} and gets no more metrics (metrics.jsonl has them all): {error}", "yellow")
+                del self.open[name]
+
+    def close(self) -> None:
+        for tracker in self.open.values():
+            tracker.close()

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-# Before torch starts: two threads are what small models can use, and results must not depend on the machine's core count.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before torch starts: one thread each, since tests run side by side and threads that wait for a core burn it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -65,3 +65,31 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs real data in {folder} (or set PLAUDIT_DATA)")
     return folder
+
+
+def write_recipe(path: Path, tree: dict) -> Path:
+    """A recipe file; JSON is YAML."""
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def sft_recipe(model_path: Path, rows: Path, run_dir: Path, **sections: dict) -> dict:
+    """A small SFT recipe; keyword arguments add to or replace settings of a section."""
+    tree = {
+        "model": {"path": str(model_path)},
+        "data": {"train": str(rows), "max_tokens": 256},
+        "train": {"rows_per_step": 6, "tokens_per_micro_batch": 128},
+        "optim": {"lr": 1e-3, "warmup_steps": 2},
+        "run": {"dir": str(run_dir), "max_steps": 8, "device": "cpu"},
+    }
+    for section, settings in sections.items():
+        tree[section] = {**tree.get(section, {}), **settings}
+    return tree
+
+
+def train_sft(recipe_file: Path, *overrides: str) -> Path:
+    """`plaudit sft` in this process."""
+    from plaudit.cli import load_checked
+    from plaudit.loops.sft import train
+
+    return train(*load_checked(recipe_file, list(overrides), "sft"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.config import nearest_path
-from plaudit.data.rows import Rows, read_rows
+from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean
 from plaudit.types import Conversation, Message, Prompt
 
@@ -21,6 +21,25 @@ SFT_HINT = (
     "Rows for SFT have `messages`, `conversations`, `prompt` and `response`, or `instruction` and `output`; "
     "other names can be mapped with data.dataset_info."
 )
+
+DEFAULT_COLUMNS = {
+    "messages": "conversations",
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "tools": "tools",
+}
+DEFAULT_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,11 @@ class Schema:
     """sharegpt or alpaca; empty: told by the columns."""
     columns: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+
+    def column(self, name: str) -> str:
+        """The file's name for a column. As in LLaMA-Factory, listing columns drops the optional ones not listed."""
+        optional = name in ("query", "history", "system", "tools")
+        return self.columns.get(name, "" if self.columns and optional else DEFAULT_COLUMNS[name])
 
 
 @dataclass(frozen=True)
@@ -46,34 +70,35 @@ class Source:
 
 def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str) -> list[Source]:
     """The files that a setting names, directly or through dataset_info.json; each must exist."""
-    known = _read_dataset_info(Path(dataset_info)) if dataset_info else {}
+    entries = _read_dataset_info(Path(dataset_info)) if dataset_info else {}
     sources = []
     for name in names:
-        source = known.get(name) or Source(Path(name))
+        known = name in entries
+        source = _entry_source(name, entries[name], Path(dataset_info or "")) if known else Source(Path(name))
         if not source.path.exists():
-            hint = did_you_mean(name, known) or nearest_path(source.path)
+            hint = nearest_path(source.path) if known else did_you_mean(name, entries) or nearest_path(source.path)
             raise DataError(f"{setting}: {source.path} does not exist.{hint}")
         sources.append(source)
     return sources
 
 
-def _read_dataset_info(path: Path) -> dict[str, Source]:
-    if not path.exists():
-        raise DataError(f"data.dataset_info: {path} does not exist.{nearest_path(path)}")
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
-    sources = {}
-    for name, entry in entries.items():
-        if "file_name" not in entry or entry.get("ranking"):
-            continue  # hub and script entries, and preference pairs: not ours to read here
-        formatting = entry.get("formatting", "alpaca")
-        if formatting not in ("alpaca", "sharegpt"):
-            raise DataError(f"{path}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
-        schema = Schema(formatting, dict(entry.get("columns", {})), dict(entry.get("tags", {})))
-        sources[name] = Source(path.parent / entry["file_name"], schema)
-    return sources
+def _read_dataset_info(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        raise DataError(f"data.dataset_info: {path} is not a file.{nearest_path(path)}")
+    entries = parse_json(path.read_bytes(), path)
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise DataError(f'{path}: should be LLaMA-Factory\'s {{"name": {{"file_name": …}}, …}}')
+    return entries
+
+
+def _entry_source(name: str, entry: dict[str, Any], info: Path) -> Source:
+    if "file_name" not in entry or entry.get("ranking"):
+        raise DataError(f"{info}: {name} is not a local file of conversations, but on a hub, a script, or ranked pairs")
+    formatting = entry.get("formatting", "alpaca")
+    if formatting not in ("alpaca", "sharegpt"):
+        raise DataError(f"{info}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
+    schema = Schema(formatting, dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
+    return Source(info.parent / entry["file_name"], schema)
 
 
 # Conversations -------------------------------------------------------------------------------------------------------
@@ -85,7 +110,7 @@ def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
     convert = _converter(rows, source.schema)
     for number, row in enumerate(rows):
         where = f"{rows.source}: row {number}"
-        conversation = convert(row, where)
+        conversation = convert(_without_nulls(row) if rows.nulls_mean_absent else row, where)
         _check(conversation, where)
         yield where, conversation
 
@@ -93,11 +118,13 @@ def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
 def _converter(rows: Rows, schema: Schema):
     """The function that turns a row of this file into a conversation."""
     columns = set(rows.columns)
+    if schema.formatting:
+        needed = ("messages",) if schema.formatting == "sharegpt" else ("prompt", "response")
+        named = [name for name in DEFAULT_COLUMNS if name in needed or name in schema.columns]
+        rows.require(*filter(None, map(schema.column, named)), hint="Its name comes from data.dataset_info.")
     if schema.formatting == "sharegpt":
-        rows.require(schema.columns.get("messages", "conversations"))
         return lambda row, where: _from_sharegpt(row, schema, where)
     if schema.formatting == "alpaca":
-        rows.require(schema.columns.get("prompt", "instruction"), schema.columns.get("response", "output"))
         return lambda row, where: _from_alpaca(row, schema, where)
     if "messages" in columns:
         return lambda row, where: Conversation(_messages(row.get("messages"), where), _tools(row.get("tools"), where))
@@ -115,6 +142,12 @@ def _converter(rows: Rows, schema: Schema):
     raise AssertionError
 
 
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _messages(value: Any, where: str, role: str | None = None) -> list[Message]:
     """A list of messages as templates want them; a plain string is one message of `role`."""
     if isinstance(value, str) and role:
@@ -126,11 +159,14 @@ def _messages(value: Any, where: str, role: str | None = None) -> list[Message]:
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise DataError(f"{where}: a message should have `role` and `content`, not {_kind(item)}")
-    # Parquet gives every struct all keys, absent ones as null; templates test `is defined`, so those must go.
+        found = ", ".join(item) if isinstance(item, dict) and item else _kind(item)
+        raise DataError(f"{where}: a message should have `role` and `content`, not {found}")
+    # Templates test `is defined`, which a null is.
     message = {key: value for key, value in item.items() if value is not None}
     if message["role"] not in ROLES:
-        raise DataError(f"{where}: role {message['role']!r} is not one of {', '.join(ROLES)}.{did_you_mean(message['role'], ROLES)}")
+        raise DataError(
+            f"{where}: role {message['role']!r} is not one of {', '.join(ROLES)}.{did_you_mean(message['role'], ROLES)}"
+        )
     message["content"] = _text(message.get("content"), where)
     return message
 
@@ -152,12 +188,13 @@ def _tools(value: Any, where: str) -> list[Any] | None:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: tools are not valid JSON: {error}") from None
+    if value and not isinstance(value, list):
+        raise DataError(f"{where}: tools should be a list, not {_kind(value)}")
     return value or None
 
 
 def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
-    tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
-            "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"} | schema.tags  # fmt: skip
+    tags = DEFAULT_TAGS | schema.tags
     roles = {
         tags["user_tag"]: "user",
         tags["assistant_tag"]: "assistant",
@@ -165,33 +202,46 @@ def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversat
         tags["function_tag"]: "assistant",
         tags["system_tag"]: "system",
     }
-    turns = row.get(schema.columns.get("messages", "conversations"))
+    turns = row.get(schema.column("messages"))
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: has no messages (found {_kind(turns)})")
     messages: list[Message] = []
-    if system := row.get(schema.columns.get("system", "system")):
-        messages.append({"role": "system", "content": _text(system, where)})
     for turn in turns:
-        role = turn.get(tags["role_tag"]) if isinstance(turn, dict) else None
-        if role not in roles:
-            raise DataError(f"{where}: role {role!r} is not one of the tags {', '.join(roles)}; map it in dataset_info.json")
-        messages.append({"role": roles[role], "content": _text(turn.get(tags["content_tag"]), where)})
-    return Conversation(messages, _tools(row.get(schema.columns.get("tools", "tools")), where))
+        if not isinstance(turn, dict) or tags["role_tag"] not in turn:
+            found = ", ".join(turn) if isinstance(turn, dict) and turn else _kind(turn)
+            raise DataError(
+                f"{where}: a message should have `{tags['role_tag']}` and `{tags['content_tag']}`, not {found}; "
+                "map the names in dataset_info.json"
+            )
+        role = roles.get(str(turn[tags["role_tag"]]))
+        if role is None:
+            raise DataError(
+                f"{where}: role {turn[tags['role_tag']]!r} is not one of the tags {', '.join(roles)}; map it in dataset_info.json"
+            )
+        messages.append({"role": role, "content": _text(turn.get(tags["content_tag"]), where)})
+    system = row.get(schema.column("system"))
+    if system and messages[0]["role"] != "system":  # as in LLaMA-Factory, the conversation's own comes first
+        messages.insert(0, {"role": "system", "content": _text(system, where)})
+    return Conversation(messages, _tools(row.get(schema.column("tools")), where))
 
 
 def _from_alpaca(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
-    def column(name: str, default: str) -> Any:
-        return row.get(schema.columns.get(name, default))
+    def value(name: str) -> Any:
+        return row.get(schema.column(name))
 
     messages: list[Message] = []
-    if system := column("system", "system"):
+    if system := value("system"):
         messages.append({"role": "system", "content": _text(system, where)})
-    for question, answer in column("history", "history") or ():
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    asked = [_text(column("prompt", "instruction"), where), _text(column("query", "input"), where)]
+    history = value("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(f"{where}: history should be a list of [question, answer]")
+    for question, answer in history:
+        messages.append({"role": "user", "content": _text(question, where)})
+        messages.append({"role": "assistant", "content": _text(answer, where)})
+    asked = [_text(value("prompt"), where), _text(value("query"), where)]
     messages.append({"role": "user", "content": "\n".join(part for part in asked if part)})
-    messages.append({"role": "assistant", "content": _text(column("response", "output"), where)})
-    return Conversation(messages)
+    messages.append({"role": "assistant", "content": _text(value("response"), where)})
+    return Conversation(messages, _tools(value("tools"), where))
 
 
 def _check(conversation: Conversation, where: str) -> None:
@@ -203,7 +253,9 @@ def _check(conversation: Conversation, where: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"an empty {type(value).__name__}" if value in ([], {}, "") else type(value).__name__
+    if value is None:
+        return "nothing"
+    return f"an empty {type(value).__name__}" if value in ([], {}, "") else type(value).__name__
 
 
 # Prompts -------------------------------------------------------------------------------------------------------------
@@ -212,16 +264,19 @@ def _kind(value: Any) -> str:
 def read_prompts(source: Source) -> Iterator[Prompt]:
     """Each row of verl's RL schema as a prompt to sample from. Ids are file name and row number."""
     rows = read_rows(source.path)
-    rows.require("prompt", hint="Rows for sampling have `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`.")
+    rows.require(
+        "prompt",
+        hint="Rows for sampling have `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`.",
+    )
     for number, row in enumerate(rows):
         where = f"{rows.source}: row {number}"
-        extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
+        prompt, extra, reward_model = row.get("prompt"), row.get("extra_info") or {}, row.get("reward_model") or {}
         for name, value in (("extra_info", extra), ("reward_model", reward_model)):
             if not isinstance(value, dict):
                 raise DataError(f"{where}: {name} should have fields, not be {_kind(value)}")
         yield Prompt(
             id=f"{source.path.name}:{number}",
-            messages=_messages(row["prompt"], where, role="user"),
+            messages=_messages(_without_nulls(prompt) if rows.nulls_mean_absent else prompt, where, role="user"),
             data_source=row.get("data_source") or "",
             ground_truth=reward_model.get("ground_truth"),
             extra_info=extra,

@@ -70,7 +70,9 @@ def load_examples(
             result.examples.append(example)
     if not result.examples:
         names = ", ".join(str(source.path) for source in sources)
-        raise DataError(f"{names}: no row is left of {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,})")
+        raise DataError(
+            f"{names}: no row is left of {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,})"
+        )
     return result
 
 

@@ -6,6 +6,7 @@ Rows are one endless stream, each epoch its own permutation; step k takes rows [
 
 import hashlib
 import math
+from decimal import Decimal
 from functools import lru_cache
 
 import numpy as np
@@ -21,7 +22,8 @@ class RowOrder:
 
     def __init__(self, num_rows: int, *, per_step: int, epochs: float, seed: int):
         self.num_rows, self.per_step, self.seed = num_rows, per_step, seed
-        self.total_rows = math.ceil(num_rows * epochs)
+        # Decimal, because 1.1 epochs of 100 rows are 110 rows and not the 110.00000000000001 of floats.
+        self.total_rows = math.ceil(num_rows * Decimal(str(epochs)))
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
 
     @property

@@ -28,7 +28,8 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def pack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
     """One batch of the examples, in order."""
-    assert examples and all(len(e) and not e.loss_mask[0] for e in examples), "a first token has nothing that predicts it"
+    assert examples
+    assert all(len(e) and not e.loss_mask[0] for e in examples), "a first token has nothing that predicts it"
     lengths = [len(e) for e in examples]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 

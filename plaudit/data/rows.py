@@ -3,6 +3,7 @@
 A `Rows` is a list of dicts that stays on disk where the format allows it. Nothing here knows what the columns mean.
 """
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,11 @@ class Rows(Sequence[dict[str, Any]]):
                 yield from batch.to_pylist()
 
     @property
+    def nulls_mean_absent(self) -> bool:
+        """Arrow gives every struct all keys that any row has; in JSON a null was written by someone."""
+        return not isinstance(self._table, list)
+
+    @property
     def columns(self) -> list[str]:
         if isinstance(self._table, list):
             return list(dict.fromkeys(key for row in self._table for key in row))
@@ -58,9 +64,8 @@ class Rows(Sequence[dict[str, Any]]):
         """Raise a DataError that names the file, the missing column and the columns there are."""
         for column in columns:
             if column not in self.columns:
-                raise DataError(
-                    f"{self.source}: column {column!r} is missing (found: {', '.join(self.columns)}).{hint and ' ' + hint}"
-                )
+                found = ", ".join(self.columns)
+                raise DataError(f"{self.source}: column {column!r} is missing (found: {found}).{hint and ' ' + hint}")
 
 
 def read_rows(path: str | Path) -> Rows:
@@ -72,7 +77,9 @@ def read_rows(path: str | Path) -> Rows:
         return Rows(str(path), _read_saved_dataset(path))
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
     if path.suffix not in readers:
-        raise DataError(f"{path}: cannot read *{path.suffix or path.name} files; rows come as {', '.join(SUFFIXES)} or a save_to_disk folder")
+        raise DataError(
+            f"{path}: cannot read *{path.suffix or path.name} files; rows come as {', '.join(SUFFIXES)} or a save_to_disk folder"
+        )
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     return Rows(str(path), readers[path.suffix](path))
@@ -81,34 +88,39 @@ def read_rows(path: str | Path) -> Rows:
 def _read_parquet(path: Path) -> pa.Table:
     try:
         return pyarrow.parquet.read_table(path, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a whole parquet file: {error}") from None
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                rows.append(_as_row(_parse(line, f"{path}:{number}"), f"{path}:{number}"))
-    return rows
+    with path.open("rb") as lines:
+        return [
+            _as_row(parse_json(text, path, number), f"{path}:{number}")
+            for number, line in enumerate(lines, 1)
+            if (text := line.removeprefix(codecs.BOM_UTF8).strip())
+        ]
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("{") and "\n{" in text.strip():
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if text.lstrip().startswith(b"{") and b"\n{" in text.strip():
         return _read_jsonl(path)  # a common misnomer: one object a line in a .json file
-    rows = _parse(text, str(path))
+    rows = parse_json(text, path)
     if not isinstance(rows, list):
         raise DataError(f"{path}: should hold a list of rows, not {type(rows).__name__}")
     return [_as_row(row, f"{path}: row {number}") for number, row in enumerate(rows)]
 
 
-def _parse(text: str, where: str) -> Any:
+def parse_json(text: bytes, path: Path, first_line: int = 1) -> Any:
+    """JSON that begins at a line of a file; a DataError names the line where it breaks."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from None
+        line = first_line + error.lineno - 1
+        raise DataError(f"{path}:{line}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        line = first_line + text[: error.start].count(b"\n")
+        raise DataError(f"{path}:{line}: not UTF-8 text: {error.reason}") from None
 
 
 def _as_row(row: Any, where: str) -> dict[str, Any]:
@@ -123,9 +135,10 @@ def _read_saved_dataset(folder: Path) -> pa.Table:
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         raise DataError(f"{folder}: holds several splits; name one: {', '.join(str(folder / name) for name in splits)}")
     if not (folder / "state.json").exists():
-        raise DataError(f"{folder}: is a folder but not one made by save_to_disk (it has no state.json)")
-    files = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
+        raise DataError(f"{folder}: not a folder made by save_to_disk (it has no state.json); name the files in it instead")
     try:
-        return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in files)
-    except (pa.ArrowInvalid, OSError) as error:
+        files = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+        tables = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in files]
+        return pa.concat_tables(tables) if tables else pa.table({})
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder}: not a whole save_to_disk folder: {error}") from None

@@ -1,20 +1,21 @@
 """Chat templates: conversations → text → tokens, and which of those tokens the assistant wrote.
 
-transformers can only mask templates that carry `{% generation %}` marks, and most carry none; its mask is then all zero. So the
-assistant's turns are found by rendering. Turn i begins where the prompt for it ends and stops where the conversation up to it ends:
+transformers can only mask templates that carry `{% generation %}` marks, and most carry none. So the assistant's turns
+are found by rendering. Turn i begins where the prompt for it ends, and stops where the conversation up to it ends:
 
-    prompt_i = render(messages[:i], generation prompt)     upto_i = render(messages[:i+1])     turn_i = full[len(prompt_i):len(upto_i)]
+    prompt_i = render(messages[:i], generation prompt)    upto_i = render(messages[:i+1])
 
-which is right whenever both are prefixes of the full text. Some templates rewrite history (they drop old thoughts, or move the
-system prompt into the last user turn); there the turn's ends are found by rendering once more with marks around its content.
+whenever the whole text begins with these. Some templates rewrite history (they drop old thoughts, or move the system
+prompt into the last user turn); there the turn is found by rendering once more with a mark in its place.
 
-What is learnt is what the model will have to write when it is sampled: what the generation prompt pre-fills (`<think>`) is not,
-the end token is, white space behind it is not.
+What is learnt is what the model will have to write when it is sampled: what the generation prompt pre-fills (`<think>`)
+is not, the end token is, what stands behind it is not.
 """
 
 import re
 from collections.abc import Sequence
 from importlib import resources
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +27,11 @@ from plaudit.errors import DataError, RecipeError
 from plaudit.types import Conversation, Example, Message
 
 NAMED = ("chatml", "llama3", "qwen", "plain")
-# Private-use characters stand around a turn's content while we look for it: START, AFTER_THOUGHTS … END.
-START, AFTER_THOUGHTS, END = "\ue000", "\ue001", "\ue002"
-MARKS = str.maketrans("", "", START + AFTER_THOUGHTS + END)
+# Unicode leaves these code points to programs: no text has them, and no template trims them.
+MARK, HIDDEN_THINK, HIDDEN_END_THINK = "\ufdd0", "\ufdd1", "\ufdd2"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# What rendering may raise: the template's own raise_exception, or an expression that does not fit the messages.
+RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -36,47 +39,101 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
         if not tokenizer.is_fast:
-            raise RecipeError(f"{tokenizer.name_or_path}: plaudit needs a fast tokenizer (a tokenizer.json), to tell which text a token covers")
+            raise RecipeError(
+                f"{tokenizer.name_or_path}: plaudit needs a fast tokenizer (a tokenizer.json), to tell which text a token covers"
+            )
         self.tokenizer = tokenizer
         self.text = text
-        self._reads_reasoning = "reasoning_content" in text
         tokenizer.chat_template = text
-        self._require_generation_prompt()
+        self._shows_reasoning = True
+        self._study()
+
+    def _study(self) -> None:
+        """Find out, with marks for contents, what the template writes between messages and behind them."""
+        user, assistant = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
+        try:
+            behind_question = self.render([user]).partition(MARK)[2]
+            before_answer = self.render([user], generation_prompt=True).partition(MARK)[2]
+            shown = self.render([user, assistant]).split(MARK)
+            behind_if_followed = self.render([user, assistant, user]).split(MARK)[2:3]
+            thinking = {"role": "assistant", "content": "!", "reasoning_content": MARK}
+            self._shows_reasoning = MARK in self.render([{"role": "user", "content": "?"}, thinking])
+        except RENDER_ERRORS as error:
+            raise RecipeError(f"the chat template cannot render a user and an assistant message: {error}") from None
+        if len(shown) != 3 or not behind_if_followed:
+            raise RecipeError("the chat template does not show a user's and an assistant's message once each")
+        _, between, behind = shown
+        self._before_answer = before_answer
+        # What a model has to write between the prompt and the content: a space, or empty thoughts.
+        self._before_content = between.removeprefix(before_answer) if between.startswith(before_answer) else ""
+        if behind_question == before_answer and self._before_content.strip():
+            raise RecipeError(
+                "the chat template has no generation prompt: add_generation_prompt adds nothing, though assistant "
+                f"turns start with {self._before_content.strip()!r}. Choose another with model.chat_template "
+                f"({', '.join(NAMED)}, a .jinja file, or a model)."
+            )
+        # Text may be cut unless the tokenizer puts a space before whatever it is given (SentencePiece's habit).
+        line, letter, both = self.tokenizer(["\n", "a", "\na"], add_special_tokens=False)["input_ids"]
+        openings = [before_answer, between] if before_answer.startswith(between) else [before_answer]
+        openings = [re.escape(opening) for opening in openings if opening.strip() and line + letter == both]
+        self._cut_behind = re.compile("|".join(openings) or "(?!)")
+        # The end token is there whether or not a turn follows; Phi-3 puts one more behind the whole conversation.
+        (tokens, covered), (tokens_if_followed, _) = self._encode([behind, *behind_if_followed])
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, tokens_if_followed, strict=False)))
+        self._end_token = behind[: covered[:shared, 1].max(initial=0)].rstrip() or behind.rstrip()
+        self._behind_end_token = behind.removeprefix(self._end_token)
 
     # Rendering
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+        text: str = self.tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
             [self._fold_reasoning(m) for m in messages],
             tools=tools,
+            chat_template=self.text,
             add_generation_prompt=generation_prompt,
             tokenize=False,
         )
+        return text.replace(HIDDEN_THINK, "<think>").replace(HIDDEN_END_THINK, "</think>")
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
         """What the policy is given to continue."""
-        text = self.render(messages, tools, generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+        return self._encode([self.render(messages, tools, generation_prompt=True)])[0][0]
 
     def _fold_reasoning(self, message: Message) -> Message:
         """Thoughts given apart go into the content when the template would not show them."""
-        if self._reads_reasoning or not message.get("reasoning_content"):
+        reasoning = next((message[name] for name in REASONING if message.get(name)), "")
+        if self._shows_reasoning or not reasoning:
             return message
-        thoughts = f"<think>\n{message['reasoning_content'].strip()}\n</think>\n\n"
-        return {**message, "content": thoughts + message["content"], "reasoning_content": ""}
+        rest = {name: value for name, value in message.items() if name not in REASONING}
+        return {**rest, "content": f"<think>\n{reasoning.strip()}\n</think>\n\n{message['content']}"}
 
-    def _require_generation_prompt(self) -> None:
-        user, mark = {"role": "user", "content": "?"}, {"role": "assistant", "content": START}
+    def _keep_last_thoughts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Templates drop thoughts from finished turns, the last one too; yet there they are what the model must write.
+
+        Then the tags are hidden from the template, and the thoughts begin the way the generation prompt begins them.
+        """
+        last = self._fold_reasoning(messages[-1])
+        before, closed, answer = last["content"].partition("</think>")
+        intro, opened, thoughts = before.rpartition("<think>")
+        if last["role"] != "assistant" or not closed:
+            return messages
+        marked = {**last, "content": f"{intro}{opened}{thoughts}{MARK}{closed}{answer}"}
+        rendered = self.render([*messages[:-1], marked], tools)
+        prompt = self._render_if_possible(messages[:-1], tools, generation_prompt=True)
+        if MARK in rendered and rendered.startswith(prompt or ""):
+            return messages
+        if not intro.strip():
+            intro, thoughts, answer = "", f"\n{thoughts.strip()}\n", f"\n\n{answer.lstrip()}"
+        return [*messages[:-1], {**last, "content": f"{intro}{HIDDEN_THINK}{thoughts}{HIDDEN_END_THINK}{answer}"}]
+
+    def _render_if_possible(
+        self, messages: list[Message], tools: list[Any] | None, *, generation_prompt: bool = False
+    ) -> str | None:
+        """Parts of a conversation are not always what a template takes (nothing at all, or a system prompt alone)."""
         try:
-            without, with_prompt = self.render([user]), self.render([user], generation_prompt=True)
-            header = self.render([user, mark]).partition(START)[0].removeprefix(without)
-        except jinja2.TemplateError as error:
-            raise RecipeError(f"the chat template cannot render a user and an assistant message: {error}") from None
-        if with_prompt == without and header.strip():
-            raise RecipeError(
-                "the chat template has no generation prompt: add_generation_prompt adds nothing, though assistant turns start "
-                f"with {header.strip()!r}. Choose another with model.chat_template ({', '.join(NAMED)}, a .jinja file, or a model)."
-            )
+            return self.render(messages, tools, generation_prompt=generation_prompt) if messages else None
+        except RENDER_ERRORS:
+            return None
 
     # Masks
 
@@ -85,93 +142,92 @@ class ChatTemplate:
 
     def examples(self, conversations: Sequence[tuple[str, Conversation]], train_on: Literal["all", "last"]) -> list[Example]:
         """Each conversation as tokens and a mask of those to learn."""
-        texts, spans = zip(*(self.spans(conversation, where) for where, conversation in conversations), strict=True)
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+        texts, spans = zip(*(self.spans(c, where, train_on) for where, c in conversations), strict=True)
         result = []
-        for i, (where, _) in enumerate(conversations):
-            tokens = np.asarray(encoded["input_ids"][i], dtype=np.int32)  # pyright: ignore
-            starts = np.asarray([start for start, _ in encoded["offset_mapping"][i]], dtype=np.int64)  # pyright: ignore
+        for (where, _), learnt, (tokens, covered) in zip(conversations, spans, self._encode(texts), strict=True):
             mask = np.zeros(len(tokens), dtype=bool)
-            for begin, end in spans[i] if train_on == "all" else spans[i][-1:]:
-                mask |= (starts >= begin) & (starts < end)
+            for begin, end in learnt:
+                mask |= (covered[:, 1] > begin) & (covered[:, 0] < end)
             mask[:1] = False
             if not mask.any():
-                raise DataError(f"{where}: the chat template leaves no token to learn; `plaudit doctor` shows how rows are rendered")
-            result.append(Example(tokens, mask))
+                raise DataError(
+                    f"{where}: the chat template leaves no token to learn; `plaudit doctor` shows how rows are rendered"
+                )
+            result.append(Example(np.asarray(tokens, dtype=np.int32), mask))
         return result
 
-    def spans(self, conversation: Conversation, where: str) -> tuple[str, list[tuple[int, int]]]:
+    def _encode(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+        """Each text's tokens, and from where to where each reaches.
+
+        Texts are cut behind generation prompts, so that a prompt is the same tokens whatever its answer begins with.
+        """
+        cuts = [[0, *(found.end() for found in self._cut_behind.finditer(text)), len(text)] for text in texts]
+        pieces = [text[begin:end] for text, at in zip(texts, cuts, strict=True) for begin, end in pairwise(at)]
+        encoded: Any = self.tokenizer(pieces, add_special_tokens=False, return_offsets_mapping=True)
+        of_pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        result = []
+        for at in cuts:
+            tokens, covered = [], [np.zeros((0, 2), dtype=np.int64)]
+            for begin in at[:-1]:
+                ids, offsets = next(of_pieces)
+                tokens += ids
+                reach = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+                reach[:, 1] = reach[:, 1].clip(min=1)  # some tokenizers report white space as covering nothing
+                covered.append(begin + reach)
+            result.append((tokens, np.concatenate(covered)))
+        return result
+
+    def spans(
+        self, conversation: Conversation, where: str, train_on: Literal["all", "last"] = "all"
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered conversation, and for each assistant turn the part of it that the model must write."""
-        messages, tools = conversation.messages, conversation.tools
+        tools = conversation.tools
         try:
-            full = self.render(messages, tools)
-            spans = []
-            for i, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    full, span = self._span(messages, i, tools, full)
-                    spans.append(span)
-        except (jinja2.TemplateError, _TurnNotFound) as error:
+            messages = self._keep_last_thoughts(conversation.messages, tools)
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            return self._spans(messages, turns if train_on == "all" else turns[-1:], tools)
+        except RENDER_ERRORS as error:
             raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None
-        return full, spans
 
-    def _span(self, messages: list[Message], i: int, tools: list[Any] | None, full: str) -> tuple[str, tuple[int, int]]:
-        prompt = self.render(messages[:i], tools, generation_prompt=True) if i else ""
-        upto = full if i == len(messages) - 1 else self.render(messages[: i + 1], tools)
-        start = len(prompt) if full.startswith(prompt) else None
-        end = len(upto) if full.startswith(upto) else None
-        if start is None or end is None:
-            marked_start, marked_end = self._marked_span(messages, i, tools, full)
-            start = marked_start if start is None else start
-            end = marked_end if end is None else end
-        if i == len(messages) - 1 and (lost := _lost_thoughts(self._fold_reasoning(messages[i])["content"], full[start:end])):
-            # Templates drop thoughts from finished turns, the last one too; yet it is what the model must learn to write here.
-            ending = full[self._marked_span(messages, i, tools, full)[0] :].rstrip()
-            begun = prompt.rstrip().endswith("<think>")
-            full = prompt + (lost if begun else "<think>\n" + lost) + "\n</think>\n\n" + ending.lstrip()
-            start, end = len(prompt), len(full)
-        return full, (start, start + len(full[start:end].rstrip()))
+    def _spans(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        full = self.render(messages, tools)
+        if messages[-1]["role"] != "assistant":
+            return full, [self._span(messages, i, tools, full) for i in turns]
+        *earlier, last = turns
+        start, end = self._span(messages, last, tools, full)
+        prompt = self._render_if_possible(messages[:-1], tools, generation_prompt=True)
+        if prompt is None or prompt.startswith(full[:start]):
+            return full, [*(self._span(messages, i, tools, full) for i in earlier), (start, end)]
+        # The whole text holds another prompt than sampling gives: Mistral's lose the system prompt once it is answered.
+        spans = [self._span(messages[:-1], i, tools, prompt, generation_prompt=True) for i in earlier]
+        return prompt + full[start:], [*spans, (len(prompt), len(prompt) + end - start)]
 
-    def _marked_span(self, messages: list[Message], i: int, tools: list[Any] | None, full: str) -> tuple[int, int]:
-        marked = self.render([*messages[:i], _marked(self._fold_reasoning(messages[i])), *messages[i + 1 :]], tools)
-        alone = self.render([*messages[:i], _marked(self._fold_reasoning(messages[i]))], tools)
-        if END not in marked or marked.translate(MARKS) != full:
-            raise _TurnNotFound(
-                f"it rewrites message {i}, so plaudit cannot tell which tokens the assistant wrote; choose another model.chat_template"
+    def _span(
+        self, messages: list[Message], i: int, tools: list[Any] | None, full: str, *, generation_prompt: bool = False
+    ) -> tuple[int, int]:
+        """Where turn i begins and ends in the full text."""
+        prompt = self._render_if_possible(messages[:i], tools, generation_prompt=True)
+        upto = self._render_if_possible(messages[: i + 1], tools) if i < len(messages) - 1 else full
+        upto = upto and upto.removesuffix(self._behind_end_token)
+        start = len(prompt) if prompt is not None and full.startswith(prompt) else None
+        end = len(upto) if upto is not None and full.startswith(upto) else None
+        if start is not None and end is not None:
+            return start, end
+        # History is rewritten: a mark in the turn's place shows what stands around it.
+        marked = [*messages[:i], {"role": "assistant", "content": MARK}, *messages[i + 1 :]]
+        rendered = self._render_if_possible(marked, tools, generation_prompt=generation_prompt)
+        before, found, behind = (rendered or "").partition(MARK)
+        if start is None:
+            written = self._before_content if before.endswith(self._before_answer + self._before_content) else ""
+            start = len(before) - len(written)
+        if end is None:
+            end = len(full) - len(behind) + (len(self._end_token) if behind.startswith(self._end_token) else 0)
+        if not (found and full.startswith(before[:start]) and full.endswith(behind) and start <= end):
+            raise ValueError(
+                f"it rewrites message {i}, so plaudit cannot tell which tokens the assistant wrote; "
+                "choose another model.chat_template, or data.train_on=last"
             )
-        before, tail = marked.split(END)
-        end = len(before.translate(MARKS))
-        end_token = _common_prefix(tail, alone.split(END)[1]).rstrip()
-        start = before.find(START) if START in before else before.find(AFTER_THOUGHTS)
-        if start < 0:
-            raise _TurnNotFound(f"it cuts the start of message {i}; choose another model.chat_template")
-        return start, end + len(end_token)
-
-
-class _TurnNotFound(ValueError):
-    pass
-
-
-def _marked(message: Message) -> Message:
-    """The message with marks around its content, inside the white space that templates may trim."""
-    content = message["content"]
-    core = content.strip()
-    if not core:
-        raise _TurnNotFound("an assistant message without text cannot be located")
-    thoughts = re.search(r"</think>\s*", core)
-    marked = START + core if not thoughts else START + core[: thoughts.end()] + AFTER_THOUGHTS + core[thoughts.end() :]
-    lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
-    return {**message, "content": lead + marked + END + trail}
-
-
-def _lost_thoughts(content: str, rendered: str) -> str:
-    """The thoughts in a message's content, if its rendering has dropped them."""
-    before, closed, _ = content.partition("</think>")
-    thoughts = before.rpartition("<think>")[2].strip() if closed else ""
-    return thoughts if thoughts and thoughts not in rendered else ""
-
-
-def _common_prefix(a: str, b: str) -> str:
-    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+        return start, end
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -187,12 +243,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> ChatTemplate:
     """The template a recipe chooses: a name, a .jinja file, another model's, or (None) the tokenizer's own."""
     if chosen is None:
-        if not isinstance(tokenizer.chat_template, str):
+        text = _own_template(tokenizer)
+        if text is None:
             raise RecipeError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template (a base model?). Choose one with "
                 f"model.chat_template: {', '.join(NAMED)}, a .jinja file, or another model's folder or name."
             )
-        return ChatTemplate(tokenizer, tokenizer.chat_template)
+        return ChatTemplate(tokenizer, text)
     if chosen in NAMED:
         text = resources.files("plaudit.data").joinpath(f"named_templates/{chosen}.jinja").read_text(encoding="utf-8")
         return ChatTemplate(tokenizer, _with_known_tokens(tokenizer, text, chosen))
@@ -200,10 +257,18 @@ def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> Cha
         if not Path(chosen).exists():
             raise RecipeError(f"model.chat_template: {chosen} does not exist")
         return ChatTemplate(tokenizer, Path(chosen).read_text(encoding="utf-8"))
-    other = load_tokenizer(chosen)
-    if not isinstance(other.chat_template, str):
+    text = _own_template(load_tokenizer(chosen))
+    if text is None:
         raise RecipeError(f"model.chat_template: the tokenizer of {chosen} has no chat template")
-    return ChatTemplate(tokenizer, other.chat_template)
+    return ChatTemplate(tokenizer, text)
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The tokenizer's template; of several (for tools, for retrieval) the default one."""
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        return None
 
 
 def _with_known_tokens(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> str:

@@ -24,7 +24,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.run import Run
-from plaudit.train.trainer import Trainer
+from plaudit.train.trainer import Trainer, compute_repeatably
 from plaudit.types import Batch, Example
 
 
@@ -33,6 +33,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     recipe = loaded.recipe
     with Run(loaded, [source.path for part in sources.values() for source in part]) as run:
         device = resolve_device(recipe.run.device)
+        if recipe.run.repeatable:
+            compute_repeatably(device)
         tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         template = load_template(tokenizer, recipe.model.chat_template)
         examples = _examples("train", sources["train"], template, recipe.data).examples

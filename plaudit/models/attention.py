@@ -71,7 +71,14 @@ def _one_by_one(
         mask = _window_mask(q.shape[2], window, q.device) if window and q.shape[2] > window else None
         outputs.append(
             scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         )
     return torch.cat(outputs, 2).transpose(1, 2)
@@ -84,7 +91,9 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (behind >= 0) & (behind < window)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -2,11 +2,12 @@
 
 For token y with logits z = W h / temperature, over a vocabulary V:
 
-    log p = z_y − logsumexp(z)                      ∂ log p / ∂z = onehot(y) − p
-    H     = logsumexp(z) − Σ p_v z_v                ∂ H / ∂z     = −p · (log p + H)
+    log p_v = z_v − logsumexp(z)                    ∂ log p_y / ∂z = onehot(y) − p
+    H       = −Σ p_v log p_v                        ∂ H / ∂z       = −p · (log p + H)
 
-Logits of a chunk of tokens are made, used and dropped in the forward pass, and made again in the backward pass: memory for logits is
-one chunk's, whatever the batch. T tokens × V = 152k take 4·T·V bytes held whole, several times over with gradients.
+Logits of a chunk of tokens are made, used and dropped in the forward pass, and made again in the backward pass: memory
+for logits is one chunk's, whatever the batch. T tokens × V = 152k take 4·T·V bytes held whole, several times over with
+gradients.
 """
 
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def token_logprobs(
     entropy: bool = False,
     chunk_logits: int | None = None,
 ) -> TokenLogprobs:
-    """Log-probs (fp32) of tokens under softmax(W h / temperature), differentiable in h and W."""
+    """Log-probs (fp32 or finer) of tokens under softmax(W h / temperature), differentiable in h and W."""
     budget = chunk_logits or CHUNK_LOGITS.get(hidden_ND.device.type, 2**25)
     chunk = max(1, budget // weight_VD.shape[0])
     logprobs_N, entropy_N = _ChunkedLogprobs.apply(hidden_ND, weight_VD, tokens_N, temperature, entropy, chunk)  # pyright: ignore
@@ -60,17 +61,14 @@ def token_logprobs(
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: bool, chunk: int):
-        logprobs_N = torch.empty(len(tokens_N), dtype=torch.float32, device=hidden_ND.device)
-        logsumexp_N, entropy_N = torch.empty_like(logprobs_N), torch.zeros_like(logprobs_N)
+        logprobs_N = torch.empty(len(tokens_N), dtype=_precise(hidden_ND.dtype), device=hidden_ND.device)
+        entropy_N = torch.zeros_like(logprobs_N)
         for at in _chunks(len(tokens_N), chunk):
-            z = _logits(hidden_ND[at], weight_VD, temperature)
-            logsumexp = z.logsumexp(-1)
-            logsumexp_N[at] = logsumexp
-            logprobs_N[at] = z.gather(-1, tokens_N[at, None])[:, 0] - logsumexp
+            logp = _all_logprobs(hidden_ND[at], weight_VD, temperature)
+            logprobs_N[at] = logp.gather(-1, tokens_N[at, None])[:, 0]
             if entropy:
-                p = (z - logsumexp[:, None]).exp_()
-                entropy_N[at] = logsumexp - p.mul_(z).sum(-1)
-        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, logsumexp_N, entropy_N)
+                entropy_N[at] = -logp.exp().mul_(logp).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, entropy_N)
         ctx.temperature, ctx.entropy, ctx.chunk = temperature, entropy, chunk
         if not entropy:
             ctx.mark_non_differentiable(entropy_N)
@@ -79,15 +77,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor):
-        hidden_ND, weight_VD, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, tokens_N, entropy_N = ctx.saved_tensors
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         # Summed in fp32 over chunks: bf16 would lose the small contributions.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        precise = _precise(weight_VD.dtype)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=precise) if ctx.needs_input_grad[1] else None
         for at in _chunks(len(tokens_N), ctx.chunk):
-            logp = _logits(hidden_ND[at], weight_VD, ctx.temperature).sub_(logsumexp_N[at, None])
+            logp = _all_logprobs(hidden_ND[at], weight_VD, ctx.temperature)
             if ctx.entropy:
                 p = logp.exp()
-                grad_z = p.mul(-grad_logprobs_N[at, None]).sub_(p.mul_(logp.add_(entropy_N[at, None])).mul_(grad_entropy_N[at, None]))
+                from_entropy = logp.add_(entropy_N[at, None]).mul_(p).mul_(-grad_entropy_N[at, None])
+                grad_z = p.mul_(-grad_logprobs_N[at, None]).add_(from_entropy)
             else:
                 grad_z = logp.exp_().mul_(-grad_logprobs_N[at, None])
             grad_z.scatter_add_(-1, tokens_N[at, None], grad_logprobs_N[at, None])
@@ -95,16 +95,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_hidden_ND is not None:
                 grad_hidden_ND[at] = grad_z @ weight_VD
             if grad_weight_VD is not None:
-                if weight_VD.dtype == torch.float32:
+                if weight_VD.dtype == precise:
                     grad_weight_VD.addmm_(grad_z.T, hidden_ND[at])
                 else:
                     grad_weight_VD += grad_z.T @ hidden_ND[at]
-        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    z = (hidden @ weight.T).float()
-    return z if temperature == 1.0 else z.div_(temperature)
+def _all_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    z = hidden @ weight.T
+    z = z.to(_precise(z.dtype))
+    # Not z − z.logsumexp(): that sum rounds where logits are large, and log_softmax takes their maximum off first.
+    return (z if temperature == 1.0 else z.div_(temperature)).log_softmax(-1)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -22,8 +23,6 @@ from plaudit.types import Batch, Conversation
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-transformers_logging.disable_progress_bar()
 
 # Settings of models whose logits are more than a product with the head's weight.
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
@@ -72,10 +71,13 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.d
 
 def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
     """The recipe's model, ready to train."""
+    transformers_logging.disable_progress_bar()  # its bars would break ours
     model = _load_model(recipe.path, resolve_dtype(recipe.dtype, device), recipe.trust_remote_code).to(device)  # pyright: ignore
     vocabulary, known = model.get_output_embeddings().weight.shape[0], len(template.tokenizer)
     if known > vocabulary:
-        raise RecipeError(f"{recipe.path}: the tokenizer has {known:,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer")
+        raise RecipeError(
+            f"{recipe.path}: the tokenizer has {known:,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
+        )
     _stop_at_end_of_turn(model, template)
     verify_packed(model)
     policy = Policy(model, template)
@@ -91,11 +93,24 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
 
 def _load_model(path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code, use_safetensors=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RecipeError(f"no model could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
+    # transformers would go on with new random weights in their place.
+    lacking = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RecipeError(f"{path}: this is a LoRA adapter, not a whole model; save it with model.lora.merge_on_save")
     for name in UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise RecipeError(f"{path}: models with {name} are not supported yet")
@@ -108,7 +123,8 @@ def _load_model(path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTr
 def verify_packed(model: PreTrainedModel) -> None:
     """Two short sequences, packed by us and apart by the model itself, must have the same log-probs.
 
-    A model that ignores sequence starts, counts positions its own way or scales its logits is caught here, not after a training run.
+    A model that ignores sequence starts, counts positions its own way or scales its logits is caught here, not after a
+    training run.
     """
     was_training = model.training
     model.eval()
@@ -130,6 +146,8 @@ def verify_packed(model: PreTrainedModel) -> None:
     theirs = torch.cat([_plain_logprobs(model, sequence) for sequence in (first, second)])
     model.set_attn_implementation(attention.NAME)
     model.train(was_training)
+    if not theirs.isfinite().all():
+        raise RecipeError(f"{model.name_or_path}: its weights give log-probs that are not finite; the model is damaged")
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.25
     if not (ours - theirs).abs().max() < tolerance:
         raise RecipeError(
@@ -148,7 +166,8 @@ def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None
     config: Any = model.generation_config
     known = config.eos_token_id if config.eos_token_id is not None else []
     known = known if isinstance(known, list) else [known]
-    ends = dict.fromkeys([*known, *filter(None, [end_of_turn(template)])])
+    end = end_of_turn(template)
+    ends = dict.fromkeys(known if end is None else [*known, end])
     config.eos_token_id = list(ends) if len(ends) > 1 else next(iter(ends), None)
 
 
@@ -165,6 +184,7 @@ def end_of_turn(template: ChatTemplate) -> int | None:
 
 def _attach_lora(policy: Policy, lora: Lora, seed: int) -> Policy:
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     torch.manual_seed(seed)  # of the adapters' first weights
     config = LoraConfig(
@@ -178,6 +198,12 @@ def _attach_lora(policy: Policy, lora: Lora, seed: int) -> Policy:
         peft = get_peft_model(policy.model, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
+    head, embeddings = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
+    if isinstance(head, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight):
+        raise RecipeError(
+            "model.lora.targets: the output head (and embeddings tied to it) cannot be adapted, log-probs are computed from its "
+            "plain weight"
+        )
     return Policy(policy.model, policy.template, lora, peft)  # pyright: ignore
 
 

@@ -4,19 +4,25 @@ import math
 from pathlib import Path
 
 
-
 def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     """Draw every metric that changes; validation lies over its training counterpart."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "time/seconds")))
+    names = list(
+        dict.fromkeys(
+            name for row in rows for name in row if name not in ("step", "tokens", "epoch", "time/step_s", "time/update_s")
+        )
+    )
+    names = [name for name in names if len({row[name] for row in rows if name in row}) > 1]
     panels = [name for name in names if not (name.startswith("val/") and name.removeprefix("val/") in names)]
     if not panels:
         return
     columns = min(3, len(panels))
-    figure = Figure(figsize=(4.5 * columns, 3.0 * math.ceil(len(panels) / columns)), layout="constrained")
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns, 3.0 * lines))
+    figure.subplots_adjust(left=0.25 / columns, right=0.98, top=1 - 0.1 / lines, bottom=0.15 / lines, wspace=0.3, hspace=0.4)
     for place, name in enumerate(panels, 1):
-        axes = figure.add_subplot(math.ceil(len(panels) / columns), columns, place)
+        axes = figure.add_subplot(lines, columns, place)
         for metric, marker in ((name, None), (f"val/{name}", "o")):
             points = [(row["step"], row[metric]) for row in rows if metric in row]
             if points:

@@ -61,7 +61,9 @@ def save_checkpoint(root: Path, trainer: Trainer, **notes: Any) -> Checkpoint:
             files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
             (folder / "manifest.json").write_text(json.dumps(files, indent=1))
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{final}: the checkpoint could not be written ({error}); {go_on}. Mend that, then start again with the same command.") from None
+        raise RunError(
+            f"{final}: the checkpoint could not be written ({error}); {go_on}. Mend that, then start again with the same command."
+        ) from None
     return Checkpoint(final, state)
 
 
@@ -110,5 +112,3 @@ def _fault(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
     return None
-
-

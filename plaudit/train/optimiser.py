@@ -72,9 +72,7 @@ class Optimiser:
         for name, master in self.masters.items():
             master.copy_(tensors[f"weight/{name}"])
             self.adamw.state[master] = {
-                moment: tensors[f"{moment}/{name}"].to(device=master.device)
-                for moment in MOMENTS
-                if f"{moment}/{name}" in tensors
+                moment: tensors[f"{moment}/{name}"].to(device=master.device) for moment in MOMENTS if f"{moment}/{name}" in tensors
             }
         self._publish()
 

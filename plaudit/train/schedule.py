@@ -10,14 +10,20 @@ N steps in all, w of warm-up, m = min_lr_ratio. Step k counts from 0, so the fir
 """
 
 import math
+from decimal import Decimal
 
 from plaudit.recipe import Optim
 
 
 def warmup_steps(optim: Optim, total_steps: int) -> int:
     if optim.warmup_ratio is not None:
-        return math.ceil(optim.warmup_ratio * total_steps)
+        return _share_of(total_steps, optim.warmup_ratio)
     return optim.warmup_steps or 0
+
+
+def _share_of(total_steps: int, ratio: float) -> int:
+    # Decimal, because 0.07 of 100 steps are 7 and not the 7.000000000000001 of floats, which would make 8.
+    return math.ceil(total_steps * Decimal(str(ratio)))
 
 
 def lr_at(step: int, total_steps: int, optim: Optim) -> float:
@@ -34,7 +40,7 @@ def lr_at(step: int, total_steps: int, optim: Optim) -> float:
         case "cosine":
             share = low + (1 - low) * (1 + math.cos(math.pi * t)) / 2
         case "wsd":
-            decay = max(1, math.ceil(optim.decay_ratio * total_steps))
+            decay = max(1, _share_of(total_steps, optim.decay_ratio))
             left = min(1.0, (total_steps - step) / decay)
             share = low + (1 - low) * left
     return optim.lr * share

@@ -1,5 +1,7 @@
 """One optimisation step: gradients of a whole batch from micro-batches, clipped, applied; a non-finite one skipped."""
 
+import os
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +19,14 @@ Loss = Callable[[Batch], Tensor]
 """A micro-batch's share of the step's loss: already divided by what the whole batch is divided by, so that shares add up."""
 
 
+def compute_repeatably(device: torch.device) -> None:
+    """From here on, the same step gives the same bits. CPU kernels always do; some of CUDA's add up in any order."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+
 class Trainer:
     """A policy with its optimiser. `step` counts the steps done; everything random in one is keyed by its number."""
 
@@ -29,6 +39,7 @@ class Trainer:
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
         """One step on the sum of the micro-batches' losses."""
+        began = time.perf_counter()
         self.policy.model.train()
         torch.manual_seed(stable_seed("step", self.seed, self.step))  # dropout; a resumed run draws the same
         total = torch.zeros((), device=self.policy.device)
@@ -51,7 +62,13 @@ class Trainer:
                 f"{self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data of that step, "
                 "lower optim.lr, or use model.dtype=float32."
             )
-        return {"loss": total.item(), "grad_norm": norm.item(), "lr": lr, "skipped_steps": float(self.skipped_steps)}
+        return {
+            "loss": total.item(),
+            "grad_norm": norm.item(),
+            "lr": lr,
+            "skipped_steps": float(self.skipped_steps),
+            "time/update_s": time.perf_counter() - began,
+        }
 
     # What a checkpoint holds, besides the model
 

@@ -1,0 +1,51 @@
+# Every target sets up what it needs, on a machine with Python 3.11+ and nothing else; the second time it starts at once.
+#   make test       the core suite                    make lint    ruff and pyright
+#   make test-all   core, lint and the slow tier      make lock    pin the newest versions that work
+# For another torch build: make install TORCH="--index-url URL torch==2.13.0"  (README, "Installing").
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: install test test-all lint format lock clean
+install: .venv/installed
+
+.venv/installed: pyproject.toml requirements.lock
+	@test -n "$(PYTHON)" || { echo "plaudit needs Python 3.11 or newer"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	@touch $@
+
+# The TRL baseline has its own environment: its pins must not become ours.
+.venv-trl/installed: bench/requirements-trl.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet $(TORCH)
+	.venv-trl/bin/pip install --quiet --requirement bench/requirements-trl.txt
+	@touch $@
+
+test: .venv/installed
+	$(BIN)/pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: test lint .venv-trl/installed
+	$(BIN)/pytest -m slow $(ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Constraints, not requirements: torch's own CUDA packages, which differ by build, stay torch's business.
+lock:
+	rm -rf .venv && $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(TORCH) && $(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip freeze --exclude-editable --exclude plaudit | grep -v -e '^nvidia-' -e '^triton' -e '^cuda-' | sed -e 's/+[a-z0-9.]*$$//' > requirements.lock
+	@touch .venv/installed
+
+clean:
+	rm -rf .venv .venv-*

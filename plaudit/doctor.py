@@ -1,0 +1,166 @@
+"""`plaudit doctor`: everything that can be known about a recipe before it trains, in one page.
+
+Each check is one line: ✓ fine, ! look at it, ✗ will fail. A check that fails does not keep the others from being made.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from plaudit.config import LoadedRecipe
+from plaudit.data.conversations import Source, read_conversations
+from plaudit.data.order import RowOrder
+from plaudit.data.rows import read_rows
+from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.errors import PlauditError, redact
+from plaudit.models.memory import available_memory, plan_memory
+from plaudit.models.policy import end_of_turn, resolve_device, resolve_dtype
+from plaudit.recipe import SFTRecipe
+from plaudit.types import Conversation, Example
+
+Finding = tuple[str, str]
+"""✓, ! or ✗, and what was found."""
+
+
+def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows: int, console: Console | None = None) -> bool:
+    """Print the findings; returns whether training can start."""
+    console = console or Console(highlight=False)
+    recipe = loaded.recipe
+    console.print(f"[bold]{escape(str(loaded.path))}[/] for plaudit {recipe.stage}")
+    healthy = True
+
+    def check(name: str, findings: Callable[[], Iterator[Finding]]) -> None:
+        nonlocal healthy
+        try:
+            for mark, text in findings():
+                healthy &= mark != "✗"
+                _line(console, mark, name, text)
+        except PlauditError as error:
+            healthy = False
+            _line(console, "✗", name, redact(str(error)))
+
+    template: ChatTemplate | None = None
+    samples: list[tuple[str, Conversation, Example]] = []
+
+    def check_template() -> Iterator[Finding]:
+        nonlocal template
+        tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        template = load_template(tokenizer, recipe.model.chat_template)
+        yield from _template(template, recipe)
+
+    def check_rows() -> Iterator[Finding]:
+        if template is None:
+            return
+        rows = (item for source in sources["train"] for item in read_conversations(source))
+        samples.extend(
+            (where, conversation, template.example(conversation, where, recipe.data.train_on))
+            for where, conversation in islice(rows, max_rows or None)
+        )
+        yield from _lengths(recipe, [example for *_, example in samples])
+        yield from _prompts(template, samples)
+
+    check("files", lambda: _files(sources))
+    check("template", check_template)
+    check("rows", check_rows)
+    check("steps", lambda: _steps(recipe, sources, samples))
+    check("memory", lambda: _memory(recipe))
+    if template is not None and samples:
+        _show_row(console, template, samples[0][1], recipe.data.train_on)
+    return healthy
+
+
+def _line(console: Console, mark: str, name: str, text: str) -> None:
+    colour = {"✓": "green", "!": "yellow", "✗": "red"}[mark]
+    console.print(Text.assemble((f"  {mark} ", colour), (f"{name:<9}", "bold"), text), soft_wrap=True)
+
+
+def _files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
+    for part, files in sources.items():
+        for source in files:
+            rows = read_rows(source.path)
+            yield "✓", f"{part}: {source.path} has {len(rows):,} rows with {', '.join(rows.columns)}"
+
+
+def _template(template: ChatTemplate, recipe: SFTRecipe) -> Iterator[Finding]:
+    name = recipe.model.chat_template or "the tokenizer's own"
+    end = end_of_turn(template)
+    if end is None:
+        yield (
+            "!",
+            f"{name}: turns end without a special token, so the model will not learn to stop; model.chat_template chooses another",
+        )
+    else:
+        yield "✓", f"{name}; turns end with {template.tokenizer.convert_ids_to_tokens(end)!r} (token {end})"
+
+
+def _lengths(recipe: SFTRecipe, examples: list[Example]) -> Iterator[Finding]:
+    lengths = np.array([len(example) for example in examples])
+    learnt = sum(example.num_targets for example in examples) / lengths.sum()
+    over = int((lengths > recipe.data.max_tokens).sum())
+    text = (
+        f"{len(lengths):,} rendered: {int(np.median(lengths)):,} tokens in the middle, 95 % within {int(np.quantile(lengths, 0.95)):,}, "
+        f"longest {lengths.max():,}; {learnt:.0%} of them learnt"
+    )
+    yield "✓", text
+    if over:
+        fate = {"filter": "left out", "error": "an error", "cut_left": "cut on the left", "cut_right": "cut on the right"}[
+            recipe.data.too_long
+        ]
+        mark = "✗" if recipe.data.too_long == "error" or over == len(lengths) and recipe.data.too_long == "filter" else "!"
+        yield (
+            mark,
+            f"{over:,} of them ({over / len(lengths):.1%}) are longer than data.max_tokens = {recipe.data.max_tokens:,}: {fate}",
+        )
+
+
+def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Example]]) -> Iterator[Finding]:
+    """What is trained must continue the very tokens that the policy is given when it is sampled."""
+    apart = 0
+    for _, conversation, example in samples[:100]:
+        last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+        if last:
+            prompt = template.prompt_tokens(conversation.messages[:last], conversation.tools)
+            apart += prompt != example.tokens[: len(prompt)].tolist()
+    if apart:
+        yield "!", f"in {apart} of {min(100, len(samples))} rows the prompt is tokenised differently in training than in sampling"
+    else:
+        yield "✓", "prompts are the same tokens in training and in sampling"
+
+
+def _steps(recipe: SFTRecipe, sources: dict[str, list[Source]], samples: list) -> Iterator[Finding]:
+    rows = sum(len(read_rows(source.path)) for source in sources["train"])
+    order = RowOrder(rows, per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+    steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
+    yield "✓", f"at most {steps:,} steps of {recipe.train.rows_per_step:,} rows"
+    if rows < recipe.train.rows_per_step:
+        yield "!", f"train.rows_per_step = {recipe.train.rows_per_step:,} is more than all {rows:,} rows"
+
+
+def _memory(recipe: SFTRecipe) -> Iterator[Finding]:
+    device = resolve_device(recipe.run.device)
+    try:
+        plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch)
+    except (OSError, ValueError) as error:
+        yield "✗", f"{recipe.model.path}: its config cannot be read: {str(error).splitlines()[0]}"
+        return
+    there = available_memory(device)
+    dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
+    text = f"{plan}; {device.type} in {dtype} has {there / 1e9:.0f} GB"
+    if plan.total > there:
+        text += ". Lower train.tokens_per_micro_batch, set model.gradient_checkpointing=true, or use model.lora"
+    yield ("✓" if plan.total < 0.9 * there else "!"), text
+
+
+def _show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: str) -> None:
+    text, spans = template.spans(conversation, "the first row")
+    shown = Text(text)
+    for start, end in spans if train_on == "all" else spans[-1:]:
+        shown.stylize("black on green", start, end)
+    if len(text) > 3000:
+        shown = shown[:1500] + Text("\n … \n", "dim") + shown[-1500:]
+    console.print("\nThe first row as the model sees it; what it learns to write is green:", style="bold")
+    console.print(shown, soft_wrap=True)

@@ -1,0 +1,83 @@
+"""What training a model takes in memory: an estimate, made without loading it.
+
+weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
+training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
+activations   T · L · b · (8 h + 2 k + 4 f)           T tokens of a micro-batch, L layers, sizes h hidden, k keys+values, f MLP
+              with gradient checkpointing             T · b · (L · h + one layer's share)
+logits        the chunk that models/logprobs.py holds, three times in fp32
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from plaudit.models.logprobs import CHUNK_LOGITS
+from plaudit.models.policy import resolve_dtype
+from plaudit.recipe import Lora, Model
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    parameters: int
+    trainable: int
+    weights: float
+    training: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.training + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {_gigabytes(getattr(self, name))}" for name in ("weights", "training", "activations", "logits"))
+        return f"about {_gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
+
+
+def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: int) -> MemoryPlan:
+    config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.trust_remote_code)
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
+    half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
+    size = 2 if half else 4
+
+    layers, hidden, mlp = config.num_hidden_layers, config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    heads = config.num_attention_heads
+    kv = getattr(config, "num_key_value_heads", heads) * (getattr(config, "head_dim", None) or hidden // heads)
+    layer = tokens_per_micro_batch * size * (8 * hidden + 2 * kv + 4 * mlp)
+    whole = layers * layer
+    checkpointed = layer + layers * tokens_per_micro_batch * size * hidden
+    return MemoryPlan(
+        parameters=parameters,
+        trainable=trainable,
+        weights=parameters * size + (trainable * 4 if recipe.lora else 0),
+        training=trainable * (16 if half and not recipe.lora else 12),
+        activations=checkpointed if recipe.gradient_checkpointing else whole,
+        logits=3 * 4 * CHUNK_LOGITS.get(device.type, 0),
+    )
+
+
+def available_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
+def _lora_parameters(model: torch.nn.Module, lora: Lora) -> int:
+    adapted = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and not name.endswith("lm_head")
+        and (lora.targets == "all-linear" or name.rpartition(".")[2] in lora.targets)
+    ]
+    return sum(lora.rank * (m.in_features + m.out_features) for m in adapted)
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"

@@ -1,0 +1,540 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from plaudit.config import LoadedRecipe, flatten, load, nearest_path, to_yaml
+from plaudit.config import settings as recipe_settings
+from plaudit.errors import PlauditError, RecipeError, redact
+from plaudit.recipe import STAGES, SFTRecipe
+
+MINIMAL = """\
+model: {path: m}
+data: {train: rows.jsonl}
+run: {dir: runs/a}
+"""
+SECRET = "sk-abcdef1234567890abcd"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Load a recipe of this text with these overrides."""
+
+    def read(text: str = MINIMAL, *overrides: str, stage: str | None = None) -> LoadedRecipe:
+        path = tmp_path / "r.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load(path, overrides, stage)
+
+    return read
+
+
+@pytest.fixture
+def complaint(read, tmp_path):
+    """The one line that says what is wrong with a recipe; the folder of the file is left out."""
+
+    def complaint(text: str = MINIMAL, *overrides: str, stage: str | None = None) -> str:
+        with pytest.raises(RecipeError) as caught:
+            read(text, *overrides, stage=stage)
+        message = str(caught.value).replace(f"{tmp_path}/", "")
+        assert message
+        assert "\n" not in message
+        return message
+
+    return complaint
+
+
+def value_of(loaded: LoadedRecipe, name: str):
+    value = loaded.recipe
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("optim.lr", "1e-5", 1e-5),
+        ("optim.lr", "1E3", 1000.0),
+        ("optim.lr", ".5", 0.5),
+        ("optim.lr", "5.", 5.0),
+        ("optim.lr", "+1.5e+2", 150.0),
+        ("optim.lr", "2", 2.0),
+        ("seed", "0o17", 15),
+        ("seed", "0x1F", 31),
+        ("seed", "017", 17),
+        ("train.rows_per_step", "1e3", 1000),
+        ("run.keep_best", "true", True),
+        ("run.keep_best", "False", False),
+        ("run.keep_best", "TRUE", True),
+        ("optim.max_grad_norm", "null", None),
+        ("optim.max_grad_norm", "~", None),
+        ("optim.max_grad_norm", "", None),
+        ("optim.max_grad_norm", "# nothing here", None),
+        ("run.project", "yes", "yes"),
+        ("run.project", "no", "no"),
+        ("run.project", "on", "on"),
+        ("run.project", "Off", "Off"),
+        ("run.project", "12:30:45", "12:30:45"),
+        ("run.project", "2024-01-31", "2024-01-31"),
+        ("run.project", "0b101", "0b101"),
+        ("run.project", "1_000", "1_000"),
+        ("run.project", "1.2.3", "1.2.3"),
+        ("run.project", "=", "="),
+        ("run.project", "'1e-5'", "1e-5"),
+        ("run.project", '"17"', "17"),
+        ("run.project", "'null'", "null"),
+        ("run.project", "!!str 17", "17"),
+        ("run.project", "ünïcödé", "ünïcödé"),
+        ("data.train", "a.jsonl", ("a.jsonl",)),
+        ("data.train", "[a.jsonl, b.jsonl]", ("a.jsonl", "b.jsonl")),
+    ],
+)
+def test_values_are_read_as_yaml_1_2(read, name, text, value):
+    section, _, setting = name.rpartition(".")
+    lines = {"model": "path: m", "data": "train: rows.jsonl", "run": "dir: runs/a"}
+    if section in lines and setting not in lines[section]:
+        lines[section] += f"\n  {setting}: {text}"
+    else:
+        lines[section or setting] = f"{setting}: {text}"
+    document = "".join(f"{key}:\n  {inner}\n" for key, inner in lines.items() if key != "seed")
+    document += f"seed: {text}\n" if name == "seed" else ""
+    got = value_of(read(document), name)
+    assert got == value
+    assert type(got) is type(value)
+    # The command line is read by the same rules.
+    assert value_of(read(MINIMAL, f"{name}={text}"), name) == value
+
+
+def test_anchors_work(read):
+    recipe = read("model: {path: &here m, tokenizer: *here}\ndata: {train: x}\nrun: {dir: d}").recipe
+    assert recipe.model.tokenizer == "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "r.yaml is not a recipe"),
+        ("# only a comment\n", "r.yaml is not a recipe"),
+        ("- model\n", "r.yaml is not a recipe"),
+        ("just words", "r.yaml is not a recipe"),
+        ("seed: 1\nmodel: {path: m\nrun: x", "r.yaml:3: not valid YAML: "),
+        ("seed: 1\n\tmodel: m", "r.yaml:2: not valid YAML: "),
+        ("seed: 1\n---\nseed: 2", "r.yaml:2: not valid YAML: found another document"),
+        ("seed: \x00", "r.yaml: not valid YAML: "),
+        ("seed: *unknown", "r.yaml:1: not valid YAML: "),
+        (f"{MINIMAL}optim:\n  lr: 1\n  lr: 2\n", "r.yaml:6: optim.lr is given twice"),
+        ("model: {path: m}\nmodel: {path: m}\n", "r.yaml:2: model is given twice"),
+        ("seed: 1\n[a, b]: 2\n", "r.yaml:2: the name of a setting should be a word"),
+        ("seed: !!int abc", 'r.yaml:1: seed: "abc" is not of YAML\'s type int'),
+        ("\nseed: !!python/name:os.system x", "r.yaml:2: seed: the YAML tag "),
+        ("\nmodel: !!set {path}", "r.yaml:2: model: the YAML tag set has no meaning"),
+        ("model: &m {path: *m}", "r.yaml:1: model.path is nested too deeply"),
+    ],
+)
+def test_not_a_recipe(complaint, text, message):
+    assert complaint(text).startswith(message)
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path):
+    (tmp_path / "sft.yaml").write_text(MINIMAL)
+    (tmp_path / "unrelated").write_text("")
+    with pytest.raises(RecipeError, match=r"stf\.yaml does not exist\. Did you mean .*/sft\.yaml\?$"):
+        load(tmp_path / "stf.yaml")
+    with pytest.raises(RecipeError, match=r"quite-different does not exist.$"):
+        load(tmp_path / "quite-different")
+    with pytest.raises(RecipeError, match=r"There is no folder .*nowhere either"):
+        load(tmp_path / "nowhere" / "sft.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load(tmp_path)
+    assert nearest_path(tmp_path / "sft.yml") == f" Did you mean {tmp_path / 'sft.yaml'}?"
+
+
+# Wrong settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("optim.lrr=1", "optim.lr"),
+        ("lr=1", "optim.lr"),
+        ("run.lr=1", "optim.lr"),
+        ("optm.lr=1", "optim"),
+        ("model.lora.ranks=4", "model.lora.rank"),
+        ("lora.rank=4", "model.lora"),
+        ("optim.rank=4", "model.lora.rank"),
+        ("run.warmup_steps=4", "optim.warmup_steps"),
+        ("warmup_step=4", "optim.warmup_steps"),
+        ("train.row_per_step=4", "train.rows_per_step"),
+        ("sed=1", "seed"),
+    ],
+)
+def test_unknown_settings_are_refused_with_a_suggestion(complaint, override, suggestion):
+    message = complaint(MINIMAL, override)
+    assert "is not a setting." in message
+    assert message.endswith(f" Did you mean {suggestion}?")
+
+
+def test_unknown_settings_are_located(complaint):
+    assert complaint(f"{MINIMAL}optim:\n  lrr: 1\n") == "r.yaml:5: optim.lrr is not a setting. Did you mean optim.lr?"
+    assert complaint(MINIMAL, "zzzzzz=1") == "r.yaml (command line): zzzzzz is not a setting."
+    # A name with dots is for the command line; suggesting that very name would not help.
+    assert complaint(f"{MINIMAL}optim.lr: 1").endswith("sections are nested: optim: {lr: …}.")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=fast", 'optim.lr should be a valid number, not "fast".'),
+        ("optim.lr=true", "optim.lr: should not be true"),
+        ("optim.lr=[1]", "optim.lr should be a valid number, not [1]."),
+        ("optim.lr={a: 1}", "optim.lr should be a valid number, not a section."),
+        ("optim.lr=null", "optim.lr should be a valid number, not null."),
+        ("optim.lr=", "optim.lr should be a valid number, not null."),
+        ("optim.lr=0", "optim.lr should be greater than 0, not 0."),
+        ("optim.lr=.inf", "optim.lr should be a finite number, not Infinity."),
+        ("optim.lr=.nan", "optim.lr should be a finite number, not NaN."),
+        ("optim.lr=1e999", "optim.lr should be a finite number, not Infinity."),
+        ("optim.betas=0.9", "optim.betas should be a list, not 0.9."),
+        ("optim.betas=[0.9]", "optim.betas has too few values. It is: Decay of"),
+        ("optim.betas=[0.9, 0.9, 0.9]", "optim.betas should be 2 values, not [0.9, 0.9, 0.9]."),
+        ("optim.betas=[0.9, x]", 'optim.betas.1 should be a valid number, not "x".'),
+        ("optim.betas=[0.9, 1.0]", "optim.betas.1 should be less than 1, not 1.0."),
+        ("optim.betas=[true, 0.9]", "optim.betas: should not be true"),
+        ("optim=3", "optim should be a section, not 3."),
+        ("optim=[lr]", 'optim should be a section, not ["lr"].'),
+        ("optim=null", "optim should be a section, not null."),
+        ("model.lora=yes", 'model.lora should be a section, not "yes".'),
+        ("model.lora.targets=7", "model.lora.targets should be a valid string, not 7."),
+        ("seed=1.5", "seed should be a valid integer, not 1.5."),
+        ("seed=-1", "seed should be greater than or equal to 0, not -1."),
+        ("run.keep_best=maybe", 'run.keep_best should be true or false, not "maybe".'),
+        ("run.project=12", "run.project should be a valid string, not 12."),
+        ("run.dir=true", "run.dir: should not be true"),
+        ("data.train=7", "data.train should be a list, not 7."),
+        ("data.train=[a, 7]", "data.train.1 should be a valid string, not 7."),
+        ("run.trackers=wandb", 'run.trackers should be a list, not "wandb".'),
+        ("run.trackers=[wandbb]", "Did you mean wandb?"),
+        (
+            "optim.schedule=cosin",
+            "should be 'constant', 'linear', 'cosine' or 'wsd', not \"cosin\". Did you mean cosine?",
+        ),
+        ("optim.schedule=zzz", "should be 'constant', 'linear', 'cosine' or 'wsd', not \"zzz\"."),
+        ("optim={warmup_steps: 3, warmup_ratio: 0.1}", "optim: give warmup_steps or warmup_ratio, not both"),
+        ("data.train=[]", "data.train: names no file"),
+        ("model.lora.targets=[q_proj, lm_head]", "model.lora.targets: lm_head cannot be adapted"),
+    ],
+)
+def test_wrong_values_are_refused(complaint, override, message):
+    said = complaint(MINIMAL, override)
+    assert said.startswith("r.yaml (command line): ")
+    assert message in said
+
+
+def test_mistakes_are_located_and_each_gets_a_line(complaint, read):
+    assert complaint(f"{MINIMAL}optim:\n  eps: 1e-6\n  lr: fast\n").startswith("r.yaml:6: optim.lr should be")
+    both = f"{MINIMAL}optim:\n  warmup_steps: 3\n  warmup_ratio: 0.1\n"
+    assert complaint(both) == "r.yaml:5: optim: give warmup_steps or warmup_ratio, not both"
+    with pytest.raises(RecipeError) as caught:
+        read(MINIMAL, "optim.lr=fast", "sed=1", "optim.betas=[0]")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_missing_settings_say_what_they_are(complaint):
+    assert complaint("model: {path: m}\ndata: {train: x}\n") == (
+        "r.yaml: run is missing. It is: Where the run lives and how long it goes."
+    )
+    assert complaint("data: {train: x}\nrun: {dir: d}\nmodel: {dtype: auto}").startswith(
+        "r.yaml:3: model.path is missing. It is: A folder in Hugging Face format"
+    )
+
+
+def test_stage(read, complaint):
+    assert read(MINIMAL, stage="sft").recipe.stage == "sft"
+    assert read(f"stage: sft\n{MINIMAL}").recipe.stage == "sft"
+    assert complaint(f"{MINIMAL}stage: sftt") == 'r.yaml:4: stage should be one of sft, not "sftt". Did you mean sft?'
+    assert complaint(f"{MINIMAL}stage: [sft]") == 'r.yaml:4: stage should be one of sft, not ["sft"]. Did you mean sft?'
+    assert "stage should be 'sft', not null" in complaint(f"{MINIMAL}stage: null")
+
+
+def test_a_recipe_for_another_verb(read, monkeypatch):
+    monkeypatch.setitem(STAGES, "other", SFTRecipe)
+    with pytest.raises(RecipeError, match="is a recipe for `plaudit sft`, not `plaudit other`"):
+        read(f"stage: sft\n{MINIMAL}", stage="other")
+
+
+# Overrides -----------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_everything(read):
+    text = f"{MINIMAL}optim: {{lr: 1, betas: [0.5, 0.6]}}\n"
+    recipe = read(
+        text,
+        "model.lora.rank=8",
+        "optim.betas.1=0.7",
+        "data.train=[a.jsonl, b.jsonl]",
+        "data.train.0=c.jsonl",
+        "optim.max_grad_norm=null",
+        "run.trackers=[wandb]",
+        " run.project = a=b",
+        "run.dir=runs/[1",  # not YAML, and still a fine folder
+        "model.tokenizer=",
+    ).recipe
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (8, 32.0)
+    assert recipe.optim.betas == (0.5, 0.7)
+    assert recipe.data.train == ("c.jsonl", "b.jsonl")
+    assert recipe.optim.max_grad_norm is None
+    assert recipe.run.trackers == ("wandb",)
+    assert (recipe.run.project, recipe.run.dir) == ("a=b", "runs/[1")
+    assert recipe.model.tokenizer is None
+    assert recipe.optim.lr == 1.0
+
+
+def test_command_line_beats_file_beats_default(read):
+    text = f"{MINIMAL}optim: {{lr: 0.5, eps: 0.5}}\n"
+    assert read(text).recipe.optim.lr == 0.5
+    optim = read(text, "optim.lr=0.25", "optim.lr=0.125").recipe.optim
+    assert (optim.lr, optim.eps, optim.weight_decay) == (0.125, 0.5, 0.0)
+    assert read(text, "optim={lr: 2}").recipe.optim.eps == 1e-8
+    assert read(f"{MINIMAL}optim: {{lr: 0.5}}\n", "optim=null", "optim.lr=2").recipe.optim.lr == 2.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr", "'optim.lr' is not an override: write it as section.name=value"),
+        ("=3", "is not an override"),
+        (" =3", "is not an override"),
+        ("data.train.2=x", "data.train.2: there is no entry 2 in what the recipe has there"),
+        ("data.train.last=x", "there is no entry last"),
+        ("data.train.0.name=x", "data.train.0.name: there is no entry name"),
+        ("data.train.²=x", "there is no entry ²"),
+        ("optim.0=x", "optim.0 is not a setting"),
+        ("optim..lr=1", "optim. is not a setting"),
+        ("optim={lr: 1, lr: 2}", "command line: optim.lr is given twice"),
+        ("optim.lr=!!int x", 'command line: optim.lr: "x" is not of YAML\'s type int'),
+    ],
+)
+def test_overrides_that_cannot_be_used(complaint, override, message):
+    assert message in complaint("model: {path: m}\ndata: {train: [a, b]}\nrun: {dir: d}\n", override)
+
+
+# Showing -------------------------------------------------------------------------------------------------------------
+
+
+def test_to_yaml_says_where_values_come_from(read, tmp_path):
+    text = f"{MINIMAL}optim:\n  lr: 1e-4\n  betas: [0.5, 0.6]\n"
+    shown = to_yaml(read(text, "optim.eps=1e-6", "optim.betas.0=0.7", "model.lora.rank=4"))
+    comments = {line.split("#")[0].strip(): line.partition("# ")[2] for line in shown.splitlines()}
+    assert comments["lr: 0.0001"] == f"{tmp_path}/r.yaml:5"
+    assert comments["eps: 1e-06"] == comments["rank: 4"] == "command line"
+    assert comments["betas: [0.7, 0.6]"] == f"{tmp_path}/r.yaml:6 and command line"
+    assert comments["weight_decay: 0.0"] == comments["alpha: 32.0"] == comments["warmup_steps: null"] == "default"
+    assert comments["path: m"] == f"{tmp_path}/r.yaml:1"
+
+
+def test_to_yaml_explains(read):
+    shown = to_yaml(read(), explain=True)
+    assert "# Peak learning rate of AdamW. [default]" in shown
+    assert "# How it moves." in shown
+
+
+def assert_reads_back(loaded: LoadedRecipe, folder) -> None:
+    for explain in (False, True):
+        path = folder / "back.yaml"
+        path.write_text(to_yaml(loaded, explain=explain), encoding="utf-8")
+        assert load(path).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "1e-5", "0o17", "0x1F", ".5", "yes", "null", "~", "true", "12:30:45", "a: b", "a #b", "# a", "- a", "'",
+     '"', "a\nb", "a\n", "\n", "\r\n", "a\tb", "...", "---", "a\n...", "é", "😀", "\x00", "\x85", "\u2028", "\ufeff",
+     "{a}", "[a]", "*a", "&a", "!a", "%a", "@a", "`a", "x" * 300, "a, b " * 60, "\\"],
+)  # fmt: skip
+def test_any_string_reads_back(text, read, tmp_path):
+    recipe = SFTRecipe.model_validate({"model": {"path": text}, "data": {"train": [text, text]}, "run": {"dir": text}})
+    assert_reads_back(LoadedRecipe(recipe, tmp_path / "r.yaml", {}), tmp_path)
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+below_one = st.floats(0, 1, exclude_max=True)
+recipes = st.builds(
+    lambda texts, numbers, betas, seed, lora, trackers: {
+        "seed": seed,
+        "model": {"path": texts[0], "chat_template": texts[1], "lora": lora},
+        "data": {"train": texts, "val": texts[2:]},
+        "optim": {"lr": numbers[0], "eps": numbers[1], "betas": betas, "max_grad_norm": numbers[2]},
+        "run": {"dir": texts[2], "trackers": trackers},
+    },
+    st.lists(st.text(), min_size=3, max_size=4),
+    st.lists(positive, min_size=3, max_size=3),
+    st.tuples(below_one, below_one),
+    st.integers(min_value=0),
+    st.none() | st.fixed_dictionaries({"rank": st.integers(1), "targets": st.text() | st.lists(st.text(max_size=5))}),
+    st.lists(st.sampled_from(["wandb", "mlflow"])),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=recipes)
+def test_every_recipe_reads_back(tree, tmp_path):
+    try:
+        recipe = SFTRecipe.model_validate(tree)
+    except ValidationError:
+        return  # lm_head among the targets
+    assert_reads_back(LoadedRecipe(recipe, tmp_path / "r.yaml", {}), tmp_path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    values=st.fixed_dictionaries(
+        {},
+        optional={
+            "optim.lr": positive,
+            "optim.betas": st.lists(below_one, min_size=2, max_size=2),
+            "optim.max_grad_norm": st.none() | positive,
+            "seed": st.integers(0, 2**63),
+            "model.lora.rank": st.integers(1, 999),
+            "run.keep_best": st.booleans(),
+            "run.project": st.text("abc xyz-_/.:#'\"{}[],\\\n0123456789"),
+        },
+    )
+)
+def test_overrides_are_what_the_recipe_has(values, read, tmp_path):
+    loaded = read(MINIMAL, *(f"{name}={json.dumps(value)}" for name, value in values.items()))
+    for name, value in values.items():
+        assert value_of(loaded, name) == (tuple(value) if isinstance(value, list) else value)
+    assert_reads_back(loaded, tmp_path)
+
+
+def test_flatten_names_every_setting(read):
+    flat = flatten(read(MINIMAL, "optim.lr=0.5").recipe)
+    assert (flat["optim.lr"], flat["model.lora"], flat["data.train"]) == (0.5, None, ["rows.jsonl"])
+    assert "optim" not in flat
+
+
+# Recipe classes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_frozen(read):
+    recipe = read().recipe
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.optim.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_setting_says_what_it_means(stage):
+    undescribed = [place for place, info in recipe_settings(STAGES[stage]) if not (info.description or "").strip()]
+    assert not undescribed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_resumed_run_may_change_exists(stage):
+    assert {".".join(place) for place, _ in recipe_settings(STAGES[stage])} >= STAGES[stage].RESUME_MAY_CHANGE
+
+
+# Secrets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"run.wandb_api_key={SECRET}",
+        f"api-key={SECRET}",
+        f"aws.secret_access_key={SECRET}",
+        f"openai.secret_key={SECRET}",
+        f"run.token={SECRET}",
+        f"model.password={SECRET}",
+        f"run.project={SECRET}",
+        f"data.train=[a, {SECRET}]",
+    ],
+)
+def test_secrets_are_refused_and_not_shown(complaint, override):
+    message = complaint(MINIMAL, override)
+    name = override.partition("=")[0]
+    assert f"{name}" in message
+    assert "keys and passwords do not belong in a recipe. Put it into the environment" in message
+    assert SECRET not in message
+
+
+def test_secrets_are_located(complaint):
+    assert complaint(f"{MINIMAL}wandb:\n  api_key: {SECRET}\n").startswith("r.yaml:5: wandb.api_key: keys and passwords")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (MINIMAL, [SECRET]),
+        (MINIMAL, [f"{SECRET}=1"]),
+        (MINIMAL, [f"optim.lr=x{'y' * 65} {SECRET}"]),
+        (MINIMAL, [f"optim.lr=https://{SECRET}:{SECRET}@host"]),
+        (MINIMAL, [f"optim.schedule=x {SECRET}"]),
+        (MINIMAL, [f"stage=x {SECRET}"]),
+        (MINIMAL, [f"optim.lr=!!int {SECRET}"]),
+        (MINIMAL, [f"data.train.{SECRET}=1"]),
+        (f"{MINIMAL}? {SECRET}\n? {SECRET}\n", []),
+        (f"{MINIMAL}seed: *{SECRET}\n", []),
+        (f"{MINIMAL}optim: {SECRET}x\n", []),
+    ],
+)
+def test_no_message_shows_a_secret(complaint, text, overrides):
+    message = complaint(text, *overrides)
+    assert "abcdef" not in message
+
+
+def test_secrets_of_the_environment_are_not_shown(complaint, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "correct horse")
+    monkeypatch.setenv("OTHER_TOKEN", "correct horse battery")
+    assert redact("it is correct horse battery.") == "it is $OTHER_TOKEN."
+    assert "$WANDB_API_KEY" in complaint(MINIMAL, "optim.lr=correct horse")
+    assert "$WANDB_API_KEY" in complaint(MINIMAL, "correct horse")
+    assert str(PlauditError("no correct horse here")) == "no $WANDB_API_KEY here"
+
+
+@pytest.mark.parametrize(
+    "text", [SECRET, "hf_" + "aB3" * 11, "ghp_" + "a1B2" * 9, "sk-proj-aB_3" + "x" * 30, "xoxb-1234567890-abcdefghij"]
+)
+def test_strings_shaped_like_keys_are_redacted(text):
+    assert redact(f"got {text!r}.") == "got '[secret]'."
+    assert redact("git clone https://me:hunter2@host/x") == "git clone https://[secret]@host/x"
+
+
+@pytest.mark.parametrize(
+    "text", ["hf-internal-testing/tiny-random-LlamaForCausalLM", "runs/sk-learn-with-a-long-name", "Qwen/Qwen3-0.6B"]
+)
+def test_names_of_models_and_runs_are_no_secrets(read, text):
+    assert redact(text) == text
+    assert read(MINIMAL, f"model.path={text}").recipe.model.path == text
+
+
+# Speed ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_recipe_is_told_without_heavy_imports(tmp_path):
+    (tmp_path / "r.yaml").write_text(f"{MINIMAL}optim: {{lrr: 1}}\n")
+    script = """
+import sys
+from plaudit.config import load
+try:
+    load(sys.argv[1])
+except ValueError as error:
+    print(error)
+print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "r.yaml")]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[0].endswith("optim.lrr is not a setting. Did you mean optim.lr?")
+    assert said[1] == "[]"

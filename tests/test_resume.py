@@ -1,0 +1,136 @@
+"""A run that is killed and started again ends where an uninterrupted one ends, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import sft_recipe, train_sft, write_recipe
+
+STEPS = 24
+VARIANTS = {
+    "float32": {},
+    "bfloat16, LoRA with dropout, gradient checkpointing": {
+        "dtype": "bfloat16",
+        "lora": {"rank": 4, "dropout": 0.1},
+        "gradient_checkpointing": True,
+    },
+}
+
+
+def start(recipe: Path, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "plaudit", "sft", str(recipe), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def steps_logged(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return sum(1 for line in file.read_bytes().splitlines() if line) if file.exists() else 0
+
+
+def exact_metrics(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def assert_same_result(run: Path, reference: Path) -> None:
+    last = f"checkpoints/step_{STEPS:06d}"
+    for file in ("model/model.safetensors", f"{last}/trainer.safetensors", f"{last}/state.json"):
+        assert (run / file).read_bytes() == (reference / file).read_bytes(), file
+    assert exact_metrics(run) == exact_metrics(reference)
+
+
+def recipe_for(folder: Path, name: str, tiny_model: Path, rows_file: Path, model: dict) -> Path:
+    recipe = sft_recipe(
+        tiny_model,
+        rows_file,
+        folder / name,
+        model=model,
+        data={"val": str(rows_file)},
+        run={"max_steps": STEPS, "epochs": 10, "save_every": 5, "validate_every": 7, "keep_last": 2},
+    )
+    return write_recipe(folder / f"{name}.yaml", recipe)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant):
+    reference = recipe_for(tmp_path, "reference", tiny_model, rows_file, VARIANTS[variant])
+    train_sft(reference)
+    killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, VARIANTS[variant])
+    seed = int(os.environ.get("PLAUDIT_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"PLAUDIT_TEST_SEED={seed}")
+    moments = sorted(random.Random(seed).sample(range(1, STEPS), 3))
+    for moment in moments:
+        process = start(killed)
+        wait_for(lambda moment=moment: steps_logged(tmp_path / "killed") > moment, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    train_sft(killed)
+    assert_same_result(tmp_path / "killed", tmp_path / "reference")
+
+
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file):
+    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+    killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, {})
+    process = start(killed)
+    aside = tmp_path / "killed/checkpoints/.step_000010.aside"
+    wait_for(aside.exists, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    train_sft(killed)
+    assert not aside.exists()
+    assert_same_result(tmp_path / "killed", tmp_path / "reference")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, number):
+    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+    stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
+    process = start(stopped)
+    wait_for(lambda: steps_logged(tmp_path / "stopped") > 2, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"Go on with: plaudit sft {stopped}" in output
+    assert "Traceback" not in output
+    last = sorted((tmp_path / "stopped/checkpoints").iterdir())[-1]
+    assert json.loads((last / "state.json").read_text())["step"] == exact_metrics(tmp_path / "stopped")[-1]["step"]
+    train_sft(stopped)
+    assert_same_result(tmp_path / "stopped", tmp_path / "reference")
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_model, rows_file, capsys):
+    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+    damaged = recipe_for(tmp_path, "damaged", tiny_model, rows_file, {})
+    train_sft(damaged)
+    before, last = sorted((tmp_path / "damaged/checkpoints").iterdir())[-2:]
+    state = last / "trainer.safetensors"
+    os.truncate(state, state.stat().st_size // 2)
+    capsys.readouterr()
+    train_sft(damaged)
+    said = capsys.readouterr().err
+    assert f"{last.name} is not whole (trainer.safetensors has" in said
+    assert f"going on from {before}" in said
+    assert_same_result(tmp_path / "damaged", tmp_path / "reference")
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path, tiny_model, rows_file):
+    recipe = recipe_for(tmp_path, "run", tiny_model, rows_file, {})
+    model = train_sft(recipe)
+    weights, metrics = (model / "model.safetensors").read_bytes(), (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert train_sft(recipe) == model
+    assert (model / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
