@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -56,7 +56,7 @@ def config(
 def doctor(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(help="How many rows to render and measure; 0 for all.")] = 1000,
+    rows: Annotated[int, typer.Option(min=0, help="How many rows to render and measure; 0 for all.")] = 1000,
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
     loaded, sources = load_checked(recipe, overrides, None)
@@ -70,16 +70,20 @@ def doctor(
 def prepare_tiny_model(
     rows: Annotated[list[Path], typer.Argument(help="Files of conversations to learn the tokenizer from.")],
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
-    kind: Annotated[str, typer.Option(help="llama, qwen2, qwen3 or mistral.")] = "llama",
-    hidden_size: Annotated[int, typer.Option(help="Width; a multiple of 8.")] = 128,
-    layers: Annotated[int, typer.Option(help="Depth.")] = 2,
-    vocabulary: Annotated[int, typer.Option(help="Tokens at the most.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    kind: Annotated[Literal["llama", "qwen2", "qwen3", "mistral"], typer.Option(help="Architecture.")] = "llama",
+    hidden_size: Annotated[int, typer.Option(min=8, help="Width; a multiple of 8.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Depth.")] = 2,
+    vocabulary: Annotated[int, typer.Option(min=259, help="Tokens at the most; all bytes and three special ones are 259.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
 ) -> None:
     """A small model with random weights and its own tokenizer, to try recipes on any machine."""
+    if hidden_size % 8:
+        raise typer.BadParameter(f"{hidden_size} is not a multiple of 8.", param_hint="--hidden-size")
+    _require_empty(out)
+
     from plaudit.prepare.tiny_model import make_tiny_model
 
-    size = make_tiny_model(rows, out, kind=kind, hidden_size=hidden_size, layers=layers, vocabulary=vocabulary, seed=seed)  # pyright: ignore
+    size = make_tiny_model(rows, out, kind=kind, hidden_size=hidden_size, layers=layers, vocabulary=vocabulary, seed=seed)
     print(f"{out}: {kind} with {size:,} parameters")
 
 
@@ -115,6 +119,17 @@ def _require_model(loaded: LoadedRecipe) -> None:
             raise PlauditError(f"model.{setting}: {given} does not exist.{nearest_path(Path(given))}")
 
 
+def _require_empty(out: Path) -> None:
+    """A folder to write to, made now: it must not hold a model that took days."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        holds = next(out.iterdir(), None)
+    except OSError as error:
+        raise PlauditError(f"--out: {out} cannot be made: {error}") from None
+    if holds is not None:
+        raise PlauditError(f"--out: {out} is not empty (it has {holds.name}); choose another folder, or empty it first")
+
+
 @contextmanager
 def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
     import torch
@@ -124,8 +139,9 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         train = loaded.recipe.train
         raise PlauditError(
-            f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now {train.tokens_per_micro_batch:,}), "
-            "set model.gradient_checkpointing=true, or train a LoRA with model.lora.rank=16. `plaudit doctor` estimates what is needed."
+            f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
+            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true, or train a LoRA with model.lora.rank=16. "
+            "`plaudit doctor` estimates what is needed."
         ) from None
 
 

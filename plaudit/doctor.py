@@ -4,7 +4,9 @@ Each check is one line: ✓ fine, ! look at it, ✗ will fail. A check that fail
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -15,7 +17,7 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source, read_conversations
 from plaudit.data.order import RowOrder
 from plaudit.data.rows import read_rows
-from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_template, load_tokenizer
 from plaudit.errors import PlauditError, redact
 from plaudit.models.memory import available_memory, plan_memory
 from plaudit.models.policy import end_of_turn, resolve_device, resolve_dtype
@@ -52,21 +54,22 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
         template = load_template(tokenizer, recipe.model.chat_template)
         yield from _template(template, recipe)
 
-    def check_rows() -> Iterator[Finding]:
+    def check_rows(part: str) -> Iterator[Finding]:
+        rows = islice((item for source in sources[part] for item in read_conversations(source)), max_rows or None)
         if template is None:
+            yield "✓", f"{part}: {sum(1 for _ in rows):,} read; without a chat template they cannot be rendered"
             return
-        rows = (item for source in sources["train"] for item in read_conversations(source))
-        samples.extend(
-            (where, conversation, template.example(conversation, where, recipe.data.train_on))
-            for where, conversation in islice(rows, max_rows or None)
-        )
-        yield from _lengths(recipe, [example for *_, example in samples])
-        yield from _prompts(template, samples)
+        rendered = [(where, row, template.example(row, where, recipe.data.train_on)) for where, row in rows]
+        yield from _lengths(recipe, part, [example for *_, example in rendered])
+        if part == "train":
+            samples.extend(rendered)
+            yield from _prompts(template, samples)
 
     check("files", lambda: _files(sources))
     check("template", check_template)
-    check("rows", check_rows)
-    check("steps", lambda: _steps(recipe, sources, samples))
+    for part in [part for part in sources if sources[part]]:
+        check("rows", lambda part=part: check_rows(part))
+    check("steps", lambda: _steps(recipe, sources))
     check("memory", lambda: _memory(recipe))
     if template is not None and samples:
         _show_row(console, template, samples[0][1], recipe.data.train_on)
@@ -97,23 +100,23 @@ def _template(template: ChatTemplate, recipe: SFTRecipe) -> Iterator[Finding]:
         yield "✓", f"{name}; turns end with {template.tokenizer.convert_ids_to_tokens(end)!r} (token {end})"
 
 
-def _lengths(recipe: SFTRecipe, examples: list[Example]) -> Iterator[Finding]:
+def _lengths(recipe: SFTRecipe, part: str, examples: list[Example]) -> Iterator[Finding]:
     lengths = np.array([len(example) for example in examples])
     learnt = sum(example.num_targets for example in examples) / lengths.sum()
     over = int((lengths > recipe.data.max_tokens).sum())
-    text = (
-        f"{len(lengths):,} rendered: {int(np.median(lengths)):,} tokens in the middle, 95 % within {int(np.quantile(lengths, 0.95)):,}, "
-        f"longest {lengths.max():,}; {learnt:.0%} of them learnt"
+    middle, most = int(np.median(lengths)), int(np.quantile(lengths, 0.95))
+    yield (
+        "✓",
+        f"{part}: {len(lengths):,} rendered: {middle:,} tokens in the middle, 95 % within {most:,}, longest {lengths.max():,}; "
+        f"{learnt:.0%} of them learnt",
     )
-    yield "✓", text
     if over:
-        fate = {"filter": "left out", "error": "an error", "cut_left": "cut on the left", "cut_right": "cut on the right"}[
-            recipe.data.too_long
-        ]
-        mark = "✗" if recipe.data.too_long == "error" or over == len(lengths) and recipe.data.too_long == "filter" else "!"
+        fates = {"filter": "left out", "error": "an error", "cut_left": "cut on the left", "cut_right": "cut on the right"}
+        fails = recipe.data.too_long == "error" or (recipe.data.too_long == "filter" and over == len(lengths))
         yield (
-            mark,
-            f"{over:,} of them ({over / len(lengths):.1%}) are longer than data.max_tokens = {recipe.data.max_tokens:,}: {fate}",
+            "✗" if fails else "!",
+            f"{part}: {over:,} of them ({over / len(lengths):.1%}) are longer than data.max_tokens = {recipe.data.max_tokens:,}: "
+            f"{fates[recipe.data.too_long]}",
         )
 
 
@@ -122,8 +125,8 @@ def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Exam
     apart = 0
     for _, conversation, example in samples[:100]:
         last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
-        if last:
-            prompt = template.prompt_tokens(conversation.messages[:last], conversation.tools)
+        with suppress(*RENDER_ERRORS):  # some templates take no conversation without a user's turn; then nobody samples one
+            prompt = template.prompt_tokens(conversation.messages[:last], conversation.tools) if last else []
             apart += prompt != example.tokens[: len(prompt)].tolist()
     if apart:
         yield "!", f"in {apart} of {min(100, len(samples))} rows the prompt is tokenised differently in training than in sampling"
@@ -131,7 +134,7 @@ def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Exam
         yield "✓", "prompts are the same tokens in training and in sampling"
 
 
-def _steps(recipe: SFTRecipe, sources: dict[str, list[Source]], samples: list) -> Iterator[Finding]:
+def _steps(recipe: SFTRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
     rows = sum(len(read_rows(source.path)) for source in sources["train"])
     order = RowOrder(rows, per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
     steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
@@ -155,10 +158,10 @@ def _memory(recipe: SFTRecipe) -> Iterator[Finding]:
     yield ("✓" if plan.total < 0.9 * there else "!"), text
 
 
-def _show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: str) -> None:
-    text, spans = template.spans(conversation, "the first row")
+def _show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> None:
+    text, spans = template.spans(conversation, "the first row", train_on)
     shown = Text(text)
-    for start, end in spans if train_on == "all" else spans[-1:]:
+    for start, end in spans:
         shown.stylize("black on green", start, end)
     if len(text) > 3000:
         shown = shown[:1500] + Text("\n … \n", "dim") + shown[-1500:]

@@ -3,18 +3,22 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.aside")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     _sync_folder(path.parent)
 
 
@@ -46,11 +50,16 @@ def folder_written_aside(final: Path) -> Iterator[Path]:
         raise
 
 
-def remove_leftovers(folder: Path) -> None:
-    """What a killed process left aside in a folder."""
-    for pattern in (".*.aside", ".*.old"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """What a killed process left aside of these names (or patterns): theirs alone, for a folder may hold its owner's `.x.old`."""
+    for name in names:
+        for path in [*folder.glob(f".{name}.aside"), *folder.glob(f".{name}.old")]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether a disk is to blame: full, gone, read-only. (safetensors and tokenizers are Rust, and say so in words alone.)"""
+    return isinstance(error, OSError) or "(os error " in str(error)
 
 
 def fingerprint(path: Path) -> str:

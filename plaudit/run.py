@@ -12,8 +12,10 @@ A run started again goes on from its newest checkpoint; metrics behind that chec
 
 import fcntl
 import json
+import math
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,14 +26,22 @@ from typing import Any, Self
 
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, flatten, to_yaml
-from plaudit.errors import Interrupted, RunError, redact
+from plaudit.errors import DataError, Interrupted, RunError, redact
 from plaudit.files import fingerprint, folder_written_aside, remove_leftovers, write_atomic
 from plaudit.report.curves import draw_curves
 from plaudit.report.progress import say
 from plaudit.trackers import Trackers
-from plaudit.train.checkpoint import Checkpoint, find_checkpoint, point_to, prune_checkpoints, save_checkpoint
+from plaudit.train.checkpoint import (
+    checkpoint_folders,
+    clear_write_errors,
+    find_checkpoint,
+    point_to,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from plaudit.train.trainer import Trainer
 
+WRITTEN = ("recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "checkpoints", "best", "model")
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
 
@@ -53,21 +63,34 @@ class Run:
     def __enter__(self) -> Self:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign_files()
+            self._lock = (self.folder / ".lock").open("a")
         except OSError as error:
-            raise RunError(f"run.dir: {self.folder} cannot be made: {error}") from None
-        self._lock = (self.folder / ".lock").open("w")
+            raise RunError(f"run.dir: {self.folder} cannot be made or written to: {error}") from None
+        try:
+            self._hold()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _hold(self) -> None:
+        """Take the folder for this process. Up to the last check nothing in it changes."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(
                 f"{self.folder}: another process is training in this folder; wait for it, or choose another run.dir"
             ) from None
-        remove_leftovers(self.folder)
         self.about = self._same_run_or_refuse()
-        write_atomic(self.folder / "recipe.yaml", f"# plaudit {__version__}\n{to_yaml(self._loaded)}")
+        with clear_write_errors(self.folder, self.checkpoints):
+            remove_leftovers(self.folder, WRITTEN)
+            self._write_about()  # first: it makes the folder, and all that follows, ours
+            write_atomic(self.folder / "recipe.yaml", f"# plaudit {__version__}\n{to_yaml(self._loaded)}")
+
+    def _write_about(self) -> None:
         write_atomic(self.folder / "run.json", json.dumps(self.about, indent=1))
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
@@ -79,33 +102,49 @@ class Run:
 
     # Going on
 
+    def _refuse_foreign_files(self) -> None:
+        """What a run writes must not replace files that no run wrote: run.dir=. beside one's own recipe.yaml or model/."""
+        theirs = [name for name in WRITTEN if os.path.lexists(self.folder / name)]
+        if theirs and "run.json" not in theirs:
+            raise RunError(
+                f"{self.folder}: holds {', '.join(theirs)} but no run.json, so no run wrote them; choose another run.dir"
+            )
+
     def _same_run_or_refuse(self) -> dict[str, Any]:
         """What run.json should say; an error if the folder holds a run of another recipe or other data."""
         recipe = flatten(self.recipe)
-        data = {str(path): fingerprint(path) for path in self._data_files}
+        data = {str(path): _fingerprint(path) for path in self._data_files}
         about = {"recipe": recipe, "data": data, "versions": _versions(), "git": _git_state(), "trackers": {}}
         file = self.folder / "run.json"
         if not file.exists():
-            if any(self.checkpoints.glob("step_*")) or self.metrics_file.exists():
-                raise RunError(f"{self.folder}: holds checkpoints or metrics but no run.json; choose another run.dir")
             return about
-        before = json.loads(file.read_text())
+        before = _read_about(file)
         changed = [
-            f"  {name}: {before['recipe'].get(name, 'not set')} there, {recipe.get(name, 'not set')} now"
+            f"  {name}: {_shown(name, before['recipe'])} there, {_shown(name, recipe)} now"
             for name in sorted(before["recipe"].keys() | recipe.keys())
             if before["recipe"].get(name) != recipe.get(name) and name not in self.recipe.RESUME_MAY_CHANGE
         ]
-        changed += [f"  {path}: its content has changed" for path in data if before["data"].get(path, data[path]) != data[path]]
-        if changed:
-            raise RunError(
-                f"{self.folder} belongs to a run of another recipe:\n" + "\n".join(changed)
-                + "\nChoose another run.dir, or undo the difference to go on with that run."
-            )  # fmt: skip
-        return {**about, "trackers": before["trackers"]}
+        changed += [
+            f"  {path}: {'its content has changed' if path in before['data'].keys() & data.keys() else 'not part of both runs'}"
+            for path in sorted(before["data"].keys() | data.keys())
+            if before["data"].get(path) != data.get(path)
+        ]
+        if not changed:
+            return {**about, "trackers": before["trackers"]}
+        if not self._has_results():  # it stopped before it began; the change may well be what mends it
+            return about
+        raise RunError(
+            f"{self.folder} belongs to a run of another recipe:\n" + "\n".join(changed)
+            + "\nChoose another run.dir, or undo the difference to go on with that run."
+        )  # fmt: skip
+
+    def _has_results(self) -> bool:
+        return bool(checkpoint_folders(self.checkpoints) or (self.folder / "model").exists() or self.metrics())
 
     def resume(self, trainer: Trainer) -> None:
         """Bring the trainer, the best score and the metrics to the newest whole checkpoint, if there is one."""
-        checkpoint, warnings = find_checkpoint(self.checkpoints)
+        with clear_write_errors(self.folder, self.checkpoints):
+            checkpoint, warnings = find_checkpoint(self.checkpoints)
         for warning in warnings:
             say(warning, "yellow")
         step = -1
@@ -115,9 +154,12 @@ class Run:
             step = checkpoint.step
             say(f"going on from {checkpoint.folder}")
         kept = [row for row in self.metrics() if row["step"] <= step]
-        write_atomic(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        with clear_write_errors(self.folder, self.checkpoints):
+            self._link_best()  # the process before this one may have been killed between checkpoint and link
+            write_atomic(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], trainer.step)
-        write_atomic(self.folder / "run.json", json.dumps(self.about, indent=1))
+        with clear_write_errors(self.folder, self.checkpoints):
+            self._write_about()
         self._step_began = time.monotonic()
 
     # Recording
@@ -126,8 +168,13 @@ class Run:
         """All lines so far; a last line cut short by a kill is not one."""
         if not self.metrics_file.exists():
             return []
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        rows = []
+        for number, line in enumerate(self.metrics_file.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                raise RunError(f"{self.metrics_file}:{number}: not JSON, the file is damaged; mend or delete that line") from None
+        return rows
 
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Write a step's metrics; returns them with the time since the last."""
@@ -137,7 +184,7 @@ class Run:
         if "tokens" in metrics:
             row["time/tokens_per_s"] = metrics["tokens"] / metrics["time/update_s"]
         row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
-        with self.metrics_file.open("a", encoding="utf-8") as file:
+        with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         if self._trackers is not None:
             self._trackers.log(step, row)
@@ -145,7 +192,7 @@ class Run:
 
     def note_validation(self, step: int, loss: float) -> bool:
         """Remember the lowest validation loss; says whether this is it."""
-        if self.best is not None and loss >= self.best["val/loss"]:
+        if not math.isfinite(loss) or (self.best is not None and loss >= self.best["val/loss"]):
             return False
         self.best = {"step": step, "val/loss": loss}
         return True
@@ -159,27 +206,37 @@ class Run:
         """A checkpoint of this step, unless there is one already; older ones go."""
         if self._saved_step == trainer.step:
             return
-        checkpoint = save_checkpoint(self.checkpoints, trainer, best=self.best)
+        save_checkpoint(self.checkpoints, trainer, best=self.best)
         self._saved_step = trainer.step
-        best_step = int(self.best["step"]) if self.best and self.recipe.run.keep_best else None
-        self._link_best(checkpoint, best_step)
-        prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=best_step)
+        with clear_write_errors(self.checkpoints, self.checkpoints):
+            self._link_best()
+            prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
         if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
 
-    def _link_best(self, checkpoint: Checkpoint, best_step: int | None) -> None:
-        if best_step == checkpoint.step:
-            point_to(self.folder / "best", checkpoint.folder)
+    def _best_step(self) -> int | None:
+        return int(self.best["step"]) if self.best and self.recipe.run.keep_best else None
+
+    def _link_best(self) -> None:
+        best = self.checkpoints / f"step_{self._best_step() or 0:06d}"
+        if best.exists():
+            point_to(self.folder / "best", best)
+        else:
+            (self.folder / "best").unlink(missing_ok=True)
 
     def draw(self) -> None:
-        draw_curves(self.metrics(), self.folder / "curves.png")
+        try:
+            draw_curves(self.metrics(), self.folder / "curves.png")
+        except Exception as error:  # a picture is no reason to lose a training run, nor to hide why it stopped
+            say(f"{self.folder / 'curves.png'} could not be drawn: {error}", "yellow")
         self._drawn_at = time.monotonic()
 
     def finish(self, trainer: Trainer) -> Path:
         """The trained model, where the next stage looks for it."""
-        with folder_written_aside(self.folder / "model") as folder:
+        model = self.folder / "model"
+        with clear_write_errors(model, self.checkpoints), folder_written_aside(model) as folder:
             trainer.policy.save(folder)
-        return self.folder / "model"
+        return model
 
     # Stopping
 
@@ -192,8 +249,30 @@ class Run:
     def stop_if_interrupted(self, trainer: Trainer) -> None:
         if self.interrupted:
             self.save(trainer)
-            command = " ".join(["plaudit", *sys.argv[1:]])
+            command = shlex.join(["plaudit", *sys.argv[1:]])
             raise Interrupted(f"stopped after step {trainer.step} of {trainer.total_steps}, saved. Go on with: {redact(command)}")
+
+
+def _read_about(file: Path) -> dict[str, Any]:
+    """A run.json, if it is one of ours."""
+    try:
+        about = json.loads(file.read_bytes())
+        if all(isinstance(about[part], dict) for part in ("recipe", "data", "trackers")):
+            return about
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
+
+
+def _shown(name: str, recipe: dict[str, Any]) -> str:
+    return json.dumps(recipe[name], ensure_ascii=False) if name in recipe else "not set"
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def _versions() -> dict[str, str]:

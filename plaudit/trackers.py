@@ -6,6 +6,7 @@ Keys come from the environment, as each service documents (WANDB_API_KEY, MLFLOW
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -24,13 +25,14 @@ class TensorBoard:
     def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what an earlier, killed process wrote behind the checkpoint.
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        # purge_step hides what an earlier, killed process wrote behind the checkpoint. Without one, that is everything.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             if name != "step":
                 self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # or a kill takes up to two minutes of steps that a checkpoint holds, and nobody logs again
 
     def close(self) -> None:
         self.writer.close()
@@ -62,12 +64,14 @@ class Mlflow:
 
         if "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
-        mlflow.set_experiment(recipe.run.project)
         self.mlflow = mlflow
-        run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=folder.name)
-        if "mlflow" not in ids:
+        if "mlflow" in ids:
+            mlflow.set_experiment(experiment_id=mlflow.get_run(ids["mlflow"]).info.experiment_id)  # run.project may have changed
+            mlflow.start_run(run_id=ids["mlflow"])
+        else:
+            mlflow.set_experiment(recipe.run.project)
+            ids["mlflow"] = mlflow.start_run(run_name=folder.name).info.run_id
             mlflow.log_params(flatten(recipe))
-        ids["mlflow"] = run.info.run_id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.mlflow.log_metrics({name: value for name, value in metrics.items() if name != "step"}, step=step)
@@ -87,7 +91,7 @@ class Swanlab:
             resume="allow",
             logdir=str(folder / "swanlab"),
             config=flatten(recipe),
-            mode="online" if "SWANLAB_API_KEY" in os.environ else "offline",
+            mode=None if "SWANLAB_MODE" in os.environ else "online" if "SWANLAB_API_KEY" in os.environ else "offline",
         )
         self.swanlab = swanlab
 
@@ -110,11 +114,15 @@ class Trackers:
             try:
                 self.open[name] = TRACKERS[name](folder, recipe, ids, step)
             except ImportError as error:
+                self.close()
                 raise RunError(
                     f"run.trackers: {name} is not installed ({error}). Install it with: pip install 'plaudit[track]'"
                 ) from None
             except Exception as error:
-                raise RunError(f"run.trackers: {name} could not start: {error}") from error
+                self.close()
+                raise RunError(
+                    f"run.trackers: {name} could not start: {error}. Mend that, or take it out of run.trackers."
+                ) from None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, tracker in list(self.open.items()):
@@ -123,7 +131,13 @@ class Trackers:
             except Exception as error:  # a tracker's network is no reason to lose a training run
                 say(f"{name} failed at step {step} and gets no more metrics (metrics.jsonl has them all): {error}", "yellow")
                 del self.open[name]
+                with suppress(Exception):
+                    tracker.close()
 
     def close(self) -> None:
-        for tracker in self.open.values():
-            tracker.close()
+        for name, tracker in self.open.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                say(f"{name} could not be closed, its last metrics may be missing (metrics.jsonl has them all): {error}", "yellow")
+        self.open.clear()

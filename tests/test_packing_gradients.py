@@ -1,6 +1,7 @@
 """Packed batches give the numbers that transformers gives on padded ones: same loss, same gradient, whatever the split.
 
-All in plain fp32. Two gradients are equal here if, for every single parameter, ‖a − b‖ ≤ 1e-6 · ‖b‖.
+Two gradients are equal here if, for every single parameter, ‖a − b‖ ≤ tolerance · ‖b‖. In fp32, as models are trained, rounding
+alone makes up to 7e-7 of that. In float64 nothing else is left: what is not equal there to 1e-12 is not the same formula.
 """
 
 import json
@@ -25,7 +26,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import Lora, Model
 from plaudit.types import Batch, Example
 
-TOLERANCE = 1e-6
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 LENGTHS = (5, 33, 2, 17, 48, 9, 21, 40)
 EVERYTHING = sum(LENGTHS)
 
@@ -43,19 +44,31 @@ def make_examples(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Examp
     return examples
 
 
-def load(folder: Path, **model) -> Policy:
+def load(folder: Path, dtype: torch.dtype = torch.float32, **model) -> Policy:
     template = load_template(load_tokenizer(str(folder)), None)
-    return load_policy(Model(path=str(folder), dtype="float32", **model), template, torch.device("cpu"))
+    policy = load_policy(Model(path=str(folder), dtype="float32", **model), template, torch.device("cpu"))
+    policy.model.to(dtype)
+    return policy
 
 
 @pytest.fixture(scope="module")
-def policies(tiny_models) -> dict[str, Policy]:
-    return {kind: load(folder) for kind, folder in tiny_models.items()}
+def policies(tiny_models) -> dict[tuple[str, torch.dtype], Policy]:
+    return {(kind, dtype): load(folder, dtype) for kind, folder in tiny_models.items() for dtype in TOLERANCE}
 
 
 @pytest.fixture(params=KINDS)
-def policy(request, policies) -> Policy:
-    return policies[request.param]
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=TOLERANCE, ids=["fp32", "fp64"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def policy(policies, kind, dtype) -> Policy:
+    return policies[kind, dtype]
 
 
 def gradients_of(policy: Policy) -> Gradients:
@@ -94,17 +107,24 @@ def padded(policy: Policy, examples: Sequence[Example], attn_implementation: str
 
 
 def assert_same(ours: tuple[float, Gradients], theirs: tuple[float, Gradients]) -> None:
-    assert ours[0] == pytest.approx(theirs[0], rel=TOLERANCE)
+    tolerance = TOLERANCE[next(iter(ours[1].values())).dtype]
+    assert ours[0] == pytest.approx(theirs[0], rel=tolerance)
     assert ours[1].keys() == theirs[1].keys()
     off = {name: ((ours[1][name] - g).norm() / g.norm()).item() for name, g in theirs[1].items()}
     worst = max(off, key=lambda name: off[name])
-    assert off[worst] <= TOLERANCE, f"{worst}: {off[worst]:.2e}"
+    assert off[worst] <= tolerance, f"{worst}: {off[worst]:.2e}"
 
 
 # Packed and padded ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+# Not eager in float64: transformers takes its softmax in fp32.
+@pytest.mark.parametrize(
+    ("dtype", "attn_implementation"),
+    [(torch.float32, "eager"), (torch.float32, "sdpa"), (torch.float64, "sdpa")],
+    indirect=["dtype"],
+    ids=["fp32-eager", "fp32-sdpa", "fp64-sdpa"],
+)
 def test_packed_equals_padded(policy, attn_implementation):
     examples = make_examples()
     ours, theirs = packed(policy, [pack(examples)]), padded(policy, examples, attn_implementation)
@@ -117,7 +137,7 @@ def test_a_leak_between_sequences_would_be_seen(policy):
     examples = make_examples()
     one_sequence = Example(np.concatenate([e.tokens for e in examples]), np.concatenate([e.loss_mask for e in examples]))
     with pytest.raises(AssertionError):
-        assert_same(packed(policy, [pack([one_sequence])]), padded(policy, examples, "eager"))
+        assert_same(packed(policy, [pack([one_sequence])]), padded(policy, examples, "sdpa"))
 
 
 # Splits and order ----------------------------------------------------------------------------------------------------
@@ -141,13 +161,12 @@ def partitions(draw) -> list[list[int]]:
     return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(groups=partitions())
-def test_any_grouping_gives_the_whole_batch_gradient(policies, kind, groups):
+def test_any_grouping_gives_the_whole_batch_gradient(policy, groups):
     examples = make_examples()
     batches = [pack([examples[i] for i in group]) for group in groups]
-    assert_same(packed(policies[kind], batches), packed(policies[kind], [pack(examples)]))
+    assert_same(packed(policy, batches), packed(policy, [pack(examples)]))
 
 
 def test_row_order_does_not_matter(policy):
@@ -187,28 +206,27 @@ def with_config(folder: Path, to: Path, **settings) -> Path:
     return to
 
 
-@pytest.mark.parametrize("window", [2, 8, 40, 46, 48])
+@pytest.mark.parametrize("window", [4, 8, 40, 46, 48])
 @pytest.mark.parametrize("kind", ["mistral", "qwen2"])
-def test_sliding_window_equals_eager_attention(tiny_models, policies, tmp_path, kind, window):
-    """The longest row has 48 tokens: the last window is no window. Qwen2 has it in its second layer only."""
+def test_sliding_window_equals_that_of_transformers(tiny_models, policies, tmp_path, kind, dtype, window):
+    """The longest row has 48 tokens, so the last window is none. Qwen2 has windows in its second layer only."""
     settings = {"sliding_window": window}
     if kind == "qwen2":
         settings |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-    policy = load(with_config(tiny_models[kind], tmp_path / "windowed", **settings))
+    policy = load(with_config(tiny_models[kind], tmp_path / "windowed", **settings), dtype)
     examples = make_examples()
     ours = packed(policy, [pack(examples)])
-    assert_same(ours, padded(policy, examples, "eager"))
+    assert_same(ours, padded(policy, examples, "eager" if dtype == torch.float32 else "sdpa"))
     assert_same(packed(policy, micro_batches(examples, 50)), ours)
-    without_window = packed(policies[kind], [pack(examples)])[1]
+    without_window = packed(policies[kind, dtype], [pack(examples)])[1]
     assert all(torch.equal(g, without_window[name]) for name, g in ours[1].items()) == (window >= 48)
 
 
 # Gradient checkpointing ----------------------------------------------------------------------------------------------
 
 
-def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models):
-    kind = policy.model.config.model_type
-    checkpointed, batches = load(tiny_models[kind], gradient_checkpointing=True), micro_batches(make_examples(), 100)
+def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models, kind, dtype):
+    checkpointed, batches = load(tiny_models[kind], dtype, gradient_checkpointing=True), micro_batches(make_examples(), 100)
     runs = []
     for layer in checkpointed.model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
@@ -220,9 +238,9 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "checkpointed"])
-def adapted(request, tiny_models) -> Policy:
+def adapted(request, tiny_models, dtype) -> Policy:
     """Adapters away from their start, where B = 0 and so the gradient of A is 0."""
-    policy = load(tiny_models["qwen2"], lora=Lora(rank=4, alpha=8.0), gradient_checkpointing=request.param)
+    policy = load(tiny_models["qwen2"], dtype, lora=Lora(rank=4, alpha=8.0), gradient_checkpointing=request.param)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.trainable():
@@ -238,6 +256,6 @@ def test_lora_trains_adapters_only_and_equally_across_splits(adapted):
     assert all(p.grad is None for name, p in adapted.model.named_parameters() if ".lora_" not in name)
     # 7 linear layers in each of 2 blocks, 2 matrices each; the head has none.
     assert len(whole[1]) == 7 * 2 * 2
-    assert_same(whole, padded(adapted, examples, "eager"))
+    assert_same(whole, padded(adapted, examples, "sdpa"))
     for budget in (1, 50, 100):
         assert_same(packed(adapted, micro_batches(examples, budget)), whole)

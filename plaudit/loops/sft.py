@@ -4,8 +4,8 @@ Each step takes the next rows, packs them without padding into micro-batches, an
 
     L = −(1/N) Σ_t log p(token_t | tokens before it),   over the N tokens of the whole step that an assistant wrote.
 
-Differs from the textbook: N is the whole step's, so splitting it into micro-batches changes nothing; sequences are packed end to end
-and never see each other; logits are never held whole.
+Differs from the textbook: N is the whole step's, so splitting it into micro-batches changes nothing; sequences are packed end to
+end and never see each other; logits are never held whole.
 """
 
 from pathlib import Path
@@ -60,7 +60,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                     return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets)
 
                 metrics = trainer.update(micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss)
-                metrics |= {"tokens": float(sum(map(len, rows))), "epoch": trainer.step * order.per_step / order.num_rows}
+                rows_done = min(trainer.step * order.per_step, order.total_rows)
+                metrics |= {"tokens": float(sum(map(len, rows))), "epoch": rows_done / order.num_rows}
 
                 improved = False
                 if validation and run.due(recipe.run.validate_every, trainer.step, total_steps):

@@ -33,6 +33,10 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:
             axes.legend(fontsize=7)
-    aside = path.with_name(f".{path.stem}.aside.png")
-    figure.savefig(aside, dpi=110)
-    aside.rename(path)
+    aside = path.with_name(f".{path.name}.aside")
+    try:
+        figure.savefig(aside, dpi=110, format="png")
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

@@ -11,16 +11,19 @@ A folder is written aside and renamed, so a killed process leaves the previous c
 """
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from plaudit.errors import RunError
-from plaudit.files import folder_written_aside, remove_leftovers
+from plaudit.errors import PlauditError, RunError
+from plaudit.files import folder_written_aside, is_disk_error, remove_leftovers
 from plaudit.train.trainer import Trainer
 
 
@@ -42,38 +45,53 @@ def save_checkpoint(root: Path, trainer: Trainer, **notes: Any) -> Checkpoint:
     counts, tensors = trainer.state()
     state = {**counts, **notes}
     final = root / f"step_{trainer.step:06d}"
-    root.mkdir(parents=True, exist_ok=True)
-    intact = [path.name for path in _folders(root) if _fault(path) is None]
-    go_on = f"{intact[-1]} is intact" if intact else "no checkpoint exists yet"
-    needed = sum(t.numel() * t.element_size() for t in tensors.values())
-    needed += sum(p.numel() * p.element_size() for p in trainer.policy.model.parameters())
-    free = shutil.disk_usage(root).free
-    if free < needed:
-        raise RunError(
-            f"{final}: not enough disk space: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; {go_on}. "
-            "Make room, then start again with the same command."
-        )
-    try:
+    with clear_write_errors(final, root):
+        root.mkdir(parents=True, exist_ok=True)
+        _require_space(final, [*tensors.values(), *trainer.policy.model.parameters()])
         with folder_written_aside(final) as folder:
             trainer.policy.save(folder / "model")
             save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "trainer.safetensors")
             (folder / "state.json").write_text(json.dumps(state, indent=1))
             files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
             (folder / "manifest.json").write_text(json.dumps(files, indent=1))
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{final}: the checkpoint could not be written ({error}); {go_on}. Mend that, then start again with the same command."
-        ) from None
     return Checkpoint(final, state)
+
+
+def _require_space(final: Path, tensors: list[Tensor]) -> None:
+    needed = sum(t.numel() * t.element_size() for t in tensors)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed:
+        raise RunError(
+            f"{final}: not enough disk space: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+            f"{what_is_safe(final.parent)}. Make room, then start again with the same command."
+        )
+
+
+@contextmanager
+def clear_write_errors(path: Path, root: Path) -> Iterator[None]:
+    """A disk that fails while `path` is written is told in one line, with the checkpoint in `root` that is safe."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PlauditError) or not is_disk_error(error):
+            raise
+        raise RunError(
+            f"{path}: could not be written ({error}); {what_is_safe(root)}. Mend that, then start again with the same command."
+        ) from None
+
+
+def what_is_safe(root: Path) -> str:
+    intact = [path.name for path in checkpoint_folders(root) if _fault(path) is None]
+    return f"{intact[-1]} is intact" if intact else "no checkpoint exists yet"
 
 
 def find_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint, and a line about each newer one that is not."""
     if not root.exists():
         return None, []
-    remove_leftovers(root)
+    remove_leftovers(root, ["step_*"])
     warnings = []
-    for folder in reversed(_folders(root)):
+    for folder in reversed(checkpoint_folders(root)):
         fault = _fault(folder)
         if fault is None:
             return Checkpoint(folder, json.loads((folder / "state.json").read_text())), warnings
@@ -82,9 +100,11 @@ def find_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_step: int | None) -> None:
-    """Delete old checkpoints, but for the newest `keep_last` and the one of `keep_step`."""
-    for folder in _folders(root)[:-keep_last]:
-        if folder.name != f"step_{keep_step or 0:06d}":
+    """Delete checkpoints, but for the newest `keep_last` whole ones and the one of `keep_step`."""
+    whole = [folder for folder in checkpoint_folders(root) if _fault(folder) is None]
+    kept = {*whole[-keep_last:], root / f"step_{keep_step or 0:06d}"}
+    for folder in checkpoint_folders(root):
+        if folder not in kept:
             shutil.rmtree(folder)
 
 
@@ -96,14 +116,16 @@ def point_to(link: Path, target: Path) -> None:
     aside.rename(link)
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("step_*") if path.is_dir())
+def checkpoint_folders(root: Path) -> list[Path]:
+    """In the order of their steps. A copy that someone put aside as step_000040_good is theirs, not one of ours."""
+    found = [path for path in root.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _fault(folder: Path) -> str | None:
     try:
         files = json.loads((folder / "manifest.json").read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return "its manifest.json is missing or unreadable"
     for name, size in files.items():
         path = folder / name

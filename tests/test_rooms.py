@@ -1,0 +1,71 @@
+"""Imports point one way: a room knows the rooms below it and none above."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+# From the bottom up; rooms on one line do not know each other.
+LEVELS = [
+    ["errors"],
+    ["types", "recipe", "files"],
+    ["config", "plugins"],
+    ["objectives"],
+    ["data", "models"],
+    ["report"],
+    ["rollout"],
+    ["rewards"],
+    ["train"],
+    ["trackers"],
+    ["cluster"],
+    ["run"],
+    ["prepare", "evals", "audit", "adapters", "loops", "doctor"],
+    ["cli"],
+    ["__main__"],
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+# `models` may read what `data` makes (a policy is saved with its chat template); never the other way round.
+ALLOWED_BESIDE = {("models", "data")}
+MODULES = sorted((REPOSITORY / "plaudit").rglob("*.py"))
+
+
+def room(module: Path) -> str:
+    return module.relative_to(REPOSITORY / "plaudit").parts[0].removesuffix(".py")
+
+
+def imports(module: Path) -> list[str]:
+    """Every module that a file imports, at its top or inside a function."""
+    found = []
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_room_imports_only_what_lies_below_it(module):
+    here = room(module)
+    for name in imports(module):
+        if not name.startswith("plaudit.") or here == "__init__":
+            continue
+        there = name.split(".")[1]
+        if there in ("__version__", here):
+            continue
+        assert there in LEVEL, f"{module}: give {there} a place in LEVELS"
+        assert LEVEL[there] < LEVEL[here] or (here, there) in ALLOWED_BESIDE, f"{here} must not import {there}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("objectives", "rewards")], ids=str)
+def test_objectives_and_rewards_know_nothing_of_clusters(module):
+    for name in imports(module):
+        assert not name.startswith(("ray", "vllm", "torch.distributed")), name
+        assert room(module) != "objectives" or not name.startswith(("plaudit.config", "plaudit.recipe")), name
+
+
+def test_no_file_outgrows_a_reader():
+    long = {str(m.relative_to(REPOSITORY)): n for m in MODULES if (n := len(m.read_text().splitlines())) > 450}
+    assert not long, f"split these: {long}"
