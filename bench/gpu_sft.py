@@ -2,9 +2,9 @@
 
     python bench/gpu_sft.py [--sizes 0.5B 1.5B] [--steps 5]
 
-Random weights of Qwen2.5 shapes, bf16 with fp32 masters, rows of 64…4096 tokens (seeded log-normal, median 600). The peer is the same
-transformers model on padded batches with SDPA and whole logits, rows sorted by length within a step so that it pads as little as it
-can, under the same optimiser, token budget and gradient checkpointing.
+Random weights of Qwen2.5 shapes, bf16 with fp32 masters, rows of 64…4096 tokens (seeded log-normal, median 600). The peer is the
+same transformers model on padded batches with SDPA and whole logits, rows sorted by length within a step so that it pads as little
+as it can, under the same optimiser and token budget, with the kind of gradient checkpointing that is faster for it.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from plaudit.data.pack import micro_batches, pack
 from plaudit.models import attention
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, verify_packed
+from plaudit.models.policy import Policy
+from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim
 from plaudit.train.trainer import Trainer
@@ -181,7 +182,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROWS_PER_STEP} rows a step, {TOKENS_PER_MICRO_BATCH} tokens a micro-batch"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROWS_PER_STEP} rows a step, "
+        f"{TOKENS_PER_MICRO_BATCH} tokens a micro-batch"
     )
     check_correct()
     check_repeatable()

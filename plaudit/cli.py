@@ -10,7 +10,7 @@ import typer
 
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, load, to_yaml
-from plaudit.errors import Interrupted, PlauditError, redact
+from plaudit.errors import Interrupted, PlauditError, did_you_mean, redact
 
 app = typer.Typer(
     name="plaudit",
@@ -110,13 +110,17 @@ def _require_model(loaded: LoadedRecipe) -> None:
     """A model setting that must be a folder here, and is not. (`org/name` may be on the hub; transformers will tell.)"""
     from plaudit.config import nearest_path
 
-    for setting in ("path", "tokenizer"):
+    templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
+    for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
         given = getattr(loaded.recipe.model, setting)
-        if given is None or Path(given).exists():
+        if given is None or given in names or Path(given).exists():
             continue
         looks_local = given.startswith((".", "/", "~")) or given.count("/") != 1 or Path(given).parent.is_dir()
         if looks_local:
-            raise PlauditError(f"model.{setting}: {given} does not exist.{nearest_path(Path(given))}")
+            raise PlauditError(f"model.{setting}: {given} does not exist.{did_you_mean(given, names) or nearest_path(Path(given))}")
+    model = Path(loaded.recipe.model.path)
+    if model.exists() and not (model / "config.json").is_file():
+        raise PlauditError(f"model.path: {model} is not a model in Hugging Face format: there is no config.json in it")
 
 
 def _require_empty(out: Path) -> None:

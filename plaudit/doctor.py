@@ -20,7 +20,7 @@ from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_template, load_tokenizer
 from plaudit.errors import PlauditError, redact
 from plaudit.models.memory import available_memory, plan_memory
-from plaudit.models.policy import end_of_turn, resolve_device, resolve_dtype
+from plaudit.models.policy import resolve_device, resolve_dtype
 from plaudit.recipe import SFTRecipe
 from plaudit.types import Conversation, Example
 
@@ -90,7 +90,7 @@ def _files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
 
 def _template(template: ChatTemplate, recipe: SFTRecipe) -> Iterator[Finding]:
     name = recipe.model.chat_template or "the tokenizer's own"
-    end = end_of_turn(template)
+    end = template.end_token
     if end is None:
         yield (
             "!",

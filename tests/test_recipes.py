@@ -48,6 +48,7 @@ def test_the_first_recipe_learns(tmp_path, monkeypatch):
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     make_tiny_model(["recipes/first/train.jsonl"], "models/tiny")
     train_sft(REPOSITORY / "recipes/first/sft.yaml")
-    losses = [row["val/loss"] for row in map(json.loads, open("runs/first/metrics.jsonl")) if "val/loss" in row]
+    rows = map(json.loads, (tmp_path / "runs/first/metrics.jsonl").read_text().splitlines())
+    losses = [row["val/loss"] for row in rows if "val/loss" in row]
     assert losses[0] > 5
     assert min(losses) < 0.6

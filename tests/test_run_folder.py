@@ -55,9 +55,7 @@ def assert_whole(checkpoint: Path) -> None:
 
 def content(folder: Path) -> dict[str, tuple]:
     """All there is in a folder, and when it was last written."""
-    return {
-        str(p.relative_to(folder)): (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in folder.rglob("*")
-    }
+    return {str(p.relative_to(folder)): (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in folder.rglob("*")}
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -396,7 +394,13 @@ def test_other_files_in_the_folder_stay(tmp_path, recipe):
 
 def test_leftovers_of_a_killed_process_go(copy_of_finished):
     run, command = copy_of_finished
-    for name in (".run.json.aside", ".metrics.jsonl.aside", ".curves.png.aside", "checkpoints/.step_000008.old/x", ".model.aside/x"):
+    for name in (
+        ".run.json.aside",
+        ".metrics.jsonl.aside",
+        ".curves.png.aside",
+        "checkpoints/.step_000008.old/x",
+        ".model.aside/x",
+    ):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("half")
     (run / ".best.aside").symlink_to("checkpoints")

@@ -18,7 +18,8 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.models import attention, logprobs
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy, verify_packed
+from plaudit.models.policy import Policy, load_policy
+from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Lora, Model, Optim
 from plaudit.train.optimiser import Optimiser

@@ -83,6 +83,11 @@ class ChatTemplate:
         self._end_token = behind[: covered[:shared, 1].max(initial=0)].rstrip() or behind.rstrip()
         self._behind_end_token = behind.removeprefix(self._end_token)
 
+    @property
+    def end_token(self) -> int | None:
+        """The token that ends an assistant's turn, if the template has one."""
+        return self.tokenizer.get_vocab().get(self._end_token.strip())
+
     # Rendering
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:

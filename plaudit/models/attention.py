@@ -7,6 +7,7 @@ What this does not compute (soft caps, attention sinks) is refused, never comput
 """
 
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def packed_attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__} uses {name}, which packed attention does not compute")
-    assert attention_mask is None and query.shape[0] == 1
+    assert attention_mask is None
+    assert query.shape[0] == 1
 
     # A window only matters to sequences longer than it.
     window = sliding_window if sliding_window and sliding_window < max_length_q else None
@@ -65,7 +67,7 @@ def packed_attention(
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, starts: list[int], scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    lengths = [end - start for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    lengths = [end - start for start, end in pairwise(starts)]
     outputs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
         mask = _window_mask(q.shape[2], window, q.device) if window and q.shape[2] > window else None

@@ -76,7 +76,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor):
+    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor):  # pyright: ignore
         hidden_ND, weight_VD, tokens_N, entropy_N = ctx.saved_tensors
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         # Summed in fp32 over chunks: bf16 would lose the small contributions.

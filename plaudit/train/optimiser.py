@@ -1,7 +1,7 @@
 """AdamW on fp32 weights, whatever the model's own dtype.
 
-A bf16 model's gradients are added up in fp32, micro-batch by micro-batch, on master weights that the optimiser owns; after a step the
-masters are copied into the model in place, so its tensors keep their addresses. For an fp32 model the masters are its own tensors.
+A bf16 model's gradients are added up in fp32, micro-batch by micro-batch, on master weights that the optimiser owns; after a step
+the masters are copied into the model in place, so its tensors keep their addresses. An fp32 model's masters are its own tensors.
 """
 
 from collections.abc import Iterable

@@ -1,0 +1,58 @@
+"""LoRA: adapters from peft on the model's own layers, and the whole weights they amount to."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from plaudit.errors import RecipeError
+from plaudit.recipe import Lora
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def attach_lora(model: PreTrainedModel, lora: Lora, seed: int) -> "PeftModel":
+    """Put adapters into the model's layers, in place; the model's own weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    torch.manual_seed(seed)  # of the adapters' first weights
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore (peft's annotation says int; it takes floats)
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        peft = get_peft_model(model, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight):  # pyright: ignore
+        raise RecipeError(
+            "model.lora.targets: the output head (and embeddings tied to it) cannot be adapted, log-probs are computed from its "
+            "plain weight"
+        )
+    return peft  # pyright: ignore
+
+
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """W + ΔW under the model's own names. Adapters stay as they are: merging in place and back would not be exact."""
+    from peft.tuners.lora import LoraLayer
+
+    merged: dict[str, Tensor] = {}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        owner, _, leaf = name.rpartition(".base_layer.")
+        if owner in layers:
+            if leaf == "weight":
+                delta = layers[owner].get_delta_weight("default")  # pyright: ignore
+                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+            name = f"{owner}.{leaf}"
+        merged[name] = tensor.contiguous()
+    return merged

@@ -1,0 +1,60 @@
+"""A model is tried before it is trained: on packed batches it must compute what it computes on its own.
+
+One that ignores sequence starts, counts positions its own way or scales its logits is caught here, not after a training run.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from plaudit.errors import RecipeError
+from plaudit.models import attention
+from plaudit.models.logprobs import target_logprobs
+from plaudit.types import Batch
+
+# Largest difference in log-prob between two right ways to compute it; half precision rounds at every layer.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+@torch.no_grad()
+def verify_packed(model: PreTrainedModel) -> None:
+    """Raise a RecipeError unless two short sequences, packed, have the log-probs they have alone, and do not see each other."""
+    was_training = model.training
+    model.eval()
+    first, second, other = (torch.arange(start, end, device=model.device) for start, end in ((10, 17), (40, 45), (20, 27)))
+    try:
+        packed = _packed_logprobs(model, first, second)
+        beside_another = _packed_logprobs(model, other, second)
+    except NotImplementedError as error:
+        raise RecipeError(f"{model.name_or_path}: {error}") from None
+    model.set_attn_implementation("eager")
+    alone = torch.cat([_plain_logprobs(model, sequence) for sequence in (first, second)])
+    model.set_attn_implementation(attention.NAME)
+    model.train(was_training)
+    if not alone.isfinite().all():
+        raise RecipeError(f"{model.name_or_path}: its weights give log-probs that are not finite; the model is damaged")
+    apart = (packed - alone).abs().max().item()
+    seen = (packed - beside_another)[len(first) - 1 :].abs().max().item()
+    if not apart < TOLERANCE.get(model.dtype, 0.25) or seen > 1e-6:
+        raise RecipeError(
+            f"{model.name_or_path}: {type(model).__name__} computes other log-probs on packed batches than on its own "
+            f"(they differ by {max(apart, seen):.3g}), so plaudit cannot train it"
+        )
+
+
+def _packed_logprobs(model: PreTrainedModel, first: Tensor, second: Tensor) -> Tensor:
+    lengths = [len(first), len(second)]
+    positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])
+    batch = Batch(
+        tokens_T=torch.cat([first, second]),
+        positions_T=positions,
+        loss_mask_T=positions > 0,
+        starts_S1=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=model.device),
+        longest=max(lengths),
+    )
+    return target_logprobs(model, batch).logprobs_N
+
+
+def _plain_logprobs(model: PreTrainedModel, sequence: Tensor) -> Tensor:
+    logits = model(input_ids=sequence[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
