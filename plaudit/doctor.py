@@ -3,15 +3,18 @@
 Each check is one line: ✓ fine, ! look at it, ✗ will fail. A check that fails does not keep the others from being made.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from safetensors import SafetensorError, safe_open
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source, read_conversations
@@ -70,6 +73,7 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
     for part in [part for part in sources if sources[part]]:
         check("rows", lambda part=part: check_rows(part))
     check("steps", lambda: _steps(recipe, sources))
+    check("weights", lambda: _weights(Path(recipe.model.path)))
     check("memory", lambda: _memory(recipe))
     if template is not None and samples:
         _show_row(console, template, samples[0][1], recipe.data.train_on)
@@ -143,12 +147,31 @@ def _steps(recipe: SFTRecipe, sources: dict[str, list[Source]]) -> Iterator[Find
         yield "!", f"train.rows_per_step = {recipe.train.rows_per_step:,} is more than all {rows:,} rows"
 
 
+def _weights(model: Path) -> Iterator[Finding]:
+    """Whether the weights of a folder are all there; their headers tell, so nothing large is read."""
+    if not model.is_dir():
+        return  # on the hub
+    index = model / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        tensors = sum(len(safe_open(model / name, "pt").keys()) for name in sorted(names))
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        yield "✗", f"{model}: its weights cannot be read (safetensors only, never pickled ones): {error}"
+        return
+    yield "✓", f"{model}: {tensors:,} tensors, none of them cut short"
+
+
 def _memory(recipe: SFTRecipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
     try:
         plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch)
+    except PlauditError:
+        raise
     except (OSError, ValueError) as error:
         yield "✗", f"{recipe.model.path}: its config cannot be read: {str(error).splitlines()[0]}"
+        return
+    if not plan.trainable:
+        yield "✗", f"model.lora.targets: {recipe.model.path} has no linear layer of that name"
         return
     there = available_memory(device)
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")

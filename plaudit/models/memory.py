@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from plaudit.errors import RecipeError
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.policy import resolve_dtype
 from plaudit.recipe import Lora, Model
@@ -83,8 +84,13 @@ def _lora_parameters(model: torch.nn.Module, lora: Lora) -> int:
 
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
     """As peft reads them: a string is a pattern for the whole name, a list holds last parts of names."""
+    if targets == "all-linear":
+        return True
     if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
+        try:
+            return re.fullmatch(targets, name) is not None
+        except re.error as error:
+            raise RecipeError(f"model.lora.targets: {targets!r} is not a pattern: {error}") from None
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 

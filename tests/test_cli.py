@@ -1,0 +1,505 @@
+"""The command: help, exit codes, and for every mistake one clear line instead of a traceback."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pytest
+import torch
+from conftest import REPOSITORY, arithmetic_rows, sft_recipe, write_jsonl, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plaudit import __version__, cli
+from plaudit.config import load
+from plaudit.errors import DataError, Interrupted, PlauditError, RecipeError, RunError, TrainingStopped
+from plaudit.models.logprobs import CHUNK_LOGITS
+from plaudit.models.memory import MemoryPlan, plan_memory
+from plaudit.models.policy import load_policy
+from plaudit.prepare.tiny_model import Kind
+from plaudit.recipe import Model
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def plaudit(monkeypatch, capsys):
+    """The command in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["plaudit", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code or 0
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, rows_file) -> Path:
+    return write_recipe(tmp_path / "r.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "run", run={"max_steps": 2}))
+
+
+def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment: str) -> Result:
+    command = [sys.executable, *flags, "-m", "plaudit", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+# Help ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "explains"),
+    [
+        ((), ["Train language models with reward models.", "sft", "config", "doctor", "prepare", "--version"]),
+        (("sft",), ["Supervised fine-tuning on conversations", "goes on where it stopped", "R.yaml", "section.name=value"]),
+        (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
+        (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
+        (("prepare",), ["Make what the stages read", "tiny-model"]),
+        (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),
+    ],
+)
+def test_help(plaudit, verb, explains):
+    code, out, err = plaudit(*verb, "--help")
+    assert code == 0
+    assert not err
+    for text in explains:
+        assert text in out
+
+
+def test_every_verb_has_help():
+    """The list above is all there are."""
+    assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == ["config", "doctor", "sft"]
+    assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model"]
+
+
+def test_version(plaudit):
+    assert plaudit("--version") == (0, f"plaudit {__version__}\n", "")
+
+
+def test_without_a_verb_there_is_help(plaudit):
+    code, out, err = plaudit()
+    assert code == 2
+    assert "Supervised fine-tuning" in out + err
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optim.lrr=1"], "r.yaml (command line): optim.lrr is not a setting. Did you mean optim.lr?"),
+        (["data.train={folder}/rows.jsonx"], "data.train: {folder}/rows.jsonx does not exist. Did you mean {folder}/rows.jsonl?"),
+        (["model.path={folder}/modle"], "model.path: {folder}/modle does not exist. Did you mean {folder}/model?"),
+    ],
+)
+def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_model, rows_file, arguments, message):
+    shutil.copy(rows_file, tmp_path / "rows.jsonl")
+    shutil.copytree(tiny_model, tmp_path / "model")
+    arguments = [argument.format(folder=tmp_path) for argument in arguments]
+    code, out, err = real_command("sft", recipe, *arguments, flags=("-X", "importtime"))
+    lines = err.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert code == 2
+    assert not out
+    assert len(said) == 1
+    assert said[0].endswith(message.format(folder=tmp_path))
+    assert "plaudit.config" in imported
+    assert not imported & {"torch", "transformers", "peft", "matplotlib"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft", "{folder}/rr.yaml"], "{folder}/rr.yaml does not exist. Did you mean {folder}/r.yaml?"),
+        (["sft", "{folder}"], "{folder} cannot be read: "),
+        (["config", "{recipe}", "optim.lr=fast"], '{recipe} (command line): optim.lr should be a valid number, not "fast".'),
+        (["doctor", "{recipe}", "optim.lrr=1"], "{recipe} (command line): optim.lrr is not a setting. Did you mean optim.lr?"),
+        (["sft", "{recipe}", "stage=sff"], '{recipe} (command line): stage should be one of sft, not "sff". Did you mean sft?'),
+        (["sft", "{recipe}", "data.train={folder}/none.jsonl"], "data.train: {folder}/none.jsonl does not exist."),
+        (["doctor", "{recipe}", "data.val={folder}/x/y.jsonl"], "data.val: {folder}/x/y.jsonl does not exist. There is no folder"),
+        (["sft", "{recipe}", "model.path={folder}/m"], "model.path: {folder}/m does not exist."),
+        (["sft", "{recipe}", "model.path={folder}"], "model.path: {folder} is not a model in Hugging Face format: there is no"),
+        (["sft", "{recipe}", "model.path={recipe}"], "model.path: {recipe} is not a model in Hugging Face format: there is no"),
+        (["sft", "{recipe}", "model.path=nobody/nothing"], "no tokenizer could be loaded from nobody/nothing: "),
+        (["sft", "{recipe}", "model.tokenizer=./t"], "model.tokenizer: ./t does not exist."),
+        (["sft", "{recipe}", "model.chat_template=chatlm"], "model.chat_template: chatlm does not exist. Did you mean chatml?"),
+        (["sft", "{recipe}", "model.chat_template={folder}/t.jinja"], "model.chat_template: {folder}/t.jinja does not exist."),
+        (["sft", "{recipe}", "model.chat_template=llama3"], "model.chat_template: llama3 needs the tokens <|end_header_id|>, "),
+        (["sft", "{recipe}", "data.max_tokens=5"], "{rows}: no row is left of 60 (60 are longer than data.max_tokens = 5)"),
+        (["sft", "{recipe}", "data.train={folder}/text.jsonl"], "{folder}/text.jsonl: column 'messages' is missing (found: text)"),
+        (["sft", "{recipe}", "model.lora.targets=[nope]"], "model.lora.targets: Target modules "),
+        (["prepare", "tiny-model", "{folder}/none", "--out", "{folder}/m"], "{folder}/none does not exist."),
+        (["prepare", "tiny-model", "{rows}", "--out", "{folder}"], "--out: {folder} is not empty (it has "),
+        (["prepare", "tiny-model", "{rows}", "--out", "{recipe}/m"], "--out: {recipe}/m cannot be made: "),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_file, arguments, message):
+    write_jsonl(tmp_path / "text.jsonl", [{"text": "only"}])
+    names = {"folder": tmp_path, "recipe": recipe, "rows": rows_file}
+    code, out, err = plaudit(*(argument.format(**names) for argument in arguments))
+    assert code == 2
+    assert not out
+    *before, last = err.splitlines()
+    assert last.startswith(message.format(**names))
+    assert all(line.startswith("train: ") for line in before)
+    assert "Traceback" not in err
+    assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "No such command 'train'"),
+        (["sft"], "Missing argument 'R.yaml'"),
+        (["sft", "r.yaml", "--lr", "1"], "No such option: --lr"),
+        (["doctor", "r.yaml", "--rows", "-1"], "Invalid value for '--rows'"),
+        (
+            ["prepare", "tiny-model", "r", "--out", "m", "--kind", "lama"],
+            "'lama' is not one of 'llama', 'qwen2', 'qwen3', 'mistral'",
+        ),
+        (["prepare", "tiny-model", "r", "--out", "m", "--hidden-size", "12"], "12 is not a multiple of 8"),
+        (["prepare", "tiny-model", "r", "--out", "m", "--layers", "0"], "Invalid value for '--layers'"),
+        (["prepare", "tiny-model", "r", "--out", "m", "--vocabulary", "100"], "greater than or equal to 259"),
+        (["prepare", "tiny-model", "r"], "Missing option '--out'"),
+    ],
+)
+def test_wrong_usage_is_explained(tmp_path, monkeypatch, plaudit, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = plaudit(*arguments)
+    assert code == 2
+    assert message in err
+    assert "--help" in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: (model / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
+        (lambda model: (model / "tokenizer.json").write_text("{"), "no tokenizer could be loaded from"),
+        (lambda model: (model / "model.safetensors").unlink(), "no model could be loaded from"),
+        (lambda model: os.truncate(model / "model.safetensors", 9999), "no model could be loaded from"),
+        (lambda model: (model / "chat_template.jinja").write_text("{% if"), "the chat template cannot render a user"),
+    ],
+)
+def test_a_damaged_model_is_told_in_a_line(tmp_path, plaudit, recipe, tiny_model, damage, message):
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    damage(model)
+    code, _, err = plaudit("sft", recipe, f"model.path={model}")
+    assert code == 2
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert plaudit("doctor", recipe, f"model.path={model}").code == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PlauditError("told"), 2),
+        (RecipeError("told"), 2),
+        (DataError("told"), 2),
+        (RunError("told"), 2),
+        (TrainingStopped("told"), 2),
+        (Interrupted("told"), 130),
+        (torch.OutOfMemoryError("told. More words"), 2),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_exit_codes(monkeypatch, plaudit, recipe, error, code):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("plaudit.loops.sft.train", fail)
+    got = plaudit("sft", recipe)
+    assert (got.code, got.out) == (code, "")
+    if isinstance(error, torch.OutOfMemoryError):
+        assert got.err.startswith("out of GPU memory (told). Lower train.tokens_per_micro_batch (now 128)")
+    else:
+        assert got.err == "told\n"
+
+
+def test_ctrl_c_has_no_traceback(monkeypatch, plaudit, recipe):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("plaudit.loops.sft.train", stop)
+    code, out, err = plaudit("sft", recipe)
+    assert code == 130
+    assert "Traceback" not in out + err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, plaudit, recipe):
+    def fail(*_):
+        raise KeyError("a bug of ours")
+
+    monkeypatch.setattr("plaudit.loops.sft.train", fail)
+    with pytest.raises(KeyError):
+        plaudit("sft", recipe)
+
+
+# Config --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("explain", [[], ["--explain"]])
+def test_config_prints_a_recipe_that_reads_back(tmp_path, plaudit, recipe, explain):
+    overrides = ["optim.lr=1e-4", "model.lora.rank=4", "data.val=[a b.jsonl, 'c: d']"]
+    code, out, err = plaudit("config", recipe, *overrides, *explain)
+    assert (code, err) == (0, "")
+    (tmp_path / "again.yaml").write_text(out)
+    assert load(tmp_path / "again.yaml").recipe == load(recipe, overrides).recipe
+    lines = {line.split("#")[0].strip(): line.partition("# ")[2] for line in out.splitlines()}
+    where = {"lr: 0.0001": "command line", "warmup_steps: 2": f"{recipe}:1", "eps: 1e-08": "default", "rank: 4": "command line"}
+    for setting, origin in where.items():
+        assert lines[setting].endswith(f"[{origin}]" if explain else origin)
+        assert not explain or len(lines[setting]) > len(origin) + 5
+
+
+# Doctor --------------------------------------------------------------------------------------------------------------
+
+CHECKS = ["files", "template", "rows", "steps", "weights", "memory"]
+
+
+def findings(out: str) -> list[tuple[str, str, str]]:
+    """(mark, check, text) of each line."""
+    lines = [line.split(maxsplit=2) for line in out.splitlines() if line[2:3] in ("✓", "!", "✗") and line.startswith("  ")]
+    return [(mark, check, text) for mark, check, text in lines]
+
+
+def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
+    code, out, err = plaudit("doctor", recipe, f"data.val={rows_file}")
+    assert (code, err) == (0, "")
+    found = findings(out)
+    assert {mark for mark, *_ in found} == {"✓"}
+    assert list(dict.fromkeys(check for _, check, _ in found)) == CHECKS
+    texts = [f"{check}: {text}" for _, check, text in found]
+    assert f"files: train: {rows_file} has 60 rows with messages" in texts
+    assert f"files: val: {rows_file} has 60 rows with messages" in texts
+    assert "template: the tokenizer's own; turns end with '<|im_end|>' (token 2)" in texts
+    assert "steps: at most 2 steps of 6 rows" in texts
+    assert f"weights: {tiny_model}: 21 tensors, none of them cut short" in texts
+    assert any(text.startswith("memory: about 0.1 GB (weights 1 MB, training 2 MB") for text in texts)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in arithmetic_rows()]
+    longest = max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered)
+    for part in ("train", "val"):
+        lengths = next(text for text in texts if text.startswith(f"rows: {part}: 60 rendered"))
+        assert f"longest {longest};" in lengths
+    assert rendered[0] in out
+
+
+@pytest.mark.parametrize(("count", "shown"), [(7, 7), (0, 60)])
+def test_doctor_renders_as_many_rows_as_asked(plaudit, recipe, count, shown):
+    assert f"train: {shown} rendered" in plaudit("doctor", recipe, "--rows", count).out
+
+
+def test_doctor_shows_what_is_learnt_of_a_long_row_in_part(tmp_path, plaudit, recipe, monkeypatch):
+    words = " ".join(map(str, range(2000)))
+    rows = [{"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": "[bold]yes[/bold]"}]}]
+    out = plaudit("doctor", recipe, f"data.train={write_jsonl(tmp_path / 'long.jsonl', rows)}", "data.max_tokens=9999").out
+    assert "<|im_start|>user\n0 1 2 3" in out
+    assert " … " in out
+    assert "[bold]yes[/bold]<|im_end|>" in out, "rows are text, not markup"
+    assert "999 1000 1001" not in out
+
+
+NO_GENERATION_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+NO_END_TOKEN = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+USER_FIRST = (
+    "{% if messages[-1].role != 'assistant' and messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('No user query found') }}{% endif %}"
+    f"{NO_GENERATION_PROMPT}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+LAST_ANSWER_ONLY = (
+    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "check", "text", "shows_row"),
+    [
+        (["data.train={folder}/text.jsonl"], "rows", "column 'messages' is missing (found: text)", False),
+        (["data.val={folder}/text.jsonl"], "rows", "column 'messages' is missing (found: text)", True),
+        (["data.train={folder}/broken.jsonl"], "files", "broken.jsonl:61: not valid JSON", False),
+        (["data.max_tokens=40", "data.too_long=error"], "rows", "are longer than data.max_tokens = 40: an error", True),
+        (["data.max_tokens=9"], "rows", "train: 60 of them (100.0%) are longer than data.max_tokens = 9: left out", True),
+        (["model.chat_template={folder}/no_prompt.jinja"], "template", "the chat template has no generation prompt", False),
+        (["model.chat_template={folder}/last.jinja"], "rows", "it rewrites message 2", False),
+        (["model.path={folder}/base"], "template", "the tokenizer has no chat template (a base model?)", False),
+        (["model.path={folder}/empty"], "weights", "its weights cannot be read (safetensors only", True),
+        (["model.lora.targets=[nope]"], "memory", "has no linear layer of that name", True),
+        (["model.lora.targets='*'"], "memory", "is not a pattern", True),
+        (["run.device=cuda"], "memory", "run.device is cuda, but torch sees no GPU here", True),
+    ],
+)
+def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tiny_model, settings, check, text, shows_row):
+    if "run.device=cuda" in settings and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    write_jsonl(tmp_path / "text.jsonl", [{"text": "only"}])
+    (tmp_path / "broken.jsonl").write_bytes(rows_file.read_bytes() + b"{oops\n")
+    (tmp_path / "no_prompt.jinja").write_text(NO_GENERATION_PROMPT)
+    (tmp_path / "last.jinja").write_text(LAST_ANSWER_ONLY)
+    (shutil.copytree(tiny_model, tmp_path / "base") / "chat_template.jinja").unlink()
+    (shutil.copytree(tiny_model, tmp_path / "empty") / "model.safetensors").unlink()
+    code, out, err = plaudit("doctor", recipe, *(setting.format(folder=tmp_path) for setting in settings))
+    assert (code, err) == (1, "")
+    found = findings(out)
+    assert any(mark == "✗" and name == check and text in said for mark, name, said in found), out
+    assert list(dict.fromkeys(name for _, name, _ in found)) == CHECKS, "the other checks are made all the same"
+    assert ("The first row as the model sees it" in out) == shows_row
+    assert "Traceback" not in out
+    if "is not a pattern" not in text:  # which peft finds
+        assert plaudit("sft", recipe, *(setting.format(folder=tmp_path) for setting in settings)).code == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "warning"),
+    [
+        (NO_END_TOKEN, [], "turns end without a special token, so the model will not learn to stop"),
+        (LAST_ANSWER_ONLY, ["data.train_on=last"], None),
+        (USER_FIRST, ["data.train={folder}/unasked.jsonl"], None),
+        (None, ["data.max_tokens=40"], "are longer than data.max_tokens = 40: left out"),
+        (None, ["data.max_tokens=40", "data.too_long=cut_left"], "are longer than data.max_tokens = 40: cut on the left"),
+        (None, ["train.rows_per_step=100"], "train.rows_per_step = 100 is more than all 60 rows"),
+    ],
+)
+def test_doctor_on_what_is_odd_but_works(tmp_path, plaudit, recipe, template, settings, warning):
+    unasked = [{"role": "system", "content": "Speak."}, {"role": "assistant", "content": "Now."}]
+    write_jsonl(tmp_path / "unasked.jsonl", [*arithmetic_rows(6), {"messages": unasked}])
+    settings = [setting.format(folder=tmp_path) for setting in settings]
+    if template:
+        (tmp_path / "t.jinja").write_text(template)
+        settings.append(f"model.chat_template={tmp_path / 't.jinja'}")
+    code, out, err = plaudit("doctor", recipe, *settings)
+    assert (code, err) == (0, "")
+    found = findings(out)
+    assert [text for mark, _, text in found if mark == "✗"] == []
+    odd = [text for mark, _, text in found if mark == "!"]
+    assert len(odd) == (warning is not None)
+    assert not warning or warning in odd[0]
+    assert plaudit("sft", recipe, *settings).code == 0
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+# The tiny llama: width 64, 2 layers, 4 heads of 16 and 2 for keys and values, MLP 160, 320 tokens.
+LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160 + 2 * 64
+PARAMETERS = 2 * 320 * 64 + 2 * LAYER + 64
+ADAPTERS = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 160))  # rank 4 on every linear layer
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "weights", "training", "number"),
+    [
+        ({"dtype": "float32"}, "cpu", 4 * PARAMETERS, 12 * PARAMETERS, 4),
+        ({"dtype": "bfloat16"}, "cpu", 2 * PARAMETERS, 16 * PARAMETERS, 2),
+        ({}, "cpu", 4 * PARAMETERS, 12 * PARAMETERS, 4),
+        ({}, "cuda", 2 * PARAMETERS, 16 * PARAMETERS, 2),
+        ({"dtype": "float32", "lora": {"rank": 4}}, "cpu", 4 * PARAMETERS + 4 * ADAPTERS, 12 * ADAPTERS, 4),
+        ({"dtype": "bfloat16", "lora": {"rank": 4}}, "cpu", 2 * PARAMETERS + 4 * ADAPTERS, 12 * ADAPTERS, 2),
+    ],
+)
+def test_memory_by_hand(tiny_model, settings, device, weights, training, number):
+    def plan_for(tokens: int, **more) -> MemoryPlan:
+        model = Model.model_validate({"path": str(tiny_model), **settings, **more})
+        return plan_memory(model, torch.device(device), tokens_per_micro_batch=tokens)
+
+    plan = plan_for(1000)
+    assert (plan.parameters, plan.trainable) == (PARAMETERS, ADAPTERS if "lora" in settings else PARAMETERS)
+    assert (plan.weights, plan.training) == (weights, training)
+    assert plan.logits == 12 * CHUNK_LOGITS[device]
+    assert plan.total == weights + training + plan.activations + plan.logits
+    assert plan_for(3000).activations == 3 * plan.activations
+    # One of the two layers, and what each of them was given.
+    assert plan_for(1000, gradient_checkpointing=True).activations == plan.activations / 2 + 1000 * number * 2 * 64
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("targets", [None, "all-linear", ["q_proj", "v_proj"], ["self_attn.q_proj"], r".*\.1\..*(gate|up)_proj"])
+def test_memory_counts_the_parameters_that_are_trained(tiny_models, kind, targets):
+    from plaudit.data.templates import load_template, load_tokenizer
+
+    recipe = Model.model_validate({"path": str(tiny_models[kind]), "lora": targets and {"rank": 4, "targets": targets}})
+    cpu = torch.device("cpu")
+    policy = load_policy(recipe, load_template(load_tokenizer(recipe.path), None), cpu)
+    plan = plan_memory(recipe, cpu, tokens_per_micro_batch=1000)
+    trained = sum(p.numel() for _, p in policy.trainable())
+    assert plan.trainable == trained
+    assert plan.parameters == sum(p.numel() for p in policy.model.parameters()) - (trained if targets else 0)
+
+
+# Prepare -------------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_makes_a_model_that_transformers_loads(tmp_path, plaudit, rows_file):
+    arguments = ["--kind", "qwen3", "--hidden-size", "32", "--layers", "1", "--vocabulary", "300"]
+    code, out, _ = plaudit("prepare", "tiny-model", rows_file, "--out", tmp_path / "new/model", *arguments)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new/model")
+    assert code == 0
+    assert out == f"{tmp_path / 'new/model'}: qwen3 with {sum(p.numel() for p in model.parameters()):,} parameters\n"
+    assert (model.config.model_type, model.config.hidden_size, model.config.num_hidden_layers) == ("qwen3", 32, 1)
+    assert len(tokenizer) <= 300
+    assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+
+
+def test_prepare_leaves_what_is_there(tmp_path, plaudit, rows_file):
+    (tmp_path / "config.json").write_text("mine")
+    assert plaudit("prepare", "tiny-model", rows_file, "--out", tmp_path).code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_kinds_of_tiny_models(plaudit):
+    """Written down twice, so that the command need not import what makes them."""
+    assert "|".join(get_args(Kind)) in plaudit("prepare", "tiny-model", "--help").out
+
+
+# The real command ----------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_is_written_or_shown(tmp_path, recipe):
+    """Not by us and not by a tracker: in no file of the run, text or binary, and in no output."""
+    names = ["WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MY_SERVICE_SECRET"]
+    secrets = {name: f"{number}" + "made0up1value2" * 3 for number, name in enumerate(names)}
+    elsewhere = {name: str(tmp_path / "wandb") for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
+    code, out, err = real_command("sft", recipe, "run.trackers=[wandb, tensorboard]", WANDB_MODE="offline", **secrets, **elsewhere)
+    assert code == 0, err
+    assert out.splitlines()[0] == f"trained model: {tmp_path / 'run/model'}"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    for name, secret in secrets.items():
+        assert secret not in out + err, name
+        for path in files:
+            assert secret.encode() not in path.read_bytes(), (name, path)
+
+
+def test_the_command_is_installed(tmp_path):
+    """`plaudit` beside this Python, and `python -m plaudit`, from any folder."""
+    script = Path(sys.executable).with_name("plaudit")
+    for command in ([str(script)] if script.exists() else [], [sys.executable, "-m", "plaudit"]):
+        if command:
+            done = subprocess.run([*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            assert (done.returncode, done.stdout) == (0, f"plaudit {__version__}\n"), done.stderr

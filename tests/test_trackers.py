@@ -1,0 +1,286 @@
+"""Trackers: what they record is metrics.jsonl, a resumed run goes on under the same id, and none of them can stop a run.
+
+None needs a network here. A run is resumed the same way throughout: its process ends in step 5, behind the checkpoint of step 4.
+"""
+
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import sft_recipe, train_sft, write_recipe
+
+from plaudit.cli import load_checked
+from plaudit.config import flatten
+from plaudit.errors import RunError
+from plaudit.trackers import TRACKERS, Trackers
+from plaudit.train.trainer import Trainer
+
+STEPS = 6
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """No key, no server, no files outside the test's folder."""
+    for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "SWANLAB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "SWANLAB_SAVE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, rows_file):
+    def write(*trackers: str, **run: object) -> Path:
+        settings = {"max_steps": STEPS, "save_every": 2, "trackers": trackers, **run}
+        tree = sft_recipe(tiny_model, rows_file, tmp_path / "run", data={"val": str(rows_file)}, run=settings)
+        return write_recipe(tmp_path / "r.yaml", tree)
+
+    return write
+
+
+def stop_in(monkeypatch, step: int) -> None:
+    """The next run ends in this step."""
+    update = Trainer.update
+
+    def update_or_stop(self, *arguments):
+        if self.step == step - 1:
+            monkeypatch.setattr(Trainer, "update", update)
+            raise Stopped
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", update_or_stop)
+
+
+def train_resumed(recipe: Path, monkeypatch, *overrides: str, stop_in_step: int = 6) -> list[dict]:
+    """Ids of the trackers after each of two processes."""
+    ids = []
+    stop_in(monkeypatch, stop_in_step)
+    with pytest.raises(Stopped):
+        train_sft(recipe)
+    ids.append(ids_of(recipe))
+    train_sft(recipe, *overrides)
+    ids.append(ids_of(recipe))
+    return ids
+
+
+def ids_of(recipe: Path) -> dict:
+    return json.loads((recipe.parent / "run/run.json").read_text())["trackers"]
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """metrics.jsonl by name: what each tracker should have."""
+    rows = metrics_of(run)
+    names = {name for row in rows for name in row if name != "step"}
+    return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
+
+
+# TensorBoard ---------------------------------------------------------------------------------------------------------
+
+
+def tensorboard_series(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it announces what it purges
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def assert_same_series(found: dict, expected: dict, rel: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert [step for step, _ in found[name]] == [step for step, _ in expected[name]], name
+        assert [value for _, value in found[name]] == pytest.approx([value for _, value in expected[name]], rel=rel, abs=1e-6), name
+
+
+def test_tensorboard_has_the_metrics(tmp_path, recipe):
+    train_sft(recipe("tensorboard"))
+    assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("stop_in_step", [6, 2, 1], ids=["behind a checkpoint", "before any checkpoint", "before any step"])
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, recipe, monkeypatch, stop_in_step):
+    train_resumed(recipe("tensorboard"), monkeypatch, stop_in_step=stop_in_step)
+    found, expected = tensorboard_series(tmp_path / "run"), series(tmp_path / "run")
+    assert [step for step, _ in found["loss"]] == list(range(1, STEPS + 1))
+    assert_same_series(found, expected)
+
+
+def test_tensorboard_has_what_a_killed_process_logged(tmp_path, recipe):
+    """Nothing is left to a buffer that a kill would take along."""
+    loaded, _ = load_checked(recipe(), [], "sft")
+    trackers = Trackers(["tensorboard"], tmp_path / "run", loaded.recipe, {}, 0)
+    trackers.log(1, {"step": 1, "loss": 0.5})
+    assert tensorboard_series(tmp_path / "run") == {"loss": [(1, 0.5)]}
+    trackers.close()
+
+
+# Weights & Biases ----------------------------------------------------------------------------------------------------
+
+
+def wandb_records(file: Path) -> list:
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, records = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        records.append(record)
+    return records
+
+
+def test_wandb_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
+    before, after = train_resumed(recipe("wandb"), monkeypatch)
+    assert before == after
+    assert set(before) == {"wandb"}
+    files = sorted((tmp_path / "run/wandb").glob(f"offline-run-*-{before['wandb']}/run-{before['wandb']}.wandb"))
+    assert files
+    records = [record for file in files for record in wandb_records(file)]
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {(run.run_id, run.project, run.display_name) for run in runs} == {(before["wandb"], "plaudit", "run")}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["optim.lr"] == 1e-3
+
+    logged: dict[str, dict[int, float]] = {}  # of a step logged twice the later counts
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for name in row.keys() - {"step"}:
+                if not name.startswith("_"):
+                    logged.setdefault(name, {})[row["step"]] = row[name]
+    assert_same_series({name: sorted(points.items()) for name, points in logged.items()}, series(tmp_path / "run"))
+
+
+# MLflow --------------------------------------------------------------------------------------------------------------
+
+
+def test_mlflow_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
+    """Also when run.project, which a resumed run may change, is another experiment now."""
+    from mlflow.tracking import MlflowClient
+
+    file = recipe("mlflow")
+    before, after = train_resumed(file, monkeypatch, "run.project=another")
+    assert before == after
+    assert (tmp_path / "run/mlflow.db").exists()
+    client = MlflowClient(f"sqlite:///{tmp_path / 'run/mlflow.db'}")
+    experiment = client.get_experiment_by_name("plaudit")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == before["mlflow"]
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "run"
+    asked = flatten(load_checked(file, [], "sft")[0].recipe)
+    assert run.data.params == {name: str(value) for name, value in asked.items()}
+
+    found = {}
+    for name in run.data.metrics:
+        history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.timestamp)
+        found[name] = sorted({point.step: point.value for point in history}.items())
+    assert_same_series(found, series(tmp_path / "run"))
+
+
+# SwanLab -------------------------------------------------------------------------------------------------------------
+
+
+def test_swanlab_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
+    before, after = train_resumed(recipe("swanlab"), monkeypatch)
+    assert before == after
+    logs = sorted((tmp_path / "run/swanlab").glob(f"run-*-{before['swanlab']}"))
+    assert logs
+    content = b"".join(path.read_bytes() for path in logs[0].rglob("*") if path.is_file())
+    assert b"optim.lr" in content
+    assert b"grad_norm" in content
+
+
+# All of them ---------------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A tracker whose service goes away."""
+
+    closed = 0
+
+    def __init__(self, *_):
+        pass
+
+    def log(self, step, metrics):
+        if step == 2:
+            raise ConnectionError("the server is gone, key hunter2000")
+
+    def close(self):
+        Broken.closed += 1
+        raise ConnectionError("still gone")
+
+
+def test_a_tracker_that_fails_is_left_behind(tmp_path, recipe, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2000")
+    monkeypatch.setitem(TRACKERS, "wandb", Broken)
+    monkeypatch.setattr(Broken, "closed", 0)
+    train_sft(recipe("wandb", "tensorboard"))
+    said = capsys.readouterr().err
+    assert said.count("wandb failed at step 2 and gets no more metrics (metrics.jsonl has them all): the server is gone") == 1
+    assert "key $WANDB_API_KEY" in said
+    assert "hunter2000" not in said
+    assert Broken.closed == 1
+    assert len(metrics_of(tmp_path / "run")) == STEPS + 1
+    assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_a_tracker_that_cannot_be_closed_is_reported(tmp_path, recipe, monkeypatch, capsys):
+    monkeypatch.setitem(TRACKERS, "swanlab", Broken)
+    train_sft(recipe("swanlab", "tensorboard", max_steps=1))
+    assert "swanlab could not be closed, its last metrics may be missing" in capsys.readouterr().err
+    assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow"), ("swanlab", "swanlab")],
+)
+def test_a_tracker_that_is_not_installed(recipe, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RunError, match=rf"^run\.trackers: {name} is not installed .*pip install 'plaudit\[track\]'$"):
+        train_sft(recipe(name))
+    monkeypatch.undo()
+    train_sft(recipe(max_steps=1))  # the folder is not spoilt
+
+
+def test_a_tracker_that_cannot_start_closes_the_others(tmp_path, recipe, monkeypatch):
+    """…and its message keeps the server's password to itself."""
+    closed = []
+    monkeypatch.setattr(TRACKERS["tensorboard"], "close", lambda self: closed.append(self.writer.close()))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2000@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(RunError, match=r"^run\.trackers: mlflow could not start: .*take it out of run\.trackers\.$") as told:
+        train_sft(recipe("tensorboard", "mlflow"))
+    assert "hunter2000" not in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+    assert closed == [None]
+    assert metrics_of(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
+def test_numbers_that_are_none_are_recorded_too(tmp_path, recipe, capsys, name):
+    file = recipe(name)
+    (tmp_path / "run").mkdir()
+    trackers = Trackers([name], tmp_path / "run", load_checked(file, [], "sft")[0].recipe, {}, 0)
+    trackers.log(1, {"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    trackers.log(2, {"step": 2, "loss": 1.0, "grad_norm": 1.0})
+    trackers.close()
+    assert "failed" not in capsys.readouterr().err
