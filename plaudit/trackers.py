@@ -4,6 +4,7 @@ Keys come from the environment, as each service documents (WANDB_API_KEY, MLFLOW
 """
 
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +33,6 @@ class TensorBoard:
         for name, value in metrics.items():
             if name != "step":
                 self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # or a kill takes up to two minutes of steps that a checkpoint holds, and nobody logs again
 
     def close(self) -> None:
         self.writer.close()
@@ -59,25 +59,32 @@ class Wandb:
 
 
 class Mlflow:
-    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
-        import mlflow
+    """Through a client of our own: `mlflow.start_run` and its kin keep state that the next run of this process would inherit."""
 
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
-        self.mlflow = mlflow
+    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}")
         if "mlflow" in ids:
-            mlflow.set_experiment(experiment_id=mlflow.get_run(ids["mlflow"]).info.experiment_id)  # run.project may have changed
-            mlflow.start_run(run_id=ids["mlflow"])
+            self.client.update_run(ids["mlflow"], status="RUNNING")
         else:
-            mlflow.set_experiment(recipe.run.project)
-            ids["mlflow"] = mlflow.start_run(run_name=folder.name).info.run_id
-            mlflow.log_params(flatten(recipe))
+            ids["mlflow"] = self.client.create_run(self._experiment(recipe.run.project), run_name=folder.name).info.run_id
+            self.client.log_batch(ids["mlflow"], params=[Param(name, str(value)) for name, value in flatten(recipe).items()])
+        self.run_id = ids["mlflow"]
+
+    def _experiment(self, name: str) -> str:
+        known = self.client.get_experiment_by_name(name)
+        return known.experiment_id if known else self.client.create_experiment(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.mlflow.log_metrics({name: value for name, value in metrics.items() if name != "step"}, step=step)
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in metrics.items() if name != "step"])
 
     def close(self) -> None:
-        self.mlflow.end_run()
+        self.client.set_terminated(self.run_id)
 
 
 class Swanlab:
