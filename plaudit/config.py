@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from plaudit.errors import SECRET_NAME, SECRET_SHAPE, RecipeError, did_you_mean, nearest, redact
+from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, redact
 from plaudit.recipe import STAGES, Recipe
 
 Place = tuple[str | int, ...]
@@ -196,7 +196,7 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
 def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in children:
-        if isinstance(value, str) and (SECRET_NAME.search(str(key)) or SECRET_SHAPE.fullmatch(value)):
+        if isinstance(value, str) and (SECRET_NAME.search(str(key)) or redact(value) != value):
             raise RecipeError(
                 f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. "
                 "Put it into the environment (such as WANDB_API_KEY) and delete it here."

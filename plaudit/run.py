@@ -156,7 +156,7 @@ class Run:
         kept = [row for row in self.metrics() if row["step"] <= step]
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the process before this one may have been killed between checkpoint and link
-            write_atomic(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+            write_atomic(self.metrics_file, "".join(map(_line, kept)))
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], trainer.step)
         with clear_write_errors(self.folder, self.checkpoints):
             self._write_about()
@@ -171,7 +171,7 @@ class Run:
         rows = []
         for number, line in enumerate(self.metrics_file.read_bytes().split(b"\n")[:-1], 1):
             try:
-                rows.append(json.loads(line))
+                rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
             except ValueError:
                 raise RunError(f"{self.metrics_file}:{number}: not JSON, the file is damaged; mend or delete that line") from None
         return rows
@@ -185,7 +185,7 @@ class Run:
             row["time/tokens_per_s"] = metrics["tokens"] / metrics["time/update_s"]
         row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
         with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_line(row))
         if self._trackers is not None:
             self._trackers.log(step, row)
         return row
@@ -273,6 +273,11 @@ def _fingerprint(path: Path) -> str:
         return fingerprint(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _line(row: dict[str, float]) -> str:
+    """Of metrics.jsonl. JSON has no NaN and no infinity, so a number that is not finite is null."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
 
 
 def _versions() -> dict[str, str]:

@@ -499,7 +499,7 @@ def test_secrets_of_the_environment_are_not_shown(complaint, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "correct horse")
     monkeypatch.setenv("OTHER_TOKEN", "correct horse battery")
     assert redact("it is correct horse battery.") == "it is $OTHER_TOKEN."
-    assert "$WANDB_API_KEY" in complaint(MINIMAL, "optim.lr=correct horse")
+    assert "run.project: keys and passwords do not belong in a recipe" in complaint(MINIMAL, "run.project=my correct horse")
     assert "$WANDB_API_KEY" in complaint(MINIMAL, "correct horse")
     assert str(PlauditError("no correct horse here")) == "no $WANDB_API_KEY here"
 

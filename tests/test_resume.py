@@ -48,7 +48,7 @@ def exact_metrics(run: Path) -> list[dict]:
 
 def assert_same_result(run: Path, reference: Path) -> None:
     last = f"checkpoints/step_{STEPS:06d}"
-    for file in ("model/model.safetensors", f"{last}/trainer.safetensors", f"{last}/state.json"):
+    for file in ("model/model.safetensors", f"{last}/trainer/00000.safetensors", f"{last}/state.json"):
         assert (run / file).read_bytes() == (reference / file).read_bytes(), file
     assert exact_metrics(run) == exact_metrics(reference)
 
@@ -117,12 +117,12 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_mode
     damaged = recipe_for(tmp_path, "damaged", tiny_model, rows_file, {})
     train_sft(damaged)
     before, last = sorted((tmp_path / "damaged/checkpoints").iterdir())[-2:]
-    state = last / "trainer.safetensors"
+    state = last / "trainer/00000.safetensors"
     os.truncate(state, state.stat().st_size // 2)
     capsys.readouterr()
     train_sft(damaged)
     said = capsys.readouterr().err
-    assert f"{last.name} is not whole (trainer.safetensors has" in said
+    assert f"{last.name} is not whole (trainer/00000.safetensors has" in said
     assert f"going on from {before}" in said
     assert_same_result(tmp_path / "damaged", tmp_path / "reference")
 

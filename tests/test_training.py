@@ -356,7 +356,7 @@ def test_dropout_is_keyed_by_the_step(tiny_model):
 
     def again(step: int) -> tuple[float, dict[str, Tensor]]:
         torch.rand(7)
-        trainer.load_state({**counts, "step": step}, {name: tensor.clone() for name, tensor in tensors.items()})
+        trainer.load_state({**counts, "step": step}, [{name: tensor.clone() for name, tensor in tensors.items()}])
         return trainer.update(batches, loss)["loss"], snapshot(trainer)
 
     first, second, other = again(1), again(1), again(2)

@@ -242,7 +242,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"no tokenizer could be loaded from {path}: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> ChatTemplate:

@@ -1,5 +1,6 @@
 """LoRA: adapters from peft on the model's own layers, and the whole weights they amount to."""
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ def attach_lora(model: PreTrainedModel, lora: Lora, seed: int) -> "PeftModel":
     )
     try:
         peft = get_peft_model(model, config, autocast_adapter_dtype=True)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight):  # pyright: ignore

@@ -2,7 +2,7 @@
 
     checkpoints/step_000040/
       model/                  the model in Hugging Face format: load it, serve it, start the next stage from it
-      trainer.safetensors     fp32 weights and AdamW's moments, by parameter name
+      trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name, a few gigabytes a file
       state.json              steps done, steps skipped, best validation so far
       manifest.json           every file and its size: a checkpoint that does not match was cut short
 
@@ -26,6 +26,8 @@ from plaudit.errors import PlauditError, RunError
 from plaudit.files import folder_written_aside, is_disk_error, remove_leftovers
 from plaudit.train.trainer import Trainer
 
+FILE_BYTES = 4 << 30  # of trainer/: one file's tensors pass through main memory at a time
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -37,7 +39,7 @@ class Checkpoint:
         return self.state["step"]
 
     def load_into(self, trainer: Trainer) -> None:
-        trainer.load_state(self.state, load_file(self.folder / "trainer.safetensors"))
+        trainer.load_state(self.state, map(load_file, sorted((self.folder / "trainer").glob("*.safetensors"))))
 
 
 def save_checkpoint(root: Path, trainer: Trainer, **notes: Any) -> Checkpoint:
@@ -50,11 +52,27 @@ def save_checkpoint(root: Path, trainer: Trainer, **notes: Any) -> Checkpoint:
         _require_space(final, [*tensors.values(), *trainer.policy.model.parameters()])
         with folder_written_aside(final) as folder:
             trainer.policy.save(folder / "model")
-            save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "trainer.safetensors")
+            (folder / "trainer").mkdir()
+            for number, part in enumerate(_parts(tensors, FILE_BYTES)):
+                save_file({name: t.contiguous() for name, t in part.items()}, folder / f"trainer/{number:05d}.safetensors")
             (folder / "state.json").write_text(json.dumps(state, indent=1))
             files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
             (folder / "manifest.json").write_text(json.dumps(files, indent=1))
     return Checkpoint(final, state)
+
+
+def _parts(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, as many at a time as stay within the limit (or one larger than it)."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        bytes_more = tensor.numel() * tensor.element_size()
+        if part and size + bytes_more > limit:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += bytes_more
+    yield part
 
 
 def _require_space(final: Path, tensors: list[Tensor]) -> None:

@@ -68,12 +68,16 @@ class Optimiser:
         return tensors
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, master in self.masters.items():
-            master.copy_(tensors[f"weight/{name}"])
-            self.adamw.state[master] = {
-                moment: tensors[f"{moment}/{name}"].to(device=master.device) for moment in MOMENTS if f"{moment}/{name}" in tensors
-            }
+    def load_state(self, parts: Iterable[dict[str, Tensor]]) -> None:
+        """What `state` gave, in any number of parts."""
+        for part in parts:
+            for key, tensor in part.items():
+                kind, _, name = key.partition("/")
+                master = self.masters[name]
+                if kind == "weight":
+                    master.copy_(tensor)
+                else:
+                    self.adamw.state[master][kind] = tensor.to(master.device)
         self._publish()
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,6 +75,6 @@ class Trainer:
     def state(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         return {"step": self.step, "skipped_steps": self.skipped_steps}, self.optimiser.state()
 
-    def load_state(self, counts: dict[str, int], tensors: dict[str, Tensor]) -> None:
+    def load_state(self, counts: dict[str, int], parts: Iterable[dict[str, Tensor]]) -> None:
         self.step, self.skipped_steps = counts["step"], counts["skipped_steps"]
-        self.optimiser.load_state(tensors)
+        self.optimiser.load_state(parts)
