@@ -1,9 +1,11 @@
 """The `plaudit` command. A wrong recipe is reported before torch is imported, so heavy imports stand inside the verbs."""
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Literal
 
 import typer
@@ -108,7 +110,7 @@ def load_checked(path: Path, overrides: list[str] | None, stage: str | None):
 
 def _require_model(loaded: LoadedRecipe) -> None:
     """A model setting that must be a folder here, and is not. (`org/name` may be on the hub; transformers will tell.)"""
-    from plaudit.config import nearest_path
+    from plaudit.errors import nearest_path
 
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
@@ -149,8 +151,13 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         ) from None
 
 
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
+
+
 def main() -> None:
-    """Run the command; what is the user's to mend is one line on stderr, the rest keeps its traceback."""
+    """Run the command; what is the user's to mend is one line on stderr, the rest keeps its traceback (less any secret)."""
+    sys.excepthook = _show_traceback
     try:
         app()
     except PlauditError as error:

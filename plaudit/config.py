@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, redact
+from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
 
 Place = tuple[str | int, ...]
@@ -127,6 +127,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise RecipeError(f"{where}: not valid YAML: {problem.removeprefix('but ')}") from None
+    except RecursionError:
+        raise RecipeError(f"{path} is not a recipe: it is nested too deeply") from None
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{path} is not a recipe: it should be settings like `model: {{path: …}}`, one section a line")
     sources: dict[Place, str] = {}
@@ -151,6 +153,8 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
         node = yaml.compose(text, Loader=_CoreLoader)
     except yaml.YAMLError:
         node = None if not text else yaml.ScalarNode("tag:yaml.org,2002:str", text)
+    except RecursionError:
+        raise RecipeError(f"command line: {name} is nested too deeply") from None
     given: dict[Place, str] = {}
     value = None if node is None else _build(node, place, given, file="")
     at[key] = value
@@ -168,16 +172,6 @@ def _key(container: Any, part: str, name: str) -> str | int:
     if isinstance(container, list) and part.isdecimal() and int(part) < len(container):
         return int(part)
     raise RecipeError(f"command line: {name}: there is no entry {part} in what the recipe has there")
-
-
-def nearest_path(path: Path) -> str:
-    """' Did you mean …?' with the most similar name in the same folder."""
-    parent = path.parent
-    if not parent.is_dir():
-        return f" There is no folder {parent} either." if str(parent) != "." else ""
-    # The names alone: below a long folder all paths look alike.
-    near = nearest(path.name, [child.name for child in parent.iterdir()])
-    return f" Did you mean {parent / near}?" if near else ""
 
 
 # Checking ------------------------------------------------------------------------------------------------------------
@@ -247,25 +241,39 @@ def _suggest(place: Place, recipe_class: type[BaseModel]) -> str:
 def _explain(error: ValidationError, recipe_class: type[BaseModel], sources: dict[Place, str], path: Path) -> Iterator[str]:
     """One line per mistake, in the words of the recipe rather than pydantic's."""
     fields = dict(settings(recipe_class))
+    given_places = {place[:n] for place in sources for n in range(len(place) + 1)}
     seen: set[Place] = set()
     for item in error.errors():
         context = item.get("ctx", {})
-        # pydantic adds the names of union members behind the setting's place; the setting is what the user wrote.
-        place: Place = tuple(item["loc"])
-        inside = item["type"] == "missing" and place not in fields
-        while place and place not in fields and place not in sources and item["type"] != "extra_forbidden":
+        # pydantic adds the names of union members inside and behind the setting's place; the setting is what the user wrote.
+        place: Place = ()
+        for part in item["loc"][:-1]:
+            place = (*place, part) if (*place, part) in given_places else place
+        place = (*place, *item["loc"][-1:])
+        inside = item["type"] == "missing" and isinstance(place[-1], int)
+        absent = item["type"] in ("missing", "extra_forbidden") and not inside
+        while place and place not in fields and place not in sources and not absent:
             place = place[:-1]
         if place in seen:
             continue
         seen.add(place)
         where = _where(place, sources, path) if place else str(path)
+        about = f" It is: {fields[place].description}" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
                 yield f"{where} is not a setting.{_suggest(place, recipe_class)}"
             case "missing" if inside:
-                yield f"{where} has too few values. It is: {fields[place].description}"
+                yield f"{where} has too few values.{about}"
             case "missing":
-                yield f"{where} is missing. It is: {fields[place].description}"
+                yield f"{where} is missing.{about}"
+            case "union_tag_not_found" | "union_tag_invalid" as kind:  # which of several sections a list's entry is
+                where = _where((*place, context["discriminator"].strip("'")), sources, path)
+                if kind == "union_tag_not_found":
+                    yield f"{where} is missing."
+                else:
+                    options, tag = context["expected_tags"], str(context["tag"])
+                    hint = did_you_mean(tag, re.findall(r"'([^']*)'", options), cutoff=0.4)
+                    yield f"{where} should be one of {options}, not {_shown(tag)}.{hint}"
             case "value_error":
                 yield f"{where}: {context['error']}"
             case kind:
@@ -278,9 +286,9 @@ def _explain(error: ValidationError, recipe_class: type[BaseModel], sources: dic
 def _wanted(item: Any) -> str:
     """What pydantic expected, in the recipe's words."""
     match item["type"]:
-        case "model_type":
+        case "model_type" | "model_attributes_type":
             return "a section"
-        case "tuple_type":
+        case "tuple_type" | "list_type":
             return "a list"
         case "too_long":
             return f"{item['ctx']['max_length']} values"

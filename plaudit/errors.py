@@ -7,8 +7,15 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
-SECRET_NAME = re.compile(r"((api|access|secret|private)[-_]?keys?|token|secrets?|passwords?|passwd|credentials?)$", re.IGNORECASE)
+_SECRETS = (
+    r"(api|access|secret|private)[-_]?keys?|(api|auth|access|hf|secret|bearer)[-_]?tokens?|secrets?|passwords?|passwd|credentials?"
+)
+SECRET_NAME = re.compile(f"({_SECRETS})$", re.IGNORECASE)
+"""Settings that would hold a secret. Not every token is one: stop_token is not."""
+# In the environment any token or key is taken for one: redacting too much does no harm there.
+SECRET_VARIABLE = re.compile(f"({_SECRETS}|tokens?|(^|_)keys?)$", re.IGNORECASE)
 # What well-known services' keys look like, for the ones that never were in our environment. Names such as
 # hf-internal-testing/tiny-random-llama must not look like one.
 SECRET_SHAPE = re.compile(
@@ -55,10 +62,20 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
     return f" Did you mean {near}?" if near else ""
 
 
+def nearest_path(path: Path) -> str:
+    """' Did you mean …?' with the most similar name in the same folder."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f" There is no folder {parent} either." if str(parent) != "." else ""
+    # The names alone: below a long folder all paths look alike.
+    near = nearest(path.name, [child.name for child in parent.iterdir()])
+    return f" Did you mean {parent / near}?" if near else ""
+
+
 def redact(text: str) -> str:
     """The text without any secret: values of secret-named environment variables, and strings shaped like keys."""
     # Longest first: a secret that begins with another one must not leave its tail behind.
     for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
-        if SECRET_NAME.search(name) and len(value) >= 8:
+        if SECRET_VARIABLE.search(name) and len(value) >= 8:
             text = text.replace(value, f"${name}")
     return SECRET_SHAPE.sub("[secret]", text)

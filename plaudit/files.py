@@ -30,8 +30,10 @@ def folder_written_aside(final: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
+        readable = 0o666 & ~_umask()
         for path in aside.rglob("*"):
             if path.is_file():
+                path.chmod(readable)  # safetensors makes files that no server under another name could read
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             else:
@@ -48,6 +50,12 @@ def folder_written_aside(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
@@ -70,6 +78,23 @@ def fingerprint(path: Path) -> str:
             while block := content.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def sketch(folder: Path) -> str:
+    """Changes when a model in a folder does: names, sizes and both ends of each file, for whole weights take too long to read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(1 << 20))
+            content.seek(max(0, size - (1 << 20)))
+            digest.update(content.read())
+    return digest.hexdigest()
+
+
+def digest_of(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

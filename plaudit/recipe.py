@@ -15,10 +15,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
+    ValidationError,
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 
 class Section(BaseModel):
@@ -26,14 +27,20 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic takes `lr: true` for 1.0; nobody means that.
-        boolean = next((v for v in (value if isinstance(value, list) else [value]) if isinstance(v, bool)), None)
-        if boolean is not None and bool not in _leaf_types(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError(f"should not be {str(boolean).lower()}")
-        return value
+    def _numbers_are_not_booleans(cls, given: Any) -> Any:
+        # pydantic takes `lr: true` for 1.0; nobody means that. (A validator of each field would do, but pydantic allows
+        # none on the field that tells the sections of a list apart.)
+        wrong = []
+        for name, value in given.items() if isinstance(given, dict) else ():
+            boolean = next((v for v in (value if isinstance(value, list) else [value]) if isinstance(v, bool)), None)
+            if boolean is not None and name in cls.model_fields and bool not in _leaf_types(cls.model_fields[name].annotation):
+                reason = {"error": ValueError(f"should not be {str(boolean).lower()}")}
+                wrong.append(InitErrorDetails(type="value_error", loc=(name,), input=value, ctx=reason))
+        if wrong:
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        return given
 
 
 def _leaf_types(annotation: Any) -> set[Any]:
@@ -45,8 +52,14 @@ def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _any_number(value: Any) -> Any:
+    return () if value is None else _one_or_more(value)
+
+
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 """A path or a list of paths."""
+FilesOrNone = Annotated[tuple[str, ...], BeforeValidator(_any_number)]
+"""The same, or null for none: `data.val=` takes back what a recipe has."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -91,7 +104,7 @@ class Model(Section):
 class SFTData(Section):
     train: Files
     """Files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info."""
-    val: Files = ()
+    val: FilesOrNone = ()
     """The same, for the validation loss."""
     dataset_info: str | None = None
     """A LLaMA-Factory dataset_info.json; train and val may then be names in it."""
@@ -139,12 +152,18 @@ class Optim(Section):
     min_lr_ratio: Fraction = 0.0
     """The schedule ends at this share of lr."""
     decay_ratio: Fraction = 0.1
-    """wsd only: the share of all steps over which the rate falls."""
+    """wsd only: the share of all steps over which the rate falls; at most what the warm-up leaves."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "Optim":
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("give warmup_steps or warmup_ratio, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _an_end_to_fall_to(self) -> "Optim":
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError("min_lr_ratio means nothing where schedule is constant; leave it out, or choose another schedule")
         return self
 
 
@@ -159,6 +178,8 @@ class Run(Section):
     """Steps between validations; besides them, one before the first step and one after the last."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; the last step always makes one."""
+    save_every_minutes: PositiveFloat | None = 30.0
+    """A checkpoint after so many minutes without one; null for none. When a run is saved does not change its result."""
     keep_last: PositiveInt = 2
     """Checkpoints kept."""
     keep_best: bool = True
@@ -192,9 +213,16 @@ class SFTRecipe(Section):
     """Where the run lives and how long it goes."""
 
     RESUME_MAY_CHANGE: ClassVar[frozenset[str]] = frozenset(
-        {"run.dir", "run.save_every", "run.keep_last", "run.keep_best", "run.trackers", "run.project"}
-    )
+        {
+            "run.dir", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers", "run.project",
+            "train.max_skipped_steps",
+        }
+    )  # fmt: skip
     """Settings that cannot change the trained weights, so a resumed run may differ in them."""
+    RESUME_CHANGES_ROUNDING: ClassVar[frozenset[str]] = frozenset(
+        {"train.tokens_per_micro_batch", "model.gradient_checkpointing", "run.validate_every", "run.device", "run.repeatable"}
+    )
+    """Settings that change results in the last bits at most (or when they are measured): allowed, and said."""
 
 
 Recipe = SFTRecipe

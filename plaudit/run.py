@@ -1,7 +1,7 @@
 """The run folder: what was asked, what happened, and everything needed to go on.
 
     recipe.yaml       the resolved recipe, each value with where it came from
-    run.json          versions, git state, the recipe and data it belongs to, trackers' ids
+    run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
     metrics.jsonl     one line per step; names under `time/` are the machine's, all others are exact and repeat
     curves.png        the same, drawn
     checkpoints/      train/checkpoint.py;  best → the one with the lowest validation loss
@@ -25,9 +25,10 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from plaudit import __version__
-from plaudit.config import LoadedRecipe, flatten, to_yaml
+from plaudit.config import LoadedRecipe, flatten, settings, to_yaml
 from plaudit.errors import DataError, Interrupted, RunError, redact
 from plaudit.files import fingerprint, folder_written_aside, remove_leftovers, write_atomic
+from plaudit.recipe import Recipe
 from plaudit.report.curves import draw_curves
 from plaudit.report.progress import say
 from plaudit.trackers import Trackers
@@ -48,23 +49,26 @@ DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 class Run:
     """A run folder, held for this process alone. Use it as a context manager."""
 
-    def __init__(self, loaded: LoadedRecipe, data_files: list[Path]):
+    def __init__(self, loaded: LoadedRecipe, data_files: list[Path], inputs: dict[str, str] | None = None):
+        """`inputs` are digests of what else the result depends on, by a name that a person understands."""
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics_file = self.folder / "metrics.jsonl"
         self.interrupted = False
         self.best: dict[str, float] | None = None
-        self._loaded, self._data_files = loaded, data_files
+        self._loaded, self._data_files, self._inputs = loaded, data_files, inputs or {}
+        self._handlers: dict[signal.Signals, Any] = {}
         self._trackers: Trackers | None = None
         self._saved_step: int | None = None
-        self._step_began = self._drawn_at = time.monotonic()
+        self._step_began = self._drawn_at = self._saved_at = time.monotonic()
 
     def __enter__(self) -> Self:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign_files()
             self._lock = (self.folder / ".lock").open("a")
+            os.register_at_fork(after_in_child=self._lock.close)  # or a worker that outlives us would keep the folder
         except OSError as error:
             raise RunError(f"run.dir: {self.folder} cannot be made or written to: {error}") from None
         try:
@@ -72,7 +76,6 @@ class Run:
         except BaseException:
             self._lock.close()
             raise
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _hold(self) -> None:
@@ -113,21 +116,25 @@ class Run:
     def _same_run_or_refuse(self) -> dict[str, Any]:
         """What run.json should say; an error if the folder holds a run of another recipe or other data."""
         recipe = flatten(self.recipe)
-        data = {str(path): _fingerprint(path) for path in self._data_files}
-        about = {"recipe": recipe, "data": data, "versions": _versions(), "git": _git_state(), "trackers": {}}
+        inputs = {str(path): _fingerprint(path) for path in self._data_files} | self._inputs
+        about = {"recipe": recipe, "inputs": inputs, "versions": _versions(), "git": _git_state(), "trackers": {}}
         file = self.folder / "run.json"
         if not file.exists():
             return about
         before = _read_about(file)
-        changed = [
-            f"  {name}: {_shown(name, before['recipe'])} there, {_shown(name, recipe)} now"
-            for name in sorted(before["recipe"].keys() | recipe.keys())
-            if before["recipe"].get(name) != recipe.get(name) and name not in self.recipe.RESUME_MAY_CHANGE
-        ]
+        then = {**_defaults_since(before["recipe"], self.recipe), **before["recipe"]}
+        differ = [name for name in sorted(then.keys() | recipe.keys()) if then.get(name) != recipe.get(name)]
+        described = {name: f"  {name}: {_shown(name, then)} there, {_shown(name, recipe)} now" for name in differ}
+        rounding = [described[name] for name in differ if name in self.recipe.RESUME_CHANGES_ROUNDING]
+        if rounding and self._has_results():
+            note = "  so its result is not that of an uninterrupted run to the last bit"
+            say("\n".join([f"{self.folder} goes on with", *rounding, note]), "yellow")
+        fixed = self.recipe.RESUME_MAY_CHANGE | self.recipe.RESUME_CHANGES_ROUNDING
+        changed = [described[name] for name in differ if name not in fixed]
         changed += [
-            f"  {path}: {'its content has changed' if path in before['data'].keys() & data.keys() else 'not part of both runs'}"
-            for path in sorted(before["data"].keys() | data.keys())
-            if before["data"].get(path) != data.get(path)
+            f"  {path}: {'its content has changed' if path in before['inputs'].keys() & inputs.keys() else 'not part of both runs'}"
+            for path in sorted(before["inputs"].keys() | inputs.keys())
+            if before["inputs"].get(path) != inputs.get(path)
         ]
         if not changed:
             return {**about, "trackers": before["trackers"]}
@@ -145,8 +152,10 @@ class Run:
         """Bring the trainer, the best score and the metrics to the newest whole checkpoint, if there is one."""
         with clear_write_errors(self.folder, self.checkpoints):
             checkpoint, warnings = find_checkpoint(self.checkpoints)
+        if warnings and checkpoint is None:
+            raise RunError("\n".join([*warnings, "No checkpoint is left to go on from. To begin again, delete them."]))
         for warning in warnings:
-            say(warning, "yellow")
+            say(f"{warning}; going back to the one before", "yellow")
         step = -1
         if checkpoint is not None:
             checkpoint.load_into(trainer)
@@ -160,7 +169,9 @@ class Run:
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], trainer.step)
         with clear_write_errors(self.folder, self.checkpoints):
             self._write_about()
-        self._step_began = time.monotonic()
+        self._step_began = self._saved_at = time.monotonic()
+        # Only now: before there is something to save, Ctrl-C should simply stop.
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
 
     # Recording
 
@@ -202,12 +213,20 @@ class Run:
 
     # Saving
 
+    def due_to_save(self, step: int, total: int) -> bool:
+        minutes = self.recipe.run.save_every_minutes
+        overdue = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+        return overdue or self.due(self.recipe.run.save_every, step, total)
+
     def save(self, trainer: Trainer) -> None:
         """A checkpoint of this step, unless there is one already; older ones go."""
         if self._saved_step == trainer.step:
             return
+        if self.metrics_file.exists():
+            with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
+                os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
         save_checkpoint(self.checkpoints, trainer, best=self.best)
-        self._saved_step = trainer.step
+        self._saved_step, self._saved_at = trainer.step, time.monotonic()
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
@@ -257,11 +276,21 @@ def _read_about(file: Path) -> dict[str, Any]:
     """A run.json, if it is one of ours."""
     try:
         about = json.loads(file.read_bytes())
-        if all(isinstance(about[part], dict) for part in ("recipe", "data", "trackers")):
+        if all(isinstance(about[part], dict) for part in ("recipe", "inputs", "trackers")):
             return about
     except (OSError, ValueError, LookupError, TypeError):
         pass
     raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
+
+
+def _defaults_since(before: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Settings that are newer than the run had their defaults in it; those of a section it did not have (LoRA) had none."""
+    known = {".".join(map(str, place)): info for place, info in settings(type(recipe)) if not info.is_required()}
+    return {
+        name: json.loads(json.dumps(known[name].default))
+        for name in flatten(recipe).keys() & known.keys()
+        if name.rpartition(".")[0] not in before
+    }
 
 
 def _shown(name: str, recipe: dict[str, Any]) -> str:

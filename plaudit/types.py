@@ -35,6 +35,7 @@ class Prompt:
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,20 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
+from typing import Annotated, Literal
 
 import pytest
 from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from plaudit.config import LoadedRecipe, flatten, load, nearest_path, to_yaml
+from plaudit.config import LoadedRecipe, flatten, load, to_yaml
 from plaudit.config import settings as recipe_settings
-from plaudit.errors import PlauditError, RecipeError, redact
-from plaudit.recipe import STAGES, SFTRecipe
+from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
+from plaudit.recipe import STAGES, Optim, Section, SFTRecipe
+from plaudit.train.schedule import lr_at
 
 MINIMAL = """\
 model: {path: m}
@@ -139,6 +142,7 @@ def test_anchors_work(read):
         ("\nseed: !!python/name:os.system x", "r.yaml:2: seed: the YAML tag "),
         ("\nmodel: !!set {path}", "r.yaml:2: model: the YAML tag set has no meaning"),
         ("model: &m {path: *m}", "r.yaml:1: model.path is nested too deeply"),
+        (f"seed: {'[' * 5000}", "r.yaml is not a recipe: it is nested too deeply"),
     ],
 )
 def test_not_a_recipe(complaint, text, message):
@@ -230,7 +234,10 @@ def test_unknown_settings_are_located(complaint):
         ),
         ("optim.schedule=zzz", "should be 'constant', 'linear', 'cosine' or 'wsd', not \"zzz\"."),
         ("optim={warmup_steps: 3, warmup_ratio: 0.1}", "optim: give warmup_steps or warmup_ratio, not both"),
+        ("optim={schedule: constant, min_lr_ratio: 0.1}", "optim: min_lr_ratio means nothing where schedule is constant"),
         ("data.train=[]", "data.train: names no file"),
+        ("data.train=null", "data.train should be a list, not null."),
+        ("data.val=true", "data.val: should not be true"),
         ("model.lora.targets=[q_proj, lm_head]", "model.lora.targets: lm_head cannot be adapted"),
     ],
 )
@@ -247,6 +254,52 @@ def test_mistakes_are_located_and_each_gets_a_line(complaint, read):
     with pytest.raises(RecipeError) as caught:
         read(MINIMAL, "optim.lr=fast", "sed=1", "optim.betas=[0]")
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_every_boolean_that_should_be_a_number_gets_a_line(read, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        read(f"{MINIMAL}optim:\n  lr: true\n  eps: false\n", "seed=x", "model.lora.rank=true")
+    assert str(caught.value).replace(f"{tmp_path}/", "").splitlines() == [
+        'r.yaml (command line): seed should be a valid integer, not "x".',
+        "r.yaml (command line): model.lora.rank: should not be true",
+        "r.yaml:5: optim.lr: should not be true",
+        "r.yaml:6: optim.eps: should not be false",
+    ]
+
+
+class Length(Section):
+    kind: Literal["length"]
+    weight: float = 1.0
+    limit: int
+
+
+class Judge(Section):
+    kind: Literal["judge"]
+    model: str = ""
+
+
+class WithRewards(SFTRecipe):
+    rewards: list[Annotated[Length | Judge, Field(discriminator="kind")]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{kind: length, limit: 1, weight: true}", "r.yaml:5: rewards.0.weight: should not be true"),
+        ("{kind: length, limit: x}", 'r.yaml:5: rewards.0.limit should be a valid integer, not "x".'),
+        ("{kind: length}", "r.yaml:5: rewards.0.limit is missing."),
+        ("{kind: judge, limit: 1}", "r.yaml:5: rewards.0.limit is not a setting."),
+        ("{kind: juge}", "r.yaml:5: rewards.0.kind should be one of 'length', 'judge', not \"juge\". Did you mean judge?"),
+        ("{limit: 1}", "r.yaml:5: rewards.0.kind is missing."),
+        ("length", 'r.yaml:5: rewards.0 should be a section, not "length".'),
+    ],
+)
+def test_a_list_of_sections_told_apart_by_their_kind(read, complaint, monkeypatch, entry, message):
+    monkeypatch.setitem(STAGES, "sft", WithRewards)
+    good = read(f"{MINIMAL}rewards:\n- {{kind: judge, model: m}}\n- {{kind: length, limit: 3}}\n").recipe
+    assert isinstance(good, WithRewards)
+    assert good.rewards == [Judge(kind="judge", model="m"), Length(kind="length", limit=3)]
+    assert complaint(f"{MINIMAL}rewards:\n- {entry}\n").startswith(message)
 
 
 def test_missing_settings_say_what_they_are(complaint):
@@ -300,6 +353,13 @@ def test_overrides_reach_everything(read):
     assert recipe.optim.lr == 1.0
 
 
+@pytest.mark.parametrize("override", ["data.val=null", "data.val=", "data.val=[]"])
+def test_files_that_have_a_default_can_be_taken_back(read, override):
+    text = "model: {path: m}\ndata: {train: a, val: b}\nrun: {dir: d}\n"
+    assert read(text).recipe.data.val == ("b",)
+    assert read(text, override).recipe.data.val == ()
+
+
 def test_command_line_beats_file_beats_default(read):
     text = f"{MINIMAL}optim: {{lr: 0.5, eps: 0.5}}\n"
     assert read(text).recipe.optim.lr == 0.5
@@ -323,6 +383,7 @@ def test_command_line_beats_file_beats_default(read):
         ("optim..lr=1", "optim. is not a setting"),
         ("optim={lr: 1, lr: 2}", "command line: optim.lr is given twice"),
         ("optim.lr=!!int x", 'command line: optim.lr: "x" is not of YAML\'s type int'),
+        (f"optim.lr={'[' * 5000}", "command line: optim.lr is nested too deeply"),
     ],
 )
 def test_overrides_that_cannot_be_used(complaint, override, message):
@@ -446,6 +507,17 @@ def test_what_a_resumed_run_may_change_exists(stage):
     assert {".".join(place) for place, _ in recipe_settings(STAGES[stage])} >= STAGES[stage].RESUME_MAY_CHANGE
 
 
+@pytest.mark.parametrize("warmup", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("decay", [0.2, 0.5, 1.0])
+def test_wsd_does_not_jump_where_warmup_and_decay_would_overlap(warmup, decay):
+    optim = Optim(lr=1.0, schedule="wsd", warmup_ratio=warmup, decay_ratio=decay)
+    rates = [lr_at(step, 10, optim) for step in range(10)]
+    assert max(rates) == 1.0
+    longest = max(abs(b - a) for a, b in pairwise(rates))
+    spans = [span for span in (warmup, min(decay, 1 - warmup)) if span]
+    assert longest <= 1 / (10 * min(spans)) + 1e-9
+
+
 # Secrets -------------------------------------------------------------------------------------------------------------
 
 
@@ -457,6 +529,9 @@ def test_what_a_resumed_run_may_change_exists(stage):
         f"aws.secret_access_key={SECRET}",
         f"openai.secret_key={SECRET}",
         f"run.token={SECRET}",
+        "run.hf_token=a",
+        "judge.auth-token=a",
+        "judge.bearer_token=a",
         f"model.password={SECRET}",
         f"run.project={SECRET}",
         f"data.train=[a, {SECRET}]",
@@ -468,6 +543,11 @@ def test_secrets_are_refused_and_not_shown(complaint, override):
     assert f"{name}" in message
     assert "keys and passwords do not belong in a recipe. Put it into the environment" in message
     assert SECRET not in message
+
+
+@pytest.mark.parametrize("name", ["stop_token", "end_token", "max_tokens", "key"])
+def test_not_every_token_is_a_secret(complaint, name):
+    assert f"run.{name} is not a setting." in complaint(MINIMAL, f"run.{name}='<|im_end|>'")
 
 
 def test_secrets_are_located(complaint):
@@ -502,6 +582,8 @@ def test_secrets_of_the_environment_are_not_shown(complaint, monkeypatch):
     assert "run.project: keys and passwords do not belong in a recipe" in complaint(MINIMAL, "run.project=my correct horse")
     assert "$WANDB_API_KEY" in complaint(MINIMAL, "correct horse")
     assert str(PlauditError("no correct horse here")) == "no $WANDB_API_KEY here"
+    monkeypatch.setenv("AZURE_OPENAI_KEY", "staple gun")
+    assert redact("it is staple gun.") == "it is $AZURE_OPENAI_KEY."
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
+from plaudit.data.examples import _cut
 from plaudit.data.order import RowOrder, stable_seed
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.rows import read_rows
@@ -392,6 +393,10 @@ def test_names_and_files_can_be_mixed_and_mistyped(info, tmp_path):
         ('{"mine": {"hf_hub_url": "someone/rows"}}', "mine is not a local file of conversations"),
         ('{"mine": {"file_name": "a.jsonl", "ranking": true}}', "mine is not a local file of conversations"),
         ('{"mine": {"file_name": "a.jsonl", "formatting": "openai"}}', "formatting 'openai' is not one of alpaca, sharegpt"),
+        ('{"mine": {"file_name": ["a.jsonl"]}}', "dataset_info.json: mine: file_name should be text, not list"),
+        ('{"mine": {"file_name": "a.jsonl", "columns": ["q", "a"]}}', 'mine: columns should be {"name": "name in the file", …}'),
+        ('{"mine": {"file_name": "a.jsonl", "columns": {"prompt": ["q"]}}}', "mine: columns should be"),
+        ('{"mine": {"file_name": "a.jsonl", "tags": "role"}}', "mine: tags should be"),
         ('{"mine": 3}', 'should be LLaMA-Factory\'s {"name": {"file_name": …}, …}'),
         ("[]", "should be LLaMA-Factory's"),
         ("{\n!", "dataset_info.json:2: not valid JSON"),
@@ -430,14 +435,32 @@ def test_prompts_of_verl(tmp_path):
     }
     [prompt] = read_prompts(Source(write_parquet(tmp_path / "a.parquet", [row])))
     assert prompt.messages == row["prompt"]
-    assert (prompt.id, prompt.data_source, prompt.ground_truth) == ("a.parquet:0", "math", "42")
+    assert (prompt.id, prompt.data_source, prompt.ground_truth) == (f"{tmp_path}/a.parquet:0", "math", "42")
     assert prompt.extra_info == {"index": 3, "split": None}
 
 
 def test_prompts_may_be_bare(tmp_path):
     first, second = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": [USER]}])))
     assert first.messages == second.messages == [USER]
-    assert (second.id, second.data_source, second.ground_truth, second.extra_info) == ("a.jsonl:1", "", None, {})
+    assert (second.id, second.data_source, second.ground_truth, second.extra_info) == (f"{tmp_path}/a.jsonl:1", "", None, {})
+
+
+def test_ids_of_like_named_files_differ(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        write_jsonl(Path(folder, "train.jsonl"), [{"prompt": "hi"}])
+    ids = [prompt.id for folder in ("a", "b") for prompt in read_prompts(Source(Path(folder, "train.jsonl")))]
+    assert ids == ["a/train.jsonl:0", "b/train.jsonl:0"]
+
+
+def test_prompts_may_have_tools(tmp_path):
+    tool = {"type": "function", "function": {"name": "add"}}
+    for write, name in ((write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")):
+        rows = [{"prompt": "hi", "tools": [tool]}, {"prompt": "hi", "tools": None}]
+        assert [prompt.tools for prompt in read_prompts(Source(write(tmp_path / name, rows)))] == [[tool], None]
+    [prompt] = read_prompts(Source(write_jsonl(tmp_path / "text.jsonl", [{"prompt": "hi", "tools": json.dumps([tool])}])))
+    assert prompt.tools == [tool]
 
 
 @pytest.mark.parametrize(
@@ -448,6 +471,10 @@ def test_prompts_may_be_bare(tmp_path):
         ({"prompt": [{"role": "usr", "content": "x"}]}, "Did you mean user?"),
         ({"prompt": "hi", "extra_info": "x"}, "row 1: extra_info should have fields, not be str"),
         ({"prompt": "hi", "reward_model": [1]}, "row 1: reward_model should have fields, not be list"),
+        ({"prompt": "hi", "data_source": ["math"]}, "row 1: data_source should be text, not list"),
+        ({"prompt": "hi", "tools": "{"}, "row 1: tools are not valid JSON"),
+        ({"prompt": "hi \ud800"}, "row 1: has half a character in its text: \\ud800"),
+        ({"prompt": "hi", "reward_model": {"ground_truth": "\udc00"}}, "row 1: has half a character in its text: \\udc00"),
     ],
 )
 def test_rows_that_cannot_be_sampled_are_named(tmp_path, row, message):
@@ -466,6 +493,46 @@ def test_real_prompts(real_data, name, count, data_source, has_truth):
     assert all(prompt.messages[-1]["role"] == "user" and prompt.messages[-1]["content"].strip() for prompt in prompts)
     assert all((prompt.ground_truth is not None) == has_truth for prompt in prompts)
     assert all({"index", "split"} <= prompt.extra_info.keys() for prompt in prompts)
+
+
+# Odd JSON ------------------------------------------------------------------------------------------------------------
+
+
+def test_half_a_character_names_its_row(tmp_path):
+    """json reads a lone surrogate; the tokenizer would fail on it with a TypeError."""
+    good, bad = {"messages": [USER, ASSISTANT]}, {"messages": [USER, {"role": "assistant", "content": "so \ud83d"}]}
+    message = complaint(read_conversations, Source(write_jsonl(tmp_path / "a.jsonl", [good, bad])))
+    assert message.startswith(f"{tmp_path}/a.jsonl: row 1: has half a character in its text: \\ud83d is a surrogate")
+    smile = {"messages": [USER, {"role": "assistant", "content": "so \U0001f600"}]}  # written as two halves that fit
+    assert turns(write_jsonl(tmp_path / "b.jsonl", [smile]))[0][1] == ("assistant", "so \U0001f600")
+    tools = write_parquet(tmp_path / "a.parquet", [good | {"tools": '["\\ud800"]'}])
+    assert "row 0: has half a character" in complaint(read_conversations, Source(tools))
+
+
+def test_deep_json_names_its_line(tmp_path):
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "a.jsonl").write_text(f'{{"messages": []}}\n{{"messages": {deep}}}\n')
+    assert complaint(read_rows, tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl:2: the JSON that begins here is nested too")
+    (tmp_path / "dataset_info.json").write_text(deep)
+    assert "nested too deeply" in complaint(resolve_sources, ["a"], str(tmp_path / "dataset_info.json"), "data.train")
+    row = {"messages": [USER, ASSISTANT], "tools": deep}
+    assert "row 0: tools are nested too deeply" in complaint(read_conversations, Source(write_jsonl(tmp_path / "t.jsonl", [row])))
+
+
+def test_a_number_without_end_names_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text(f'{{"messages": {"9" * 5000}}}\n')
+    assert f"{tmp_path}/a.jsonl:1: the JSON that begins here cannot be read" in complaint(read_rows, tmp_path / "a.jsonl")
+
+
+# Cutting -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_cut_row_does_not_keep_the_whole_one(left):
+    cut = _cut(example(1000), 10, left=left)
+    assert len(cut) == 10
+    assert cut.tokens.base is None
+    assert cut.loss_mask.base is None
 
 
 # Order ---------------------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def test_several_training_files_are_one_set_of_rows(tmp_path, recipe, capsys):
     assert len(metrics_of(tmp_path / "parts")) == 5
     weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("parts", "whole")]
     assert weights[0] == weights[1]
-    assert set(json.loads((tmp_path / "parts/run.json").read_text())["data"]) == set(map(str, files))
+    assert set(json.loads((tmp_path / "parts/run.json").read_text())["inputs"]) > set(map(str, files))
 
 
 @pytest.mark.parametrize("too_long", ["filter", "cut_left", "cut_right", "error"])
@@ -498,7 +498,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, recipe, monkeypat
 
 
 def test_a_copy_of_a_checkpoint_is_its_owners(tmp_path, recipe):
-    file = recipe(run={"max_steps": 4, "save_every": 1, "keep_last": 1})
+    file = recipe(run={"max_steps": 4, "save_every": 1, "keep_last": 2})
     train_sft(file)
     run = tmp_path / "run"
     copy = run / "checkpoints/step_000004_good"
@@ -716,3 +716,78 @@ def test_a_large_trainer_state_is_split_over_files(tmp_path, tiny_model, rows_fi
     train_sft(split)
     weights = "model/model.safetensors"
     assert (tmp_path / "split" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+@pytest.mark.parametrize("what", ["the model", "the tokenizer", "the chat template"])
+def test_another_model_under_the_same_name_is_refused(tmp_path, tiny_model, rows_file, what):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    file = write_recipe(tmp_path / "r.yaml", sft_recipe(model, rows_file, tmp_path / "run", run={"max_steps": 2}))
+    train_sft(file)
+    if what == "the model":
+        weights = model / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    elif what == "the tokenizer":
+        tree = json.loads((model / "tokenizer.json").read_text())
+        tree["model"]["merges"] = tree["model"]["merges"][:-1]
+        (model / "tokenizer.json").write_text(json.dumps(tree))
+    else:
+        template = model / "chat_template.jinja"
+        template.write_text(template.read_text() + "{# a remark #}")
+    with pytest.raises(RunError, match=f"{what}: its content has changed"):
+        train_sft(file)
+
+
+def test_settings_that_only_change_rounding_may_change_and_it_is_said(tmp_path, recipe, monkeypatch, capsys):
+    file = recipe(run={"max_steps": 4, "save_every": 2})
+    with monkeypatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train_sft(file)
+    train_sft(file, "train.tokens_per_micro_batch=64", "model.gradient_checkpointing=true")
+    said = capsys.readouterr().err
+    assert "train.tokens_per_micro_batch: 128 there, 64 now" in said
+    assert "not that of an uninterrupted run to the last bit" in said
+
+
+def test_a_setting_newer_than_the_run_counts_as_its_default(copy_of_finished, plaudit):
+    run, command = copy_of_finished
+    about = json.loads((run / "run.json").read_text())
+    assert about["recipe"].pop("optim.decay_ratio") == 0.1
+    (run / "run.json").write_text(json.dumps(about))
+    assert plaudit("sft", *command)[0] == 0
+
+
+def test_when_no_checkpoint_is_whole_nothing_is_thrown_away(tmp_path, recipe):
+    file = recipe(run={"max_steps": 2})
+    train_sft(file)
+    weights = tmp_path / "run/checkpoints/step_000002/trainer/00000.safetensors"
+    weights.write_bytes(b"\0" * weights.stat().st_size)  # the right size, and nothing in it
+    metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match=r"content is damaged[\s\S]*No checkpoint is left"):
+        train_sft(file)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_trainer_state_without_a_weight_is_refused(tmp_path, recipe):
+    """Or a run would go on from the untrained model and call it resumed."""
+    file = recipe(run={"max_steps": 2})
+    train_sft(file)
+    folder = tmp_path / "run/checkpoints/step_000002"
+    (folder / "trainer/00000.safetensors").unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["trainer/00000.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="trainer state is not whole"):
+        train_sft(file)
+
+
+def test_a_checkpoint_is_made_after_some_minutes_without_one(tmp_path, recipe):
+    train_sft(recipe(run={"max_steps": 3, "keep_last": 9, "save_every_minutes": 1e-9}))
+    assert checkpoints_of(tmp_path / "run") == [1, 2, 3]
+
+
+def test_saved_models_are_as_readable_as_other_files(tmp_path, finished):
+    _, run = finished
+    (tmp_path / "plain").touch()
+    modes = {path.stat().st_mode & 0o777 for path in (run / "model").iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}

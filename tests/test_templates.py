@@ -529,6 +529,14 @@ def test_a_template_from_a_file():
         load_template(byte_tokenizer(), str(FOLDER / "granit.jinja"))
 
 
+def test_a_template_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "folder.jinja").mkdir()
+    (tmp_path / "latin.jinja").write_bytes("{# größer #}".encode("latin-1"))
+    for name in ("folder", "latin"):
+        with pytest.raises(RecipeError, match=rf"model\.chat_template: .*{name}\.jinja cannot be read: "):
+            load_template(byte_tokenizer(), str(tmp_path / f"{name}.jinja"))
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_a_template_from_another_models_folder(tmp_path, several):
     core = byte_tokenizer().backend_tokenizer

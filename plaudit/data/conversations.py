@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plaudit.config import nearest_path
 from plaudit.data.rows import Rows, parse_json, read_rows
-from plaudit.errors import DataError, did_you_mean
+from plaudit.errors import DataError, did_you_mean, nearest_path
 from plaudit.types import Conversation, Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -97,8 +96,17 @@ def _entry_source(name: str, entry: dict[str, Any], info: Path) -> Source:
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt"):
         raise DataError(f"{info}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
-    schema = Schema(formatting, dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
+    if not isinstance(entry["file_name"], str):
+        raise DataError(f"{info}: {name}: file_name should be text, not {_kind(entry['file_name'])}")
+    schema = Schema(formatting, _names(entry, "columns", f"{info}: {name}"), _names(entry, "tags", f"{info}: {name}"))
     return Source(info.parent / entry["file_name"], schema)
+
+
+def _names(entry: dict[str, Any], key: str, where: str) -> dict[str, str]:
+    names = entry.get(key) or {}
+    if not isinstance(names, dict) or not all(value is None or isinstance(value, str) for value in names.values()):
+        raise DataError(f'{where}: {key} should be {{"name": "name in the file", …}}')
+    return {name: value for name, value in names.items() if value is not None}
 
 
 # Conversations -------------------------------------------------------------------------------------------------------
@@ -112,6 +120,7 @@ def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
         where = f"{rows.source}: row {number}"
         conversation = convert(_without_nulls(row) if rows.nulls_mean_absent else row, where)
         _check(conversation, where)
+        _check_text([conversation.messages, conversation.tools], where)
         yield where, conversation
 
 
@@ -188,6 +197,8 @@ def _tools(value: Any, where: str) -> list[Any] | None:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: tools are not valid JSON: {error}") from None
+        except RecursionError:
+            raise DataError(f"{where}: tools are nested too deeply") from None
     if value and not isinstance(value, list):
         raise DataError(f"{where}: tools should be a list, not {_kind(value)}")
     return value or None
@@ -252,6 +263,17 @@ def _check(conversation: Conversation, where: str) -> None:
         raise DataError(f"{where}: every assistant message is empty")
 
 
+def _check_text(values: list[Any], where: str) -> None:
+    """JSON may hold `\\ud800`, half of a character: Python reads it, and no tokenizer takes it."""
+    try:
+        json.dumps(values, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"{where}: has half a character in its text: {half} is a surrogate without its other half") from None
+    except RecursionError:
+        raise DataError(f"{where}: is nested too deeply") from None
+
+
 def _kind(value: Any) -> str:
     if value is None:
         return "nothing"
@@ -262,7 +284,7 @@ def _kind(value: Any) -> str:
 
 
 def read_prompts(source: Source) -> Iterator[Prompt]:
-    """Each row of verl's RL schema as a prompt to sample from. Ids are file name and row number."""
+    """Each row of verl's RL schema as a prompt to sample from. Ids are path, as given, and row number."""
     rows = read_rows(source.path)
     rows.require(
         "prompt",
@@ -274,10 +296,17 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
         for name, value in (("extra_info", extra), ("reward_model", reward_model)):
             if not isinstance(value, dict):
                 raise DataError(f"{where}: {name} should have fields, not be {_kind(value)}")
+        data_source, tools = row.get("data_source"), row.get("tools")
+        if not isinstance(data_source, str | None):
+            raise DataError(f"{where}: data_source should be text, not {_kind(data_source)}")
+        if rows.nulls_mean_absent:
+            prompt, tools = _without_nulls(prompt), _without_nulls(tools)
+        _check_text([prompt, tools, data_source, reward_model, extra], where)
         yield Prompt(
-            id=f"{source.path.name}:{number}",
-            messages=_messages(_without_nulls(prompt) if rows.nulls_mean_absent else prompt, where, role="user"),
-            data_source=row.get("data_source") or "",
+            id=f"{source.path}:{number}",
+            messages=_messages(prompt, where, role="user"),
+            data_source=data_source or "",
             ground_truth=reward_model.get("ground_truth"),
             extra_info=extra,
+            tools=_tools(tools, where),
         )

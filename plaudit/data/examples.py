@@ -80,7 +80,7 @@ def _cut(example: Example, limit: int, *, left: bool) -> Example:
     keep = slice(len(example) - limit, None) if left else slice(0, limit)
     mask = example.loss_mask[keep].copy()
     mask[0] = False  # what came before it is gone
-    return Example(example.tokens[keep], mask)
+    return Example(example.tokens[keep].copy(), mask)  # a view would keep the whole row in memory
 
 
 def _chunks(items: Iterable[tuple[str, Conversation]], size: int) -> Iterator[list[tuple[str, Conversation]]]:

@@ -1,6 +1,7 @@
 """Reading rows: parquet, jsonl, json, and the folders that Hugging Face's `save_to_disk` makes.
 
-A `Rows` is a list of dicts that stays on disk where the format allows it. Nothing here knows what the columns mean.
+A `Rows` is a list of dicts. All of it is in memory, jsonl and json as dicts, parquet as the more compact Arrow table whose
+rows become dicts when asked for; only a `save_to_disk` folder stays on disk, mapped. Nothing here knows what columns mean.
 """
 
 import codecs
@@ -13,8 +14,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from plaudit.config import nearest_path
-from plaudit.errors import DataError
+from plaudit.errors import DataError, nearest_path
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -121,6 +121,10 @@ def parse_json(text: bytes, path: Path, first_line: int = 1) -> Any:
     except UnicodeDecodeError as error:
         line = first_line + text[: error.start].count(b"\n")
         raise DataError(f"{path}:{line}: not UTF-8 text: {error.reason}") from None
+    except RecursionError:
+        raise DataError(f"{path}:{first_line}: the JSON that begins here is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{path}:{first_line}: the JSON that begins here cannot be read: {error}") from None
 
 
 def _as_row(row: Any, where: str) -> dict[str, Any]:

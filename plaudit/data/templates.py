@@ -23,15 +23,16 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from plaudit.errors import DataError, RecipeError
+from plaudit.errors import DataError, RecipeError, nearest_path
 from plaudit.types import Conversation, Example, Message
 
 NAMED = ("chatml", "llama3", "qwen", "plain")
 # Unicode leaves these code points to programs: no text has them, and no template trims them.
 MARK, HIDDEN_THINK, HIDDEN_END_THINK = "\ufdd0", "\ufdd1", "\ufdd2"
 REASONING = ("reasoning_content", "reasoning", "thinking")
-# What rendering may raise: the template's own raise_exception, or an expression that does not fit the messages.
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError)
+# What rendering may raise: the template's own raise_exception, or an expression that does not fit the messages (or is
+# lost in their depth).
+RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
 
 
 class ChatTemplate:
@@ -259,9 +260,13 @@ def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> Cha
         text = resources.files("plaudit.data").joinpath(f"named_templates/{chosen}.jinja").read_text(encoding="utf-8")
         return ChatTemplate(tokenizer, _with_known_tokens(tokenizer, text, chosen))
     if chosen.endswith(".jinja"):
-        if not Path(chosen).exists():
-            raise RecipeError(f"model.chat_template: {chosen} does not exist")
-        return ChatTemplate(tokenizer, Path(chosen).read_text(encoding="utf-8"))
+        try:
+            text = Path(chosen).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RecipeError(f"model.chat_template: {chosen} does not exist.{nearest_path(Path(chosen))}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"model.chat_template: {chosen} cannot be read: {error}") from None
+        return ChatTemplate(tokenizer, text)
     text = _own_template(load_tokenizer(chosen))
     if text is None:
         raise RecipeError(f"model.chat_template: the tokenizer of {chosen} has no chat template")

@@ -16,8 +16,9 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
 from plaudit.data.order import RowOrder
-from plaudit.data.pack import micro_batches
+from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.files import digest_of, sketch
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
@@ -31,12 +32,19 @@ from plaudit.types import Batch, Example
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model on `sources['train']`, validate on `sources['val']`; returns the trained model's folder."""
     recipe = loaded.recipe
-    with Run(loaded, [source.path for part in sources.values() for source in part]) as run:
-        device = resolve_device(recipe.run.device)
-        if recipe.run.repeatable:
-            compute_repeatably(device)
-        tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-        template = load_template(tokenizer, recipe.model.chat_template)
+    device = resolve_device(recipe.run.device)
+    if recipe.run.repeatable:
+        compute_repeatably(device)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    template = load_template(tokenizer, recipe.model.chat_template)
+    files = [source for part in sources.values() for source in part]
+    inputs = {
+        "the model": sketch(Path(recipe.model.path)),
+        "the tokenizer": digest_of(tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
+        "the chat template": digest_of(template.text),
+        "the columns' names": digest_of(repr([source.schema for source in files])),
+    }
+    with Run(loaded, [source.path for source in files], inputs) as run:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 
@@ -68,7 +76,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                     metrics |= validate(policy, validation, recipe)
                     improved = run.note_validation(trainer.step, metrics["val/loss"])
                 progress.update(trainer.step, run.log(trainer.step, metrics))
-                if run.due(recipe.run.save_every, trainer.step, total_steps) or (improved and recipe.run.keep_best):
+                if run.due_to_save(trainer.step, total_steps) or (improved and recipe.run.keep_best):
                     run.save(trainer)
                 run.stop_if_interrupted(trainer)
 
@@ -80,8 +88,8 @@ def validate(policy: Policy, examples: list[Example], recipe: SFTRecipe) -> dict
     """Mean loss per token over all validation rows."""
     policy.model.eval()
     total = sum(
-        target_logprobs(policy.model, batch).logprobs_N.double().sum().item()
-        for batch in micro_batches(examples, recipe.train.tokens_per_micro_batch, policy.device)
+        target_logprobs(policy.model, pack([examples[i] for i in group], policy.device)).logprobs_N.double().sum().item()
+        for group in split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch)
     )
     return {"val/loss": -total / sum(example.num_targets for example in examples)}
 

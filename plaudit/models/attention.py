@@ -7,6 +7,7 @@ What this does not compute (soft caps, attention sinks) is refused, never comput
 """
 
 import inspect
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -101,11 +102,18 @@ def _flash(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1 if window else -1, 0)}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _takes_gqa():
             options["enable_gqa"] = True
         else:  # torch 2.11
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     return varlen_attn(q, k, v, starts, starts, longest, longest, **options)[None]  # pyright: ignore
+
+
+@cache
+def _takes_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -53,7 +53,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if owner in layers:
             if leaf == "weight":
                 delta = layers[owner].get_delta_weight("default")  # pyright: ignore
-                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+                tensor = (tensor.float() + delta.float()).to(tensor.dtype).cpu()  # not a second model beside the first on a GPU
             name = f"{owner}.{leaf}"
         merged[name] = tensor.contiguous()
     return merged

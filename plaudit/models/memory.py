@@ -4,7 +4,7 @@
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys+values, f MLP
                   with gradient checkpointing             T · b · (L · h + one layer's share)
-    logits        the chunk that models/logprobs.py holds, three times in fp32
+    logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
 
 The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 0.5B and 1.5B estimates are within 3 % of them.
 """
@@ -61,7 +61,7 @@ def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: 
         weights=parameters * size + (trainable * 4 if recipe.lora else 0),
         training=trainable * (16 if half and not recipe.lora else 12),
         activations=checkpointed if recipe.gradient_checkpointing else whole,
-        logits=3 * 4 * CHUNK_LOGITS.get(device.type, 0),
+        logits=3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * hidden),
     )
 
 

@@ -79,6 +79,7 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
             f"{recipe.path}: the tokenizer has {known:,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
         )
     _stop_at_end_of_turn(model, template)
+    _mend_generation_config(model)
     verify_packed(model)
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
     if recipe.gradient_checkpointing:
@@ -110,6 +111,10 @@ def _load_model(path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTr
         raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RecipeError(f"{path}: this is a LoRA adapter, not a whole model; save it with model.lora.merge_on_save")
+    rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    for kind in (part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)):
+        if kind in ("longrope", "dynamic"):
+            raise RecipeError(f"{path}: {kind} position embeddings depend on what else is in the batch, so rows cannot be packed")
     for name in UNSUPPORTED:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise RecipeError(f"{path}: models with {name} are not supported yet")
@@ -125,3 +130,16 @@ def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None
     known = known if isinstance(known, list) else [known]
     ends = dict.fromkeys(known if template.end_token is None else [*known, template.end_token])
     config.eos_token_id = list(ends) if len(ends) > 1 else next(iter(ends), None)
+
+
+def _mend_generation_config(model: PreTrainedModel) -> None:
+    """Published models often set a temperature and yet no sampling, which transformers loads and then refuses to save."""
+    config: Any = model.generation_config
+    if not config.do_sample:
+        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            setattr(config, name, None)
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RecipeError(f"{model.name_or_path}: its generation_config.json could not be saved again: {reason}") from None

@@ -12,9 +12,6 @@ from plaudit.models import attention
 from plaudit.models.logprobs import target_logprobs
 from plaudit.types import Batch
 
-# Largest difference in log-prob between two right ways to compute it; half precision rounds at every layer.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-
 
 @torch.no_grad()
 def verify_packed(model: PreTrainedModel) -> None:
@@ -27,15 +24,20 @@ def verify_packed(model: PreTrainedModel) -> None:
         beside_another = _packed_logprobs(model, other, second)
     except NotImplementedError as error:
         raise RecipeError(f"{model.name_or_path}: {error}") from None
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise RecipeError(f"{model.name_or_path}: {type(model).__name__} cannot run on packed batches: {error}") from None
     model.set_attn_implementation("eager")
     alone = torch.cat([_plain_logprobs(model, sequence) for sequence in (first, second)])
+    # How far two right ways to compute them lie apart: much for a deep model in half precision, next to nothing in fp32.
+    model.set_attn_implementation("sdpa")
+    rounding = (torch.cat([_plain_logprobs(model, sequence) for sequence in (first, second)]) - alone).abs().max().item()
     model.set_attn_implementation(attention.NAME)
     model.train(was_training)
     if not alone.isfinite().all():
         raise RecipeError(f"{model.name_or_path}: its weights give log-probs that are not finite; the model is damaged")
     apart = (packed - alone).abs().max().item()
     seen = (packed - beside_another)[len(first) - 1 :].abs().max().item()
-    if not apart < TOLERANCE.get(model.dtype, 0.25) or seen > 1e-6:
+    if not apart <= max(1e-3, 4 * rounding) or seen > 1e-6:
         raise RecipeError(
             f"{model.name_or_path}: {type(model).__name__} computes other log-probs on packed batches than on its own "
             f"(they differ by {max(apart, seen):.3g}), so plaudit cannot train it"

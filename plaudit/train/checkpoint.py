@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -113,7 +114,7 @@ def find_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
         fault = _fault(folder)
         if fault is None:
             return Checkpoint(folder, json.loads((folder / "state.json").read_text())), warnings
-        warnings.append(f"{folder} is not whole ({fault}); going back to the one before")
+        warnings.append(f"{folder} is not whole ({fault})")
     return None, warnings
 
 
@@ -151,4 +152,11 @@ def _fault(folder: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+    try:
+        json.loads((folder / "state.json").read_bytes())
+        for path in folder.rglob("*.safetensors"):
+            with safe_open(path, framework="pt"):  # reads the header, and that it fits the file
+                pass
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"its content is damaged: {error}"
     return None

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from plaudit.errors import RunError
 from plaudit.recipe import Optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -52,9 +53,10 @@ class Optimiser:
             master.grad = None
 
     def _publish(self) -> None:
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        followers = [name for name, parameter in self.parameters.items() if self.masters[name] is not parameter]
+        if followers:
+            copies, masters = [self.parameters[n] for n in followers], [self.masters[n] for n in followers]
+            torch._foreach_copy_(copies, masters)  # pyright: ignore
 
     # What a checkpoint holds
 
@@ -69,8 +71,11 @@ class Optimiser:
 
     @torch.no_grad()
     def load_state(self, parts: Iterable[dict[str, Tensor]]) -> None:
-        """What `state` gave, in any number of parts."""
+        """What `state` gave, in any number of parts. Every weight must come, with all of its moments or none."""
+        self.adamw.state.clear()
+        missing = {f"weight/{name}" for name in self.masters}
         for part in parts:
+            missing -= part.keys()
             for key, tensor in part.items():
                 kind, _, name = key.partition("/")
                 master = self.masters[name]
@@ -78,6 +83,8 @@ class Optimiser:
                     master.copy_(tensor)
                 else:
                     self.adamw.state[master][kind] = tensor.to(master.device)
+        if missing or any(len(moments) != len(MOMENTS) for moments in self.adamw.state.values() if moments):
+            raise RunError(f"the saved trainer state is not whole: {min(missing, default='moments')} is missing")
         self._publish()
 
 

@@ -4,9 +4,10 @@
     constant   1
     linear     m + (1 − m) · (1 − t)
     cosine     m + (1 − m) · (1 + cos πt) / 2
-    wsd        1, and over the last d of all N steps linear down to m
+    wsd        m + (1 − m) · min(1, (N − k) / d)             with d = min(decay_ratio · N, N − w), at least 1
 
-N steps in all, w of warm-up, m = min_lr_ratio. Step k counts from 0, so the first step already moves.
+N steps in all, w of warm-up, m = min_lr_ratio. wsd stays at the peak until the last d steps, which begin behind the warm-up.
+Step k counts from 0, so the first step already moves.
 """
 
 import math
@@ -40,7 +41,7 @@ def lr_at(step: int, total_steps: int, optim: Optim) -> float:
         case "cosine":
             share = low + (1 - low) * (1 + math.cos(math.pi * t)) / 2
         case "wsd":
-            decay = max(1, _share_of(total_steps, optim.decay_ratio))
+            decay = max(1, min(_share_of(total_steps, optim.decay_ratio), total_steps - warmup))
             left = min(1.0, (total_steps - step) / decay)
             share = low + (1 - low) * left
     return optim.lr * share
