@@ -25,8 +25,11 @@ install: .venv/installed
 	.venv-trl/bin/pip install --quiet --requirement bench/requirements-trl.txt
 	@touch $@
 
+# What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
+QUICK := tests/test_config.py tests/test_rooms.py
 test: .venv/installed
-	$(BIN)/pytest -n 2 -m "not slow" $(ARGS)
+	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
+	$(BIN)/pytest -n 2 -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
 test-all: test lint .venv-trl/installed
 	$(BIN)/pytest -m slow $(ARGS)
