@@ -181,6 +181,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only-speed", action="store_true")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "this needs a CUDA GPU, and torch sees none\n")
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROWS_PER_STEP} rows a step, "
         f"{TOKENS_PER_MICRO_BATCH} tokens a micro-batch"

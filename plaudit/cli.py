@@ -25,14 +25,18 @@ app = typer.Typer(
 prepare = typer.Typer(help="Make what the stages read: rows from raw data sets, small models.", no_args_is_help=True)
 app.add_typer(prepare, name="prepare")
 
+# `--optim.lr 1e-5`, as others write it, must reach us, who can say how it is written here.
+ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}
 RecipeFile = Annotated[Path, typer.Argument(metavar="R.yaml", help="The recipe.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.name=value]…", help="Settings that go before the recipe's own.", show_default=False),
+    typer.Argument(
+        metavar="[section.name=value]…", help="Settings that replace the recipe's own, such as optim.lr=1e-5.", show_default=False
+    ),
 ]
 
 
-@app.command()
+@app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Supervised fine-tuning on conversations. Started again with the same recipe, it goes on where it stopped."""
     loaded, sources = load_checked(recipe, overrides, "sft")
@@ -44,7 +48,7 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
 
 
-@app.command()
+@app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def config(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -54,7 +58,7 @@ def config(
     print(to_yaml(load(recipe, overrides or ()), explain=explain), end="")
 
 
-@app.command()
+@app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def doctor(
     recipe: RecipeFile,
     overrides: Overrides = None,

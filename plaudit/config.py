@@ -138,7 +138,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
 def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
-        raise RecipeError(f"{override!r} is not an override: write it as section.name=value")
+        dashes = ", without dashes and with =" if override.startswith("-") else ""
+        raise RecipeError(f"{override!r} is not an override: write it as section.name=value{dashes}")
     *sections, last = name.strip().split(".")
     at: Any = tree
     place: Place = ()
@@ -225,6 +226,19 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+# What other trainers call our settings.
+ELSEWHERE = {
+    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps",
+    "num_train_epochs": "run.epochs", "output_dir": "run.dir", "save_steps": "run.save_every", "eval_steps": "run.validate_every",
+    "report_to": "run.trackers", "train_batch_size": "train.rows_per_step", "per_device_train_batch_size": "train.rows_per_step",
+    "gradient_accumulation_steps": "train.tokens_per_micro_batch", "cutoff_len": "data.max_tokens", "max_length": "data.max_tokens",
+    "max_seq_length": "data.max_tokens", "train_files": "data.train", "val_files": "data.val", "dataset": "data.train",
+    "model_name_or_path": "model.path", "template": "model.chat_template", "bf16": "model.dtype", "torch_dtype": "model.dtype",
+    "r": "model.lora.rank", "lora_r": "model.lora.rank", "lora_rank": "model.lora.rank", "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout", "lora_target": "model.lora.targets", "target_modules": "model.lora.targets",
+}  # fmt: skip
+
+
 def _suggest(place: Place, recipe_class: type[BaseModel]) -> str:
     """' Did you mean …?': the same name in another section, else a like one in this section, else anywhere."""
     known = [p for p, _ in settings(recipe_class)]
@@ -232,6 +246,8 @@ def _suggest(place: Place, recipe_class: type[BaseModel]) -> str:
     name = str(place[-1])
     if tuple(name.split(".")) in known:
         return f" In a file, sections are nested: {': {'.join(name.split('.'))}: …{'}' * name.count('.')}."
+    if name in ELSEWHERE:
+        return f" Here it is {ELSEWHERE[name]}."
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
             return f" Did you mean {_dotted(next(p for p in candidates if p[-1] == near))}?"

@@ -111,7 +111,7 @@ def _lengths(recipe: SFTRecipe, part: str, examples: list[Example]) -> Iterator[
     middle, most = int(np.median(lengths)), int(np.quantile(lengths, 0.95))
     yield (
         "✓",
-        f"{part}: {len(lengths):,} rendered: {middle:,} tokens in the middle, 95 % within {most:,}, longest {lengths.max():,}; "
+        f"{part}: {len(lengths):,} rendered: {middle:,} tokens in the median, 95 % within {most:,}, longest {lengths.max():,}; "
         f"{learnt:.0%} of them learnt",
     )
     if over:

@@ -184,7 +184,7 @@ class Run(Section):
     """Checkpoints kept."""
     keep_best: bool = True
     """Keep the checkpoint with the best validation besides those."""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = ()
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...], BeforeValidator(_one_or_more)] = ()
     """Where else metrics go. Keys come from the environment; wandb also works with WANDB_MODE=offline."""
     project: str = "plaudit"
     """The trackers' project or experiment."""

@@ -167,7 +167,6 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_f
     [
         (["train"], "No such command 'train'"),
         (["sft"], "Missing argument 'R.yaml'"),
-        (["sft", "r.yaml", "--lr", "1"], "No such option: --lr"),
         (["doctor", "r.yaml", "--rows", "-1"], "Invalid value for '--rows'"),
         (
             ["prepare", "tiny-model", "r", "--out", "m", "--kind", "lama"],
@@ -502,3 +501,9 @@ def test_the_command_is_installed(tmp_path):
         if command:
             done = subprocess.run([*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
             assert (done.returncode, done.stdout) == (0, f"plaudit {__version__}\n"), done.stderr
+
+
+def test_dashes_are_not_how_overrides_are_written(recipe, plaudit):
+    code, _, err = plaudit("sft", recipe, "--optim.lr", "1e-5")
+    assert code == 2
+    assert err.splitlines()[-1] == "'--optim.lr' is not an override: write it as section.name=value, without dashes and with ="

@@ -226,7 +226,6 @@ def test_unknown_settings_are_located(complaint):
         ("run.dir=true", "run.dir: should not be true"),
         ("data.train=7", "data.train should be a list, not 7."),
         ("data.train=[a, 7]", "data.train.1 should be a valid string, not 7."),
-        ("run.trackers=wandb", 'run.trackers should be a list, not "wandb".'),
         ("run.trackers=[wandbb]", "Did you mean wandb?"),
         (
             "optim.schedule=cosin",
@@ -620,3 +619,31 @@ print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in
     said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
     assert said[0].endswith("optim.lrr is not a setting. Did you mean optim.lr?")
     assert said[1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("optim.learning_rate=1e-5", "optim.lr"),
+        ("cutoff_len=12000", "data.max_tokens"),
+        ("num_train_epochs=3", "run.epochs"),
+        ("model.lora.r=8", "model.lora.rank"),
+    ],
+)
+def test_what_other_trainers_call_it_is_understood(complaint, given, ours):
+    assert complaint(MINIMAL, given).endswith(f"is not a setting. Here it is {ours}.")
+
+
+def test_every_name_from_elsewhere_leads_to_a_setting():
+    from plaudit.config import ELSEWHERE, settings
+    from plaudit.recipe import SFTRecipe
+
+    assert set(ELSEWHERE.values()) <= {".".join(map(str, place)) for place, _ in settings(SFTRecipe)}
+
+
+def test_an_option_with_dashes_is_told_how_overrides_are_written(complaint):
+    assert complaint(MINIMAL, "--optim.lr").endswith("write it as section.name=value, without dashes and with =")
+
+
+def test_one_tracker_needs_no_list(read):
+    assert read(MINIMAL, "run.trackers=tensorboard").recipe.run.trackers == ("tensorboard",)

@@ -55,6 +55,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
             policy, recipe.optim, total_steps=total_steps, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps
         )
         run.resume(trainer)
+        if trainer.step == total_steps:
+            say(f"this run is finished: all {total_steps} steps are done")
 
         if trainer.step == 0 and validation:
             run.log(0, validate(policy, validation, recipe))

@@ -26,6 +26,9 @@ def make_tiny_model(
     """Write the model folder; returns its number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     tokenizer = _tokenizer(_texts(rows), vocabulary)
     tokens = {

@@ -54,6 +54,9 @@ class StepProgress:
     def update(self, step: int, metrics: dict[str, float]) -> None:
         numbers = _numbers(metrics)
         self.bar.update(self.task, completed=step, numbers=numbers)
+        if "val/loss" in metrics:  # a bar's numbers are gone with the next step; these are worth a line
+            say(f"{self.label} {step}/{self.total} {numbers}")
+            return
         now = time.monotonic()
         if not console.is_terminal and (now - self.last_line > LINE_EVERY_S or step in (self.first + 1, self.total)):
             self.last_line = now
