@@ -64,6 +64,8 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
             return
         rendered = [(where, row, template.example(row, where, recipe.data.train_on)) for where, row in rows]
         yield from _lengths(recipe, part, [example for *_, example in rendered])
+        if len(rendered) == max_rows:
+            yield "!", f"{part}: only the first {max_rows:,} rows were looked at; --rows 0 looks at all of them"
         if part == "train":
             samples.extend(rendered)
             yield from _prompts(template, samples)

@@ -507,3 +507,10 @@ def test_dashes_are_not_how_overrides_are_written(recipe, plaudit):
     code, _, err = plaudit("sft", recipe, "--optim.lr", "1e-5")
     assert code == 2
     assert err.splitlines()[-1] == "'--optim.lr' is not an override: write it as section.name=value, without dashes and with ="
+
+
+def test_doctor_says_when_it_has_not_looked_at_every_row(recipe, plaudit):
+    code, out, _ = plaudit("doctor", recipe, "--rows", "10")
+    assert code == 0
+    assert "train: only the first 10 rows were looked at; --rows 0 looks at all of them" in out
+    assert "only the first" not in plaudit("doctor", recipe).out
