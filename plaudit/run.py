@@ -129,8 +129,8 @@ class Run:
         if rounding and self._has_results():
             note = "  so its result is not that of an uninterrupted run to the last bit"
             say("\n".join([f"{self.folder} goes on with", *rounding, note]), "yellow")
-        fixed = self.recipe.RESUME_MAY_CHANGE | self.recipe.RESUME_CHANGES_ROUNDING
-        changed = [described[name] for name in differ if name not in fixed]
+        allowed = self.recipe.RESUME_MAY_CHANGE | self.recipe.RESUME_CHANGES_ROUNDING
+        changed = [described[name] for name in differ if name not in allowed]
         changed += [
             f"  {path}: {'its content has changed' if path in before['inputs'].keys() & inputs.keys() else 'not part of both runs'}"
             for path in sorted(before["inputs"].keys() | inputs.keys())

@@ -93,3 +93,22 @@ def train_sft(recipe_file: Path, *overrides: str) -> Path:
     from plaudit.loops.sft import train
 
     return train(*load_checked(recipe_file, list(overrides), "sft"))
+
+
+class Stopped(Exception):
+    """How `stop_before` ends a run."""
+
+
+def stop_before(monkeypatch, step: int) -> None:
+    """The next process ends, as if killed, when it comes to this step."""
+    from plaudit.train.trainer import Trainer
+
+    update = Trainer.update
+
+    def update_or_stop(self, *arguments):
+        if self.step == step - 1:
+            monkeypatch.setattr(Trainer, "update", update)
+            raise Stopped
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "update", update_or_stop)

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import arithmetic_rows, sft_recipe, train_sft, write_jsonl, write_recipe
+from conftest import Stopped, arithmetic_rows, sft_recipe, stop_before, train_sft, write_jsonl, write_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -507,23 +507,6 @@ def test_a_copy_of_a_checkpoint_is_its_owners(tmp_path, recipe):
     train_sft(file)
     assert_whole(run / "checkpoints/step_000004")
     assert (copy / "manifest.json").exists()
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_before(monkeypatch, step: int) -> None:
-    """The next process ends, as if killed, when it comes to this step."""
-    update = Trainer.update
-
-    def update_or_stop(self, *arguments):
-        if self.step == step - 1:
-            monkeypatch.setattr(Trainer, "update", update)
-            raise Stopped
-        return update(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "update", update_or_stop)
 
 
 def test_how_to_go_on_can_be_pasted_into_a_shell(recipe, monkeypatch):

@@ -14,19 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import sft_recipe, train_sft, write_recipe
+from conftest import Stopped, sft_recipe, stop_before, train_sft, write_recipe
 
 from plaudit.cli import load_checked
 from plaudit.config import flatten
 from plaudit.errors import RunError
 from plaudit.trackers import TRACKERS, Trackers
-from plaudit.train.trainer import Trainer
 
 STEPS = 6
-
-
-class Stopped(Exception):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -51,23 +46,10 @@ def recipe(tmp_path, tiny_model, rows_file):
     return write
 
 
-def stop_in(monkeypatch, step: int) -> None:
-    """The next run ends in this step."""
-    update = Trainer.update
-
-    def update_or_stop(self, *arguments):
-        if self.step == step - 1:
-            monkeypatch.setattr(Trainer, "update", update)
-            raise Stopped
-        return update(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "update", update_or_stop)
-
-
 def train_resumed(recipe: Path, monkeypatch, *overrides: str, stop_in_step: int = 6) -> list[dict]:
     """Ids of the trackers after each of two processes."""
     ids = []
-    stop_in(monkeypatch, stop_in_step)
+    stop_before(monkeypatch, stop_in_step)
     with pytest.raises(Stopped):
         train_sft(recipe)
     ids.append(ids_of(recipe))

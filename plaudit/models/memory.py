@@ -6,7 +6,7 @@
                   with gradient checkpointing             T · b · (L · h + one layer's share)
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
 
-The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 0.5B and 1.5B estimates are within 3 % of them.
+The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 0.5B and 1.5B estimates are 1–5 % above them.
 """
 
 import re
