@@ -25,6 +25,14 @@ install: .venv/installed
 	.venv-trl/bin/pip install --quiet --requirement bench/requirements-trl.txt
 	@touch $@
 
+# So has vLLM. Its image and sound packages are not needed and must fit the torch build, or importing vllm fails.
+.venv-vllm/installed: bench/requirements-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet $(TORCH)
+	.venv-vllm/bin/pip install --quiet --requirement bench/requirements-vllm.txt
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
 QUICK := tests/test_config.py tests/test_rooms.py
 test: .venv/installed

@@ -66,13 +66,13 @@ def rows(count: int, seed: int, vocabulary: int = VOCABULARY, longest: int = 409
 
 def trainer_for(model) -> Trainer:
     policy = Policy(model, template=None)  # pyright: ignore (nothing is saved here)
-    return Trainer(policy, Optim(lr=1e-5), total_steps=1000, seed=0, max_skipped_steps=0)
+    return Trainer(policy, Optim(lr=1e-5), seed=0, max_skipped_steps=0)
 
 
 def packed_step(trainer: Trainer, examples: list[Example]) -> dict[str, float]:
     targets = sum(e.num_targets for e in examples)
     batches = micro_batches(examples, TOKENS_PER_MICRO_BATCH, "cuda")
-    return trainer.update(batches, lambda b: nll(target_logprobs(trainer.policy.model, b).logprobs_N, targets))
+    return trainer.update(batches, lambda b: (nll(target_logprobs(trainer.policy.model, b).logprobs_N, targets), {}), 1e-5)
 
 
 def padded_batches(examples: list[Example]) -> list[list[Example]]:
@@ -168,7 +168,7 @@ def measure(size: str, kind: str, checkpointing: bool, steps: int) -> tuple[floa
             packed_step(trainer, examples)
         else:
             targets = sum(e.num_targets for e in examples)
-            trainer.update(padded_batches(examples), lambda b, t=targets: padded_nll(model, b, t))  # pyright: ignore
+            trainer.update(padded_batches(examples), lambda b, t=targets: (padded_nll(model, b, t), {}), 1e-5)  # pyright: ignore
         torch.cuda.synchronize()
         rates.append(sum(map(len, examples)) / (time.perf_counter() - started))
     rate = float(np.median(rates[3:]))

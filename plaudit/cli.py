@@ -13,6 +13,7 @@ import typer
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, did_you_mean, redact
+from plaudit.recipe import SFTData
 
 app = typer.Typer(
     name="plaudit",
@@ -46,6 +47,18 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
     with _memory_advice(loaded):
         model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
+
+
+@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Reinforcement learning against rewards. Started again with the same recipe, it goes on where it stopped."""
+    loaded, sources = load_checked(recipe, overrides, "rl")
+
+    from plaudit.loops.rl import train
+
+    with _memory_advice(loaded):
+        model = train(loaded, sources)
+    print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}\nsamples:       {model.parent / 'samples'}")
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
@@ -107,7 +120,8 @@ def load_checked(path: Path, overrides: list[str] | None, stage: str | None):
     loaded = load(path, overrides or (), stage)
     data = loaded.recipe.data
     parts = {"train": data.train, "val": data.val}
-    sources = {part: resolve_sources(names, data.dataset_info, f"data.{part}") for part, names in parts.items()}
+    named = data.dataset_info if isinstance(data, SFTData) else None
+    sources = {part: resolve_sources(names, named, f"data.{part}") for part, names in parts.items()}
     _require_model(loaded)
     return loaded, sources
 

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
+from plaudit import plugins
 from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
 
@@ -43,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
     try:
         recipe = recipe_class.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(error, recipe_class, sources, path))) from None
+        raise RecipeError("\n".join(_explain(error, _settings_of(tree, recipe_class), sources, path))) from None
     return LoadedRecipe(recipe, path, sources)
 
 
@@ -185,7 +186,8 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
         raise RecipeError(f"{where} should be one of {', '.join(STAGES)}, not {_shown(named)}.{did_you_mean(str(named), STAGES)}")
     if wanted and named and named != wanted:
         raise RecipeError(f"{path} is a recipe for `plaudit {named}`, not `plaudit {wanted}`")
-    return wanted or named or next(iter(STAGES))
+    # A recipe that does not say is for the stage that knows most of its sections.
+    return wanted or named or max(STAGES, key=lambda stage: len(tree.keys() & STAGES[stage].model_fields.keys()))
 
 
 def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
@@ -218,6 +220,16 @@ def settings(section: type[BaseModel], place: Place = ()) -> Iterator[tuple[Plac
             yield from settings(inner, (*place, name))
 
 
+def _settings_of(tree: dict[str, Any], recipe_class: type[BaseModel]) -> dict[Place, Any]:
+    """Every setting that this recipe may have: those of its rewards are their kinds'."""
+    known = dict(settings(recipe_class))
+    entries = tree.get("rewards") if ("rewards",) in known else None
+    for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, dict) and entry.get("kind") in plugins.kinds("rewards"):
+            known |= dict(settings(plugins.kind("rewards", entry["kind"]), ("rewards", i)))
+    return known
+
+
 def section_class(annotation: Any) -> type[BaseModel] | None:
     """The section behind `Lora` or `Lora | None`, if it is one."""
     for option in (annotation, *getattr(annotation, "__args__", ())):
@@ -230,7 +242,13 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
 ELSEWHERE = {
     "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps",
     "num_train_epochs": "run.epochs", "output_dir": "run.dir", "save_steps": "run.save_every", "eval_steps": "run.validate_every",
-    "report_to": "run.trackers", "train_batch_size": "train.rows_per_step", "per_device_train_batch_size": "train.rows_per_step",
+    "report_to": "run.trackers", "train_batch_size": "train.rows_per_step or train.prompts_per_step",
+    "per_device_train_batch_size": "train.rows_per_step or train.prompts_per_update",
+    "ppo_mini_batch_size": "train.prompts_per_update", "ppo_epochs": "train.epochs_per_step", "num_generations": "rollout.n",
+    "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens", "kl_loss_coef": "algorithm.kl_coefficient", "beta": "algorithm.kl_coefficient",
+    "entropy_coeff": "algorithm.entropy_coefficient", "loss_agg_mode": "algorithm.aggregation", "clip_ratio": "algorithm.clip",
+    "kl_loss_type": "algorithm.kl_kind", "norm_adv_by_std_in_grpo": "algorithm.divide_by_std", "epsilon": "algorithm.clip",
     "gradient_accumulation_steps": "train.tokens_per_micro_batch", "cutoff_len": "data.max_tokens", "max_length": "data.max_tokens",
     "max_seq_length": "data.max_tokens", "train_files": "data.train", "val_files": "data.val", "dataset": "data.train",
     "model_name_or_path": "model.path", "template": "model.chat_template", "bf16": "model.dtype", "torch_dtype": "model.dtype",
@@ -239,24 +257,24 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def _suggest(place: Place, recipe_class: type[BaseModel]) -> str:
+def _suggest(place: Place, fields: dict[Place, Any]) -> str:
     """' Did you mean …?': the same name in another section, else a like one in this section, else anywhere."""
-    known = [p for p, _ in settings(recipe_class)]
+    known = list(fields)
     siblings = [p for p in known if p[:-1] == place[:-1]]
     name = str(place[-1])
     if tuple(name.split(".")) in known:
         return f" In a file, sections are nested: {': {'.join(name.split('.'))}: …{'}' * name.count('.')}."
     if name in ELSEWHERE:
-        return f" Here it is {ELSEWHERE[name]}."
+        here = [name for name in ELSEWHERE[name].split(" or ") if tuple(name.split(".")) in known]
+        return f" Here it is {' or '.join(here)}." if here else ""
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
             return f" Did you mean {_dotted(next(p for p in candidates if p[-1] == near))}?"
     return ""
 
 
-def _explain(error: ValidationError, recipe_class: type[BaseModel], sources: dict[Place, str], path: Path) -> Iterator[str]:
+def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Place, str], path: Path) -> Iterator[str]:
     """One line per mistake, in the words of the recipe rather than pydantic's."""
-    fields = dict(settings(recipe_class))
     given_places = {place[:n] for place in sources for n in range(len(place) + 1)}
     seen: set[Place] = set()
     for item in error.errors():
@@ -277,7 +295,7 @@ def _explain(error: ValidationError, recipe_class: type[BaseModel], sources: dic
         about = f" It is: {fields[place].description}" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
-                yield f"{where} is not a setting.{_suggest(place, recipe_class)}"
+                yield f"{where} is not a setting.{_suggest(place, fields)}"
             case "missing" if inside:
                 yield f"{where} has too few values.{about}"
             case "missing":
@@ -337,6 +355,12 @@ def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain:
             yield f"{indent}{name}:", about if explain else ""
             yield from _lines(value, here, sources, explain)
             continue
+        if isinstance(value, tuple) and value and all(isinstance(entry, BaseModel) for entry in value):
+            yield f"{indent}{name}:", about if explain else ""
+            for i, entry in enumerate(value):
+                for number, (text, comment) in enumerate(_lines(entry, (*here, i), sources, explain)):
+                    yield (f"{indent}  - {text.lstrip()}" if number == 0 else text), comment
+            continue
         given = next((sources[p] for p in sources if p[: len(here)] == here), None)
         source = given or ("default" if info.default is not PydanticUndefined else "")
         yield f"{indent}{name}: {_flow(value)}", f"{about} [{source}]" if explain else source
@@ -365,6 +389,8 @@ def flatten(recipe: BaseModel) -> dict[str, Any]:
     """{'optim.lr': 1e-05, …}: for comparing two recipes and for trackers."""
 
     def walk(tree: Any, place: Place) -> Iterator[tuple[str, Any]]:
+        if isinstance(tree, list) and any(isinstance(entry, dict) for entry in tree):
+            tree = dict(enumerate(tree))
         if isinstance(tree, dict) and tree:
             for key, value in tree.items():
                 yield from walk(value, (*place, key))

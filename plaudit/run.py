@@ -4,17 +4,20 @@
     run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
     metrics.jsonl     one line per step; names under `time/` are the machine's, all others are exact and repeat
     curves.png        the same, drawn
-    checkpoints/      train/checkpoint.py;  best → the one with the lowest validation loss
+    samples/          RL: every sample with its scores, a parquet file per step; validation's too
+    checkpoints/      train/checkpoint.py;  best → the one with the best validation
     model/            the trained model, once the run is done
 
-A run started again goes on from its newest checkpoint; metrics behind that checkpoint are dropped and made again.
+A run started again goes on from its newest checkpoint; metrics and samples behind that checkpoint are dropped and made again.
 """
 
 import fcntl
+import fnmatch
 import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -42,15 +45,24 @@ from plaudit.train.checkpoint import (
 )
 from plaudit.train.trainer import Trainer
 
-WRITTEN = ("recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "checkpoints", "best", "model")
+WRITTEN = ("recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "checkpoints", "best", "model")
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
 
 class Run:
     """A run folder, held for this process alone. Use it as a context manager."""
 
-    def __init__(self, loaded: LoadedRecipe, data_files: list[Path], inputs: dict[str, str] | None = None):
-        """`inputs` are digests of what else the result depends on, by a name that a person understands."""
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        data_files: list[Path],
+        inputs: dict[str, str] | None = None,
+        *,
+        best: str = "val/loss",
+        higher_is_better: bool = False,
+    ):
+        """`inputs` are digests of what else the result depends on, by a name that a person understands; `best` is the metric
+        that tells which checkpoint is."""
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
@@ -58,6 +70,7 @@ class Run:
         self.interrupted = False
         self.best: dict[str, float] | None = None
         self._loaded, self._data_files, self._inputs = loaded, data_files, inputs or {}
+        self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
         self._handlers: dict[signal.Signals, Any] = {}
         self._trackers: Trackers | None = None
         self._saved_step: int | None = None
@@ -125,12 +138,12 @@ class Run:
         then = {**_defaults_since(before["recipe"], self.recipe), **before["recipe"]}
         differ = [name for name in sorted(then.keys() | recipe.keys()) if then.get(name) != recipe.get(name)]
         described = {name: f"  {name}: {_shown(name, then)} there, {_shown(name, recipe)} now" for name in differ}
-        rounding = [described[name] for name in differ if name in self.recipe.RESUME_CHANGES_ROUNDING]
+        rounding = [described[name] for name in differ if _matches(name, self.recipe.RESUME_CHANGES_ROUNDING)]
         if rounding and self._has_results():
             note = "  so its result is not that of an uninterrupted run to the last bit"
             say("\n".join([f"{self.folder} goes on with", *rounding, note]), "yellow")
-        allowed = self.recipe.RESUME_MAY_CHANGE | self.recipe.RESUME_CHANGES_ROUNDING
-        changed = [described[name] for name in differ if name not in allowed]
+        allowed = self.recipe.RESUME_MAY_CHANGE + self.recipe.RESUME_CHANGES_ROUNDING
+        changed = [described[name] for name in differ if not _matches(name, allowed)]
         changed += [
             f"  {path}: {'its content has changed' if path in before['inputs'].keys() & inputs.keys() else 'not part of both runs'}"
             for path in sorted(before["inputs"].keys() | inputs.keys())
@@ -148,8 +161,8 @@ class Run:
     def _has_results(self) -> bool:
         return bool(checkpoint_folders(self.checkpoints) or (self.folder / "model").exists() or self.metrics())
 
-    def resume(self, trainer: Trainer) -> None:
-        """Bring the trainer, the best score and the metrics to the newest whole checkpoint, if there is one."""
+    def resume(self, trainer: Trainer) -> int:
+        """Bring the trainer, the best score and the metrics to the newest whole checkpoint; returns the steps done (0: none)."""
         with clear_write_errors(self.folder, self.checkpoints):
             checkpoint, warnings = find_checkpoint(self.checkpoints)
         if warnings and checkpoint is None:
@@ -166,12 +179,17 @@ class Run:
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the process before this one may have been killed between checkpoint and link
             write_atomic(self.metrics_file, "".join(map(_line, kept)))
-        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], trainer.step)
+            for file in self._sample_files():
+                if int(file.stem[-6:]) > step:
+                    file.unlink()
+        done = max(step, 0)
+        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], done)
         with clear_write_errors(self.folder, self.checkpoints):
             self._write_about()
         self._step_began = self._saved_at = time.monotonic()
         # Only now: before there is something to save, Ctrl-C should simply stop.
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return done
 
     # Recording
 
@@ -192,8 +210,6 @@ class Run:
         now = time.monotonic()
         row = {"step": step, **metrics, "time/step_s": now - self._step_began}
         self._step_began = now
-        if "tokens" in metrics:
-            row["time/tokens_per_s"] = metrics["tokens"] / metrics["time/update_s"]
         row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
         with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(_line(row))
@@ -201,12 +217,29 @@ class Run:
             self._trackers.log(step, row)
         return row
 
-    def note_validation(self, step: int, loss: float) -> bool:
-        """Remember the lowest validation loss; says whether this is it."""
-        if not math.isfinite(loss) or (self.best is not None and loss >= self.best["val/loss"]):
+    def note_validation(self, step: int, metrics: dict[str, float]) -> bool:
+        """Remember the best validation; says whether this is it."""
+        value, name = metrics[self._best_metric], self._best_metric
+        if not math.isfinite(value) or (self.best is not None and self._sign * value <= self._sign * self.best[name]):
             return False
-        self.best = {"step": step, "val/loss": loss}
+        self.best = {"step": step, name: value}
         return True
+
+    def write_samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> Path:
+        """A parquet file of a step's samples: `samples/train_000012.parquet`."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        file = self.folder / "samples" / f"{name}_{step:06d}.parquet"
+        with clear_write_errors(file, self.checkpoints):
+            file.parent.mkdir(exist_ok=True)
+            aside = file.with_name(f".{file.name}.aside")
+            pq.write_table(pa.Table.from_pylist(rows), aside)
+            aside.rename(file)
+        return file
+
+    def _sample_files(self) -> list[Path]:
+        return [file for file in (self.folder / "samples").glob("*_*.parquet") if re.fullmatch(r"\w+_\d{6,}", file.stem)]
 
     def due(self, every: int | None, step: int, total: int) -> bool:
         return step == total or (every is not None and step % every == 0)
@@ -218,15 +251,15 @@ class Run:
         overdue = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
         return overdue or self.due(self.recipe.run.save_every, step, total)
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, step: int, trainer: Trainer) -> None:
         """A checkpoint of this step, unless there is one already; older ones go."""
-        if self._saved_step == trainer.step:
+        if self._saved_step == step:
             return
         if self.metrics_file.exists():
             with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
                 os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
-        save_checkpoint(self.checkpoints, trainer, best=self.best)
-        self._saved_step, self._saved_at = trainer.step, time.monotonic()
+        save_checkpoint(self.checkpoints, step, trainer, best=self.best)
+        self._saved_step, self._saved_at = step, time.monotonic()
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
@@ -265,11 +298,11 @@ class Run:
         self.interrupted = True
         say("stopping after this step (once more to stop at once, without saving)", "yellow")
 
-    def stop_if_interrupted(self, trainer: Trainer) -> None:
+    def stop_if_interrupted(self, step: int, total: int, trainer: Trainer) -> None:
         if self.interrupted:
-            self.save(trainer)
+            self.save(step, trainer)
             command = shlex.join(["plaudit", *sys.argv[1:]])
-            raise Interrupted(f"stopped after step {trainer.step} of {trainer.total_steps}, saved. Go on with: {redact(command)}")
+            raise Interrupted(f"stopped after step {step} of {total}, saved. Go on with: {redact(command)}")
 
 
 def _read_about(file: Path) -> dict[str, Any]:
@@ -291,6 +324,10 @@ def _defaults_since(before: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         for name in flatten(recipe).keys() & known.keys()
         if name.rpartition(".")[0] not in before
     }
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _shown(name: str, recipe: dict[str, Any]) -> str:

@@ -1,13 +1,14 @@
 """The nouns that cross rooms, and nothing else.
 
-Shape suffixes, here and everywhere: T tokens of a packed batch, S sequences, D hidden size, V vocabulary, G samples of a group.
+Shape suffixes, here and everywhere: T tokens of a packed batch, N of them that are learnt, S sequences, B sequences being sampled,
+D hidden size, V vocabulary, G samples of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -39,6 +40,70 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One response, as the sampler gave it. Arrays have one entry per token of it, the end token included."""
+
+    prompt_id: str
+    index: int
+    """Which of the prompt's samples."""
+    tokens: np.ndarray
+    text: str
+    """Without special tokens; a stop string stays, for it is what the policy wrote."""
+    status: Literal["finished", "truncated"]
+    sampler_logprobs: np.ndarray
+    """Of logits / temperature, as the sampler computed them; what top-p or top-k left out is not taken out of the sum."""
+    untempered_logprobs: np.ndarray
+    """Of the logits themselves: a metric, never trained on."""
+    version: int
+    """Of the weights that sampled it: how many training steps they have had."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt, by index. A reward always sees the whole group."""
+
+    prompt: Prompt
+    prompt_tokens: np.ndarray
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a reward has no value: its own fault, never the policy's."""
+
+    cause: str
+    """One word for counting: timeout, exception, not_a_number, died, …"""
+    message: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward says of a sample: a value with its parts, or a failure. Never a hidden zero."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    malformed: bool = False
+    """The policy's fault (no answer to be found, broken thoughts): scored with a stated value, never dropped."""
+    failure: Failure | None = None
+    view: str | None = None
+    """The string that was scored."""
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    """How the value came about: a judge's prompt and answer."""
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group with what its rewards say of each sample: together, and each by its name."""
+
+    group: Group
+    scores: tuple[Score, ...]
+    by_reward: Mapping[str, tuple[Score, ...]]
+
+
+@dataclass(frozen=True)
 class Example:
     """One tokenised sequence to train on. `loss_mask[t]` says whether token t is learnt; never the first one."""
 
@@ -54,6 +119,30 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Experience(Example):
+    """A scored sample behind its prompt. Arrays have one entry per learnt token, in order."""
+
+    advantages: np.ndarray
+    sampler_logprobs: np.ndarray
+    weight: float = 1.0
+    """What each of its tokens counts in the update's loss; what the whole update is divided by is in it."""
+    old_logprobs: np.ndarray | None = None
+    """Of the policy as it was when the step began; none if this is the step's only update, where they are the policy's own."""
+    ref_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What RL knows of the tokens that a batch learns, in their order."""
+
+    weights_N: torch.Tensor
+    advantages_N: torch.Tensor
+    sampler_logprobs_N: torch.Tensor
+    old_logprobs_N: torch.Tensor | None
+    ref_logprobs_N: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences laid end to end without padding: one micro-batch, as the model sees it."""
 
@@ -64,6 +153,8 @@ class Batch:
     starts_S1: torch.Tensor
     """Where each sequence starts, and behind the last one the total: int32, one entry more than sequences."""
     longest: int
+    targets: Targets | None = None
+    """In RL: advantages and log-probs of the learnt tokens."""
 
     @property
     def num_tokens(self) -> int:

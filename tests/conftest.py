@@ -106,7 +106,7 @@ def stop_before(monkeypatch, step: int) -> None:
     update = Trainer.update
 
     def update_or_stop(self, *arguments):
-        if self.step == step - 1:
+        if self.updates == step - 1:
             monkeypatch.setattr(Trainer, "update", update)
             raise Stopped
         return update(self, *arguments)

@@ -4,17 +4,13 @@ Rows are one endless stream, each epoch its own permutation; step k takes rows [
 (torchdata's stateful loader would keep workers and queues alive for what is a formula here.)
 """
 
-import hashlib
 import math
 from decimal import Decimal
 from functools import lru_cache
 
 import numpy as np
 
-
-def stable_seed(*key: int | str) -> int:
-    """A 32-bit seed from a key, the same on every machine and Python."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+from plaudit.seeding import stable_seed
 
 
 class RowOrder:
@@ -38,4 +34,4 @@ class RowOrder:
 
     def _make_permutation(self, epoch: int) -> np.ndarray:
         # RandomState, not Generator: numpy promises that its stream never changes.
-        return np.random.RandomState(stable_seed("order", self.seed, epoch)).permutation(self.num_rows)
+        return np.random.RandomState(stable_seed("order", self.seed, epoch, bits=32)).permutation(self.num_rows)

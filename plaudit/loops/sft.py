@@ -25,6 +25,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.run import Run
+from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
 from plaudit.types import Batch, Example
 
@@ -51,36 +52,36 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         order = RowOrder(len(examples), per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
-        trainer = Trainer(
-            policy, recipe.optim, total_steps=total_steps, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps
-        )
-        run.resume(trainer)
-        if trainer.step == total_steps:
+        trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        done = run.resume(trainer)
+        if done == total_steps:
             say(f"this run is finished: all {total_steps} steps are done")
 
-        if trainer.step == 0 and validation:
+        if done == 0 and validation:
             run.log(0, validate(policy, validation, recipe))
 
-        with StepProgress("sft", total_steps, trainer.step) as progress:
-            while trainer.step < total_steps:
-                rows = [examples[row] for row in order.rows(trainer.step)]
+        with StepProgress("sft", total_steps, done) as progress:
+            for step in range(done + 1, total_steps + 1):
+                rows = [examples[row] for row in order.rows(step - 1)]
                 num_targets = sum(row.num_targets for row in rows)
 
-                def loss(batch: Batch, num_targets: int = num_targets) -> torch.Tensor:
-                    return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets)
+                def loss(batch: Batch, num_targets: int = num_targets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                    return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets), {}
 
-                metrics = trainer.update(micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss)
-                rows_done = min(trainer.step * order.per_step, order.total_rows)
-                metrics |= {"tokens": float(sum(map(len, rows))), "epoch": rows_done / order.num_rows}
+                lr = lr_at(step - 1, total_steps, recipe.optim)
+                metrics = trainer.update(micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss, lr)
+                tokens = sum(map(len, rows))
+                metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
+                metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
 
                 improved = False
-                if validation and run.due(recipe.run.validate_every, trainer.step, total_steps):
+                if validation and run.due(recipe.run.validate_every, step, total_steps):
                     metrics |= validate(policy, validation, recipe)
-                    improved = run.note_validation(trainer.step, metrics["val/loss"])
-                progress.update(trainer.step, run.log(trainer.step, metrics))
-                if run.due_to_save(trainer.step, total_steps) or (improved and recipe.run.keep_best):
-                    run.save(trainer)
-                run.stop_if_interrupted(trainer)
+                    improved = run.note_validation(step, metrics)
+                progress.update(step, run.log(step, metrics))
+                if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
+                    run.save(step, trainer)
+                run.stop_if_interrupted(step, total_steps, trainer)
 
         return run.finish(trainer)
 

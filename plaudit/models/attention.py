@@ -9,7 +9,7 @@ What this does not compute (soft caps, attention sinks) is refused, never comput
 import inspect
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
     }
 
 
+class KeepsKeys(Protocol):
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+
+
+class OwnAttention(Protocol):
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor: ...
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -45,9 +55,17 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    kv: "KeepsKeys | OwnAttention | None" = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, d], key and value [1, kv heads, T, d] → [1, T, heads, d]."""
+    """query [1, heads, T, d], key and value [1, kv heads, T, d] → [1, T, heads, d].
+
+    While sampling, `kv` keeps the keys and values of a pass over prompts, or (a step of one token each) attends to those it has.
+    """
+    if kv is not None and cu_seq_lens_q is None:
+        return kv.attend(module.layer_idx, query, key, value, scaling, sliding_window), None  # pyright: ignore
+    if kv is not None:
+        kv.keep(module.layer_idx, key, value)  # pyright: ignore
     if cu_seq_lens_q is None or max_length_q is None:
         raise NotImplementedError(
             f"{type(module).__name__} does not hand sequence starts on to its attention, so packed sequences would see each other"

@@ -11,7 +11,7 @@ gradients.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,16 @@ from plaudit.types import Batch
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**27}
 
 
+Entropy = Literal["none", "measured", "learnt"]
+"""Not computed; computed; or computed with its gradient, which takes longer."""
+
+
 class TokenLogprobs(NamedTuple):
     logprobs_N: Tensor
     entropy_N: Tensor | None
 
 
-def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenLogprobs:
+def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none") -> TokenLogprobs:
     """Log-prob (and entropy) of each token that `batch.loss_mask_T` marks, given what stands before it; in order."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
     targets_N = batch.loss_mask_T.nonzero()[:, 0]
@@ -48,29 +52,29 @@ def token_logprobs(
     tokens_N: Tensor,
     *,
     temperature: float = 1.0,
-    entropy: bool = False,
+    entropy: Entropy = "none",
     chunk_logits: int | None = None,
 ) -> TokenLogprobs:
     """Log-probs (fp32 or finer) of tokens under softmax(W h / temperature), differentiable in h and W."""
     budget = chunk_logits or CHUNK_LOGITS.get(hidden_ND.device.type, 2**25)
     chunk = max(1, budget // weight_VD.shape[0])
     logprobs_N, entropy_N = _ChunkedLogprobs.apply(hidden_ND, weight_VD, tokens_N, temperature, entropy, chunk)  # pyright: ignore
-    return TokenLogprobs(logprobs_N, entropy_N if entropy else None)
+    return TokenLogprobs(logprobs_N, None if entropy == "none" else entropy_N)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: bool, chunk: int):
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: Entropy, chunk: int):
         logprobs_N = torch.empty(len(tokens_N), dtype=_precise(hidden_ND.dtype), device=hidden_ND.device)
         entropy_N = torch.zeros_like(logprobs_N)
         for at in _chunks(len(tokens_N), chunk):
             logp = _all_logprobs(hidden_ND[at], weight_VD, temperature)
             logprobs_N[at] = logp.gather(-1, tokens_N[at, None])[:, 0]
-            if entropy:
+            if entropy != "none":
                 entropy_N[at] = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, entropy_N)
-        ctx.temperature, ctx.entropy, ctx.chunk = temperature, entropy, chunk
-        if not entropy:
+        ctx.temperature, ctx.learn_entropy, ctx.chunk = temperature, entropy == "learnt", chunk
+        if not ctx.learn_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -84,7 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=precise) if ctx.needs_input_grad[1] else None
         for at in _chunks(len(tokens_N), ctx.chunk):
             logp = _all_logprobs(hidden_ND[at], weight_VD, ctx.temperature)
-            if ctx.entropy:
+            if ctx.learn_entropy:
                 p = logp.exp()
                 from_entropy = logp.add_(entropy_N[at, None]).mul_(p).mul_(-grad_entropy_N[at, None])
                 grad_z = p.mul_(-grad_logprobs_N[at, None]).add_(from_entropy)

@@ -71,8 +71,7 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.d
 
 def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
     """The recipe's model, ready to train."""
-    transformers_logging.disable_progress_bar()  # its bars would break ours
-    model = _load_model(recipe.path, resolve_dtype(recipe.dtype, device), recipe.trust_remote_code).to(device)  # pyright: ignore
+    model = load_model(recipe, device)
     vocabulary, known = model.get_output_embeddings().weight.shape[0], len(template.tokenizer)  # pyright: ignore
     if known > vocabulary:
         raise RecipeError(
@@ -80,7 +79,6 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
         )
     _stop_at_end_of_turn(model, template)
     _mend_generation_config(model)
-    verify_packed(model)
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,6 +86,14 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
             model.enable_input_require_grads()
     model.train()
     return Policy(model, template, recipe.lora, peft)
+
+
+def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
+    """The recipe's model as it is on disk, known to be one that plaudit computes right."""
+    transformers_logging.disable_progress_bar()  # its bars would break ours
+    model = _load_model(recipe.path, resolve_dtype(recipe.dtype, device), recipe.trust_remote_code).to(device)  # pyright: ignore
+    verify_packed(model)
+    return model
 
 
 def _load_model(path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -54,7 +54,7 @@ class StepProgress:
     def update(self, step: int, metrics: dict[str, float]) -> None:
         numbers = _numbers(metrics)
         self.bar.update(self.task, completed=step, numbers=numbers)
-        if "val/loss" in metrics:  # a bar's numbers are gone with the next step; these are worth a line
+        if "val/loss" in metrics or "val/reward" in metrics:  # a bar's numbers are gone with the next step; these are worth a line
             say(f"{self.label} {step}/{self.total} {numbers}")
             return
         now = time.monotonic()
@@ -64,8 +64,13 @@ class StepProgress:
             print(f"{self.label} {step}/{self.total} {numbers} {_duration(left)} left", file=sys.stderr, flush=True)
 
 
+def _shown(metrics: dict[str, float]) -> list[str]:
+    names = ("reward", "val/reward", "length", "entropy") if "reward" in metrics else ("loss", "val/loss")
+    return [name for name in names if name in metrics]
+
+
 def _numbers(metrics: dict[str, float]) -> str:
-    parts = [f"{name} {metrics[name]:.4f}" for name in ("loss", "val/loss") if name in metrics]
+    parts = [f"{name} {metrics[name]:.4f}" for name in _shown(metrics)]
     if "time/tokens_per_s" in metrics:
         parts.append(f"{metrics['time/tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)

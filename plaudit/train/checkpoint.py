@@ -3,7 +3,7 @@
     checkpoints/step_000040/
       model/                  the model in Hugging Face format: load it, serve it, start the next stage from it
       trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name, a few gigabytes a file
-      state.json              steps done, steps skipped, best validation so far
+      state.json              steps and updates done, updates skipped, best validation so far
       manifest.json           every file and its size: a checkpoint that does not match was cut short
 
 Data order, schedule and randomness are functions of the seed and the step, so the step is all of them there is to save.
@@ -43,11 +43,11 @@ class Checkpoint:
         trainer.load_state(self.state, map(load_file, sorted((self.folder / "trainer").glob("*.safetensors"))))
 
 
-def save_checkpoint(root: Path, trainer: Trainer, **notes: Any) -> Checkpoint:
-    """Write a checkpoint of the trainer as it stands; `notes` go into its state."""
+def save_checkpoint(root: Path, step: int, trainer: Trainer, **notes: Any) -> Checkpoint:
+    """Write a checkpoint of the trainer as it stands after `step`; `notes` go into its state."""
     counts, tensors = trainer.state()
-    state = {**counts, **notes}
-    final = root / f"step_{trainer.step:06d}"
+    state = {"step": step, **counts, **notes}
+    final = root / f"step_{step:06d}"
     with clear_write_errors(final, root):
         root.mkdir(parents=True, exist_ok=True)
         _require_space(final, [*tensors.values(), *trainer.policy.model.parameters()])

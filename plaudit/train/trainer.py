@@ -1,22 +1,22 @@
-"""One optimisation step: gradients of a whole batch from micro-batches, clipped, applied; a non-finite one skipped."""
+"""One optimiser update: gradients of a whole batch from micro-batches, clipped, applied; a non-finite one skipped."""
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from plaudit.data.order import stable_seed
 from plaudit.errors import TrainingStopped
 from plaudit.models.policy import Policy
 from plaudit.recipe import Optim
+from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
-from plaudit.train.schedule import lr_at
 from plaudit.types import Batch
 
-Loss = Callable[[Batch], Tensor]
-"""A micro-batch's share of the step's loss: already divided by what the whole batch is divided by, so that shares add up."""
+Loss = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
+"""A micro-batch's share of the update's loss, and of metrics beside it: already divided by what the whole update is divided by, so
+that shares add up."""
 
 
 def compute_repeatably(device: torch.device) -> None:
@@ -28,42 +28,45 @@ def compute_repeatably(device: torch.device) -> None:
 
 
 class Trainer:
-    """A policy with its optimiser. `step` counts the steps done; everything random in one is keyed by its number."""
+    """A policy with its optimiser. `updates` counts those done; everything random in one is keyed by its number."""
 
-    def __init__(self, policy: Policy, optim: Optim, *, total_steps: int, seed: int, max_skipped_steps: int):
-        self.policy, self.optim = policy, optim
+    def __init__(self, policy: Policy, optim: Optim, *, seed: int, max_skipped_steps: int):
+        self.policy = policy
         self.optimiser = Optimiser(policy.trainable(), optim)
-        self.total_steps, self.seed, self.max_skipped_steps = total_steps, seed, max_skipped_steps
-        self.step = 0
+        self.seed, self.max_skipped_steps = seed, max_skipped_steps
+        self.updates = 0
         self.skipped_steps = 0
 
-    def update(self, micro_batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
-        """One step on the sum of the micro-batches' losses."""
+    def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
+        """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went."""
         began = time.perf_counter()
         self.policy.model.train()
-        torch.manual_seed(stable_seed("step", self.seed, self.step))  # dropout; a resumed run draws the same
+        torch.manual_seed(stable_seed("step", self.seed, self.updates))  # dropout; a resumed run draws the same
         total = torch.zeros((), device=self.policy.device)
+        sums: dict[str, Tensor] = {}
         for batch in micro_batches:
-            share = loss(batch)
+            share, others = loss(batch)
             share.backward()
             total += share.detach()
+            for name, value in others.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         norm = self.optimiser.clip()
-        lr = lr_at(self.step, self.total_steps, self.optim)
         finite = bool(torch.isfinite(total) & torch.isfinite(norm))
         if finite:
             self.optimiser.step(lr)
         else:
             self.skipped_steps += 1
         self.optimiser.forget_gradients()
-        self.step += 1
+        self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(
-                f"step {self.step}: the loss or gradient was not finite (loss {total.item()}, gradient norm {norm.item()}) for the "
-                f"{self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data of that step, "
+                f"update {self.updates}: the loss or gradient was not finite (loss {total.item()}, gradient norm {norm.item()}) for the "
+                f"{self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data it was made of, "
                 "lower optim.lr, or use model.dtype=float32."
             )
         return {
             "loss": total.item(),
+            **{name: value.item() for name, value in sums.items()},
             "grad_norm": norm.item(),
             "lr": lr,
             "skipped_steps": float(self.skipped_steps),
@@ -73,8 +76,8 @@ class Trainer:
     # What a checkpoint holds, besides the model
 
     def state(self) -> tuple[dict[str, int], dict[str, Tensor]]:
-        return {"step": self.step, "skipped_steps": self.skipped_steps}, self.optimiser.state()
+        return {"updates": self.updates, "skipped_steps": self.skipped_steps}, self.optimiser.state()
 
     def load_state(self, counts: dict[str, int], parts: Iterable[dict[str, Tensor]]) -> None:
-        self.step, self.skipped_steps = counts["step"], counts["skipped_steps"]
+        self.updates, self.skipped_steps = counts["updates"], counts["skipped_steps"]
         self.optimiser.load_state(parts)

@@ -1,0 +1,66 @@
+"""Rows → prompts as the policy gets them: rendered with its template, tokenised, none of them too long."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from plaudit.data.conversations import Source, read_prompts
+from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
+from plaudit.errors import DataError
+from plaudit.types import Prompt
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    prompt: Prompt
+    tokens: np.ndarray
+
+
+@dataclass
+class PromptSet:
+    prompts: list[EncodedPrompt] = field(default_factory=list)
+    rows: int = 0
+    too_long: int = 0
+    """Rows longer than the limit: left out, or cut."""
+
+    def summary(self, too_long: str, max_prompt_tokens: int) -> str:
+        longest = max(len(p.tokens) for p in self.prompts)
+        parts = [f"{len(self.prompts):,} of {self.rows:,} prompts, longest {longest:,} tokens"]
+        if self.too_long:
+            parts.append(f"{self.too_long:,} longer than {max_prompt_tokens:,} {'left out' if too_long == 'filter' else 'cut'}")
+        return "; ".join(parts)
+
+
+def load_prompts(
+    sources: Sequence[Source],
+    template: ChatTemplate,
+    *,
+    max_prompt_tokens: int,
+    too_long: Literal["filter", "error", "cut_left"],
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> PromptSet:
+    """Read, render and tokenise every row."""
+    result = PromptSet()
+    for prompt in progress(prompt for source in sources for prompt in read_prompts(source)):
+        result.rows += 1
+        try:
+            tokens = template.prompt_tokens(prompt.messages, prompt.tools)
+        except RENDER_ERRORS as error:
+            raise DataError(f"{prompt.id}: the chat template cannot render these messages: {error}") from None
+        if len(tokens) > max_prompt_tokens:
+            result.too_long += 1
+            if too_long == "error":
+                raise DataError(
+                    f"{prompt.id}: {len(tokens):,} tokens, more than data.max_prompt_tokens = {max_prompt_tokens:,}. Raise it, or set "
+                    "data.too_long to filter or cut_left."
+                )
+            if too_long == "filter":
+                continue
+            tokens = tokens[-max_prompt_tokens:]
+        result.prompts.append(EncodedPrompt(prompt, np.asarray(tokens, dtype=np.int32)))
+    if not result.prompts:
+        names = ", ".join(str(source.path) for source in sources)
+        raise DataError(f"{names}: no prompt is left of {result.rows:,}; all are longer than data.max_prompt_tokens = {max_prompt_tokens:,}")
+    return result

@@ -1,0 +1,187 @@
+"""Reinforcement learning against rewards.
+
+Each step samples n responses to each of the next prompts, scores every group while others are still sampled, turns scores into
+advantages, and moves the policy towards what was better than its group:
+
+    L = Σ_t w_t · ( clipped(π, π_old, A)_t + β · kl(π, ref)_t − c · H_t )
+
+Differs from the textbook: the policy is sampled with the trainer's own weights, and how far the sampler's log-probs are from the
+trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups enter batches in
+the order of prompts, never of arrival, so that a run can be repeated to the bit.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from plaudit.config import LoadedRecipe
+from plaudit.data.conversations import Source
+from plaudit.data.order import RowOrder
+from plaudit.data.pack import micro_batches
+from plaudit.data.prompts import EncodedPrompt, load_prompts
+from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.files import digest_of, sketch
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.policy import load_policy, resolve_device
+from plaudit.models.reference import Reference
+from plaudit.recipe import RLData, RLRecipe
+from plaudit.report.progress import StepProgress, counted, say
+from plaudit.report.samples import length_metrics, sample_rows
+from plaudit.rewards.metrics import metrics as reward_metrics
+from plaudit.rewards.runner import RewardRunner
+from plaudit.rollout.engine import Engine, Sampling
+from plaudit.rollout.groups import sample_groups
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.run import Run
+from plaudit.train.experience import experiences, updates, with_logprobs
+from plaudit.train.policy_loss import policy_loss
+from plaudit.train.schedule import lr_at
+from plaudit.train.trainer import Trainer, compute_repeatably
+from plaudit.types import Batch, ScoredGroup
+
+
+def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+    """Train the recipe's model on the prompts of `sources['train']`; returns the trained model's folder."""
+    recipe = loaded.recipe
+    assert isinstance(recipe, RLRecipe)
+    device = resolve_device(recipe.run.device)
+    if recipe.run.repeatable:
+        compute_repeatably(device)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    template = load_template(tokenizer, recipe.model.chat_template)
+    inputs = {
+        "the model": sketch(Path(recipe.model.path)),
+        "the tokenizer": digest_of(tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
+        "the chat template": digest_of(template.text),
+    }
+    files = [source.path for part in sources.values() for source in part] + [file for r in recipe.rewards for file in r.files]
+    with Run(loaded, files, inputs, best="val/reward", higher_is_better=True) as run, RewardRunner(recipe.rewards) as rewards:
+        prompts = _prompts("train", sources["train"], template, recipe.data)
+        validation = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []
+        validation = validation[: recipe.validation.max_prompts]
+
+        order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+        total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
+        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        reference = Reference(recipe.model, policy) if recipe.algorithm.kl_coefficient else None
+        engine = NativeEngine(policy.model, tokenizer, max_sequences=recipe.rollout.max_sequences)
+        trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        done = run.resume(trainer)
+        engine.sync(done)
+        if done == total_steps:
+            say(f"this run is finished: all {total_steps} steps are done")
+
+        if done == 0 and validation:
+            run.log(0, validate(engine, rewards, validation, recipe, run, step=0))
+
+        with StepProgress("rl", total_steps, done) as progress:
+            for step in range(done + 1, total_steps + 1):
+                asked = [prompts[row] for row in order.rows(step - 1)]
+                groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
+                run.write_samples("train", step, sample_rows(groups))
+
+                metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim))
+                engine.sync(step)
+                metrics["epoch"] = min(step * order.per_step, order.total_rows) / order.num_rows
+
+                improved = False
+                if validation and run.due(recipe.run.validate_every, step, total_steps):
+                    metrics |= validate(engine, rewards, validation, recipe, run, step)
+                    improved = run.note_validation(step, metrics)
+                progress.update(step, run.log(step, metrics))
+                if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
+                    run.save(step, trainer)
+                run.stop_if_interrupted(step, total_steps, trainer)
+
+        return run.finish(trainer)
+
+
+def sample(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling
+) -> tuple[list[ScoredGroup], dict[str, float]]:
+    """Scored groups of the prompts, in their order, and what they come to."""
+    began = time.perf_counter()
+    scored = rewards.collect(sample_groups(engine, prompts, n, sampling))
+    spent = time.perf_counter() - began
+    by_id = {group.group.prompt.id: group for group in scored}
+    groups = [by_id[encoded.prompt.id] for encoded in prompts]
+    metrics = reward_metrics(groups) | length_metrics(groups)
+    metrics |= {"time/sample_s": spent - rewards.waited_s, "time/score_s": rewards.waited_s}
+    metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
+    return groups, metrics
+
+
+def learn(
+    trainer: Trainer, reference: Reference | None, groups: Sequence[ScoredGroup], recipe: RLRecipe, step: int, lr: float
+) -> dict[str, float]:
+    """All updates of a step; returns their metrics, averaged."""
+    model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
+    budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
+    began = time.perf_counter()
+
+    @torch.no_grad()
+    def own_logprobs(batch: Batch) -> torch.Tensor:
+        model.eval()
+        return target_logprobs(model, batch, temperature=temperature).logprobs_N
+
+    def ref_logprobs(batch: Batch) -> torch.Tensor:
+        assert reference is not None
+        return reference.logprobs(batch, temperature)
+
+    learnt = [experiences(group, recipe.algorithm) for group in groups]
+    if recipe.algorithm.old_logprobs == "recomputed" and recipe.train.updates_per_step > 1:
+        learnt = with_logprobs(learnt, "old_logprobs", own_logprobs, budget=budget, device=device)
+    if reference is not None:
+        learnt = with_logprobs(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
+    prepared = time.perf_counter()
+
+    results = []
+    for samples in updates(learnt, recipe.train, recipe.algorithm, horizon=horizon, seed=recipe.seed, step=step):
+        loss = policy_loss(model, samples, recipe.algorithm, temperature)
+        results.append(trainer.update(micro_batches(samples, budget, device), loss, lr))
+    metrics = {name: sum(result[name] for result in results) / len(results) for name in (results[0] if results else ())}
+    # Sampler and trainer share their weights only until the first update.
+    metrics |= {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
+    metrics |= {"updates": float(trainer.updates), "skipped_steps": float(trainer.skipped_steps)}
+    return metrics | {"time/logprobs_s": prepared - began, "time/update_s": time.perf_counter() - prepared}
+
+
+def validate(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], recipe: RLRecipe, run: Run, step: int
+) -> dict[str, float]:
+    """Sample the validation prompts as `validation` says, and score them."""
+    began = time.perf_counter()
+    groups, metrics = sample(engine, rewards, prompts, recipe.validation.n, sampling_of(recipe, step, validation=True))
+    run.write_samples("val", step, sample_rows(groups))
+    metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
+    metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
+    return metrics | {"time/validate_s": time.perf_counter() - began}
+
+
+def sampling_of(recipe: RLRecipe, step: int, *, validation: bool = False) -> Sampling:
+    """The recipe's rollout, or validation's changes to it, with the randomness of a step."""
+    settings = recipe.validation if validation else recipe.rollout
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens or recipe.rollout.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop=recipe.rollout.stop,
+        seed=recipe.seed,
+        step=step,
+    )
+
+
+def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLData) -> list[EncodedPrompt]:
+    result = load_prompts(
+        sources,
+        template,
+        max_prompt_tokens=data.max_prompt_tokens,
+        too_long=data.too_long,
+        progress=lambda rows: counted(rows, f"reading {part} prompts"),
+    )
+    say(f"{part}: {result.summary(data.too_long, data.max_prompt_tokens)}")
+    return result.prompts

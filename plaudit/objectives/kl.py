@@ -1,0 +1,44 @@
+"""How far the policy π is from the reference, estimated per token from the sampled token alone. N tokens."""
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["k1", "abs", "k2", "k3"]
+
+# k3 grows like exp(d): without bounds one token far off would outweigh the batch.
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+
+
+def kl(policy_logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: Estimator) -> Tensor:
+    """Estimates of KL(π ‖ ref) (Schulman, "Approximating KL Divergence"), with d = log ref − log π at a token drawn from π.
+
+        k1  = −d                    unbiased, of high variance, negative at many tokens
+        abs = |d|                   biased upwards: E|d| ≥ KL
+        k2  = d² / 2                biased, little where π is near ref; low variance, never negative
+        k3  = exp(d) − d − 1        unbiased, low variance, never negative; d clamped to ±20, then k3 to ±10, which biases it down
+
+    Used as a loss, a term is differentiated with the tokens held fixed, and its mean gradient is another matter than its mean:
+
+        k1     0: no pull to ref at all. Use k1 inside the reward, not as a loss
+        abs    that of Σ|π − ref|, of the same size however near ref is: it jumps at d = 0
+        k2     that of KL(π ‖ ref), the right one
+        k3     that of KL(ref ‖ π), near the right one only where π is near ref; 0 where a clamp holds (d > 2.6 or d < −11)
+
+    On tokens of an older policy, all of this holds only as far as that policy is still π.
+    """
+    d = ref_logprobs_N - policy_logprobs_N
+    match kind:
+        case "k1":
+            return -d
+        case "abs":
+            return d.abs()
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            # exp(d) − 1 in one: near d = 0, where most tokens are, fp32 would lose d²/2 beside the 1.
+            return (torch.expm1(d) - d).clamp(-MAX_K3, MAX_K3)
+    assert_never(kind)

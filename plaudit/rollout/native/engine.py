@@ -1,0 +1,192 @@
+"""The native engine: continuous batching in torch, on the very modules and weights that the trainer updates.
+
+    while anything waits or runs:
+        read prompts for which rows are free                   (one packed forward pass; a prompt's n samples share it)
+        start their samples: first token, keys and values copied to a row each
+        one token for every running sequence                   (one forward pass)
+        those that ended leave, and go out
+
+Nothing is synced, for there is nothing but the trainer's weights. LoRA adapters are used as they stand.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from plaudit.data.pack import pack
+from plaudit.errors import PlauditError
+from plaudit.models.attention import packed_arguments
+from plaudit.rollout.engine import Engine, Request, Sampling
+from plaudit.rollout.native.attention import DecodeStep, PrefillStep
+from plaudit.rollout.native.cache import CacheShape, KVCache
+from plaudit.rollout.native.noise import position_keys
+from plaudit.rollout.native.sampler import Drawn, draw
+from plaudit.rollout.native.scheduler import Read, Running, Scheduler
+from plaudit.rollout.native.stopping import Stopping
+from plaudit.types import Example, Sample
+
+# Prompt tokens read in one pass: enough to keep the device busy, few enough that running sequences do not wait long.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+CACHE_SHARE = 0.5  # of all memory, at most: of all, not of the free, for batches must not depend on what else runs
+ROUND_LENGTH = 64
+
+
+class NativeEngine(Engine):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_sequences: int = 256):
+        self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
+        self.end_tokens = _end_tokens(model)
+        self.shape = _cache_shape(model)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        if not requests:
+            return
+        length = self._longest(requests, sampling)
+        cache = KVCache(self.shape, self._rows(sum(r.n for r in requests), length), length)
+        scheduler = Scheduler(requests, sampling, rows=cache.rows, prefill_tokens=PREFILL_TOKENS[self.shape.device.type])
+        stopping = Stopping(self.tokenizer, self.end_tokens, sampling.stop)
+        self.model.eval()
+        while scheduler.busy:
+            if prompts := scheduler.next_prompts():
+                scheduler.read.extend(self._read(prompts))
+            yield from self._start(scheduler, cache, stopping)
+            if scheduler.running:
+                drawn = self._decode(scheduler.running, cache, sampling)
+                _append(scheduler.running, drawn)
+                yield from self._retire(scheduler, cache, stopping)
+
+    # The phases of one round
+
+    @torch.inference_mode()
+    def _read(self, prompts: list[Request]) -> list[Read]:
+        """Keys, values and last logits of the prompts, in one packed pass."""
+        nothing = [np.zeros(len(p.tokens), dtype=bool) for p in prompts]
+        batch = pack([Example(p.tokens, mask) for p, mask in zip(prompts, nothing, strict=True)], self.shape.device)
+        step = PrefillStep()
+        hidden_TD = self._hidden(**packed_arguments(batch), kv=step)
+        starts = batch.starts_S1.tolist()
+        logits_SV = self._logits(hidden_TD[[end - 1 for end in starts[1:]]])
+        prefixes = step.stacked()
+        return [
+            Read(request, prefixes[:, :, :, begin:end], logits_V)
+            for request, (begin, end), logits_V in zip(prompts, pairwise(starts), logits_SV, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _start(self, scheduler: Scheduler, cache: KVCache, stopping: Stopping) -> list[Sample]:
+        """First tokens of the samples that get a row now. (One that ends at once gives its row back.)"""
+        started = scheduler.start()
+        if not started:
+            return []
+        logits_BV = torch.stack([read.logits_V for read, _ in started])
+        sequences = [sequence for _, sequence in started]
+        _append(sequences, self._draw(logits_BV, sequences, scheduler.sampling))
+        ended = []
+        for read, sequence in started:
+            if status := stopping.status(sequence):
+                ended.append(self._sample(sequence, status, stopping))
+            else:
+                cache.fill(len(scheduler.running), read.prefix)
+                scheduler.running.append(sequence)
+        return ended
+
+    @torch.inference_mode()
+    def _decode(self, running: list[Running], cache: KVCache, sampling: Sampling) -> Drawn:
+        """The next token of every running sequence."""
+        device = self.shape.device
+        positions = [sequence.position for sequence in running]
+        positions_B = torch.tensor(positions, device=device)
+        tokens_B = torch.tensor([sequence.tokens[-1] for sequence in running], device=device)
+        step = DecodeStep(cache, positions_B, longest=max(positions) + 1)
+        hidden_BD = self._hidden(input_ids=tokens_B[None], position_ids=positions_B[None], kv=step)
+        return self._draw(self._logits(hidden_BD), running, sampling)
+
+    @torch.inference_mode()
+    def _retire(self, scheduler: Scheduler, cache: KVCache, stopping: Stopping) -> list[Sample]:
+        """Samples that have ended; rows close up behind them."""
+        ended = []
+        for row in range(len(scheduler.running) - 1, -1, -1):  # from the last: what moves has been looked at
+            sequence = scheduler.running[row]
+            if status := stopping.status(sequence):
+                ended.append(self._sample(sequence, status, stopping))
+                moved = scheduler.leave(row)
+                if moved != row:
+                    cache.move(moved, row, scheduler.running[row].position)
+        return ended
+
+    # Parts of a phase
+
+    def _hidden(self, **arguments) -> Tensor:
+        return self.model.get_decoder()(**arguments, use_cache=False).last_hidden_state[0]  # pyright: ignore
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        return (hidden_BD @ self.model.get_output_embeddings().weight.T).float()  # pyright: ignore
+
+    def _draw(self, logits_BV: Tensor, sequences: list[Running], sampling: Sampling) -> Drawn:
+        keys_B = torch.tensor([sequence.key for sequence in sequences], device=logits_BV.device)
+        written_B = torch.tensor([len(sequence.tokens) for sequence in sequences], device=logits_BV.device)
+        return draw(logits_BV, position_keys(keys_B, written_B), sampling)
+
+    def _sample(self, sequence: Running, status, stopping: Stopping) -> Sample:
+        return Sample(
+            prompt_id=sequence.request.prompt_id,
+            index=sequence.index,
+            tokens=np.asarray(sequence.tokens, dtype=np.int32),
+            text=stopping.text(sequence.tokens),
+            status=status,
+            sampler_logprobs=np.asarray(sequence.logprobs, dtype=np.float32),
+            untempered_logprobs=np.asarray(sequence.untempered, dtype=np.float32),
+            version=self.version,
+        )
+
+    # Room
+
+    def _longest(self, requests: Sequence[Request], sampling: Sampling) -> int:
+        """Positions that the longest sequence may come to need."""
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        longest = 0
+        for request in requests:
+            if not len(request.tokens):
+                raise PlauditError(f"prompt {request.prompt_id} is empty: there is nothing to continue")
+            needed = len(request.tokens) + (request.max_new_tokens or sampling.max_new_tokens)
+            if context is not None and needed > context:
+                raise PlauditError(
+                    f"prompt {request.prompt_id}: {len(request.tokens):,} tokens and up to {needed - len(request.tokens):,} new ones "
+                    f"are more than the {context:,} that the model takes. Lower max_new_tokens, or leave out longer prompts."
+                )
+            longest = max(longest, needed)
+        return -(-longest // ROUND_LENGTH) * ROUND_LENGTH
+
+    def _rows(self, samples: int, length: int) -> int:
+        device = self.shape.device
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else psutil.virtual_memory().total
+        return max(1, min(samples, self.max_sequences, int(CACHE_SHARE * memory) // (self.shape.bytes_per_token * length)))
+
+
+def _append(sequences: list[Running], drawn: Drawn) -> None:
+    numbers = zip(*(column.tolist() for column in drawn), strict=True)
+    for sequence, (token, logprob, untempered) in zip(sequences, numbers, strict=True):
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.untempered.append(untempered)
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id  # pyright: ignore
+    return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
+
+
+def _cache_shape(model: PreTrainedModel) -> CacheShape:
+    config = model.config
+    heads = config.num_attention_heads
+    return CacheShape(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=model.dtype,
+        device=model.device,
+    )

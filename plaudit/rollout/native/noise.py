@@ -1,0 +1,47 @@
+"""Random numbers that are functions of a key: the same on every machine, for any batch, in any order.
+
+A sequence's key is a 64-bit hash of (seed, step, prompt id, sample index). Key and token position give a new key by splitmix64, and
+that key and the vocabulary index give 31 random bits by two rounds of a 32-bit mixer. Integers wrap around as they overflow.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST_BELOW_1 = 1.0 - 2.0**-24
+
+
+def position_keys(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+    """splitmix64 of key + position · golden ratio."""
+    x = keys_B + (positions_B + 1) * _signed(0x9E3779B97F4A7C15, 64)
+    x = (x ^ _shift(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ _shift(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
+    return x ^ _shift(x, 31, 64)
+
+
+def gumbel(keys_B: Tensor, vocabulary: int) -> Tensor:
+    """Standard Gumbel noise, fp32 [B, V]: −log(−log(1 − w)), w uniform with a resolution of 2^-32 near 0, where the winners are."""
+    low_B, high_B = keys_B.to(torch.int32), (keys_B >> 32).to(torch.int32)
+    token_V = torch.arange(vocabulary, dtype=torch.int32, device=keys_B.device) * _signed(0x9E3779B1, 32)
+    x = _mix(token_V ^ low_B[:, None])
+    x = _mix(x.add_(high_B[:, None]))
+    w = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=LARGEST_BELOW_1)
+    return w.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit mixer with low bias (two multiplications between three xor-shifts)."""
+    x ^= _shift(x, 16, 32)
+    x *= _signed(0x21F0AAAD, 32)
+    x ^= _shift(x, 15, 32)
+    x *= _signed(0x735A2D97, 32)
+    x ^= _shift(x, 15, 32)
+    return x
+
+
+def _shift(x: Tensor, by: int, bits: int) -> Tensor:
+    """To the right, filling with zeros: torch's integers are signed."""
+    return (x >> by) & ((1 << (bits - by)) - 1)
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value

@@ -1,0 +1,72 @@
+"""Scored groups → what an update learns from: samples behind their prompts, with advantages, log-probs and weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.data.pack import pack, split_by_tokens
+from plaudit.objectives.advantages import grpo
+from plaudit.objectives.aggregate import sequence_weights
+from plaudit.recipe import Algorithm, RLTrain
+from plaudit.seeding import stable_seed
+from plaudit.types import Batch, Experience, ScoredGroup
+
+
+def advantages(group: ScoredGroup, algorithm: Algorithm) -> np.ndarray:
+    """One per sample; 0 for a sample without a value, which is not trained on."""
+    values = [score.value for score in group.scores]
+    rewards_G = torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float64)
+    valid_G = torch.tensor([value is not None for value in values])
+    return grpo(rewards_G, valid_G, divide_by_std=algorithm.divide_by_std).numpy()
+
+
+def experiences(group: ScoredGroup, algorithm: Algorithm) -> list[Experience]:
+    """The group's samples that have a value."""
+    prompt = group.group.prompt_tokens
+    result = []
+    for sample, score, advantage in zip(group.group.samples, group.scores, advantages(group, algorithm), strict=True):
+        if score.value is not None:
+            tokens = np.concatenate([prompt, sample.tokens])
+            loss_mask = np.arange(len(tokens)) >= len(prompt)
+            old = sample.sampler_logprobs if algorithm.old_logprobs == "sampler" else None
+            result.append(Experience(tokens, loss_mask, np.full(len(sample), advantage), sample.sampler_logprobs, old_logprobs=old))
+    return result
+
+
+def with_logprobs(
+    groups: Sequence[Sequence[Experience]],
+    whose: Literal["old_logprobs", "ref_logprobs"],
+    logprobs: Callable[[Batch], Tensor],
+    *,
+    budget: int,
+    device: torch.device,
+) -> list[list[Experience]]:
+    """The same groups, each sample with the log-probs that a model gives its tokens."""
+    flat = [experience for group in groups for experience in group]
+    computed: dict[int, np.ndarray] = {}
+    for members in split_by_tokens([len(e) for e in flat], budget):
+        values = logprobs(pack([flat[i] for i in members], device)).float().cpu()
+        computed |= dict(zip(members, map(Tensor.numpy, values.split([flat[i].num_targets for i in members])), strict=True))
+    filled = iter([replace(experience, **{whose: computed[i]}) for i, experience in enumerate(flat)])
+    return [[next(filled) for _ in group] for group in groups]
+
+
+def updates(
+    groups: Sequence[Sequence[Experience]], train: RLTrain, algorithm: Algorithm, *, horizon: int, seed: int, step: int
+) -> Iterator[list[Experience]]:
+    """What each update of a step learns from: `prompts_per_update` groups at a time, `epochs_per_step` times over."""
+    per_update = train.prompts_per_update or train.prompts_per_step
+    for epoch in range(train.epochs_per_step):
+        order = np.arange(len(groups))
+        if train.shuffle:
+            np.random.RandomState(stable_seed("updates", seed, step, epoch, bits=32)).shuffle(order)
+        for start in range(0, len(order), per_update):
+            samples = [experience for i in sorted(order[start : start + per_update]) for experience in groups[i]]
+            if samples:  # else every sample of these prompts was dropped
+                lengths_S = torch.tensor([sample.num_targets for sample in samples])
+                weights = sequence_weights(lengths_S, algorithm.aggregation, horizon=horizon).tolist()
+                yield [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
