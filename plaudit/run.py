@@ -29,8 +29,9 @@ from typing import Any, Self
 
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, flatten, settings, to_yaml
+from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError, Interrupted, RunError, redact
-from plaudit.files import fingerprint, folder_written_aside, remove_leftovers, write_atomic
+from plaudit.files import digest_of, fingerprint, folder_written_aside, remove_leftovers, sketch, write_atomic
 from plaudit.recipe import Recipe
 from plaudit.report.curves import draw_curves
 from plaudit.report.progress import say
@@ -55,21 +56,23 @@ class Run:
     def __init__(
         self,
         loaded: LoadedRecipe,
-        data_files: list[Path],
+        files: list[Path],
+        template: ChatTemplate | None = None,
         inputs: dict[str, str] | None = None,
         *,
         best: str = "val/loss",
         higher_is_better: bool = False,
     ):
-        """`inputs` are digests of what else the result depends on, by a name that a person understands; `best` is the metric
-        that tells which checkpoint is."""
+        """The result depends on the recipe, on the content of `files`, on the model and its `template`, and on `inputs`: digests by
+        a name that a person understands. `best` is the metric that tells which checkpoint is best."""
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics_file = self.folder / "metrics.jsonl"
         self.interrupted = False
         self.best: dict[str, float] | None = None
-        self._loaded, self._data_files, self._inputs = loaded, data_files, inputs or {}
+        self._loaded, self._files = loaded, files
+        self._inputs = {**_model_digests(self.recipe, template), **(inputs or {})}
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
         self._handlers: dict[signal.Signals, Any] = {}
         self._trackers: Trackers | None = None
@@ -129,7 +132,7 @@ class Run:
     def _same_run_or_refuse(self) -> dict[str, Any]:
         """What run.json should say; an error if the folder holds a run of another recipe or other data."""
         recipe = flatten(self.recipe)
-        inputs = {str(path): _fingerprint(path) for path in self._data_files} | self._inputs
+        inputs = {str(path): _fingerprint(path) for path in self._files} | self._inputs
         about = {"recipe": recipe, "inputs": inputs, "versions": _versions(), "git": _git_state(), "trackers": {}}
         file = self.folder / "run.json"
         if not file.exists():
@@ -323,6 +326,16 @@ def _defaults_since(before: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         name: json.loads(json.dumps(known[name].default))
         for name in flatten(recipe).keys() & known.keys()
         if name.rpartition(".")[0] not in before
+    }
+
+
+def _model_digests(recipe: Recipe, template: ChatTemplate | None) -> dict[str, str]:
+    if template is None:
+        return {}
+    return {
+        "the model": sketch(Path(recipe.model.path)),
+        "the tokenizer": digest_of(template.tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
+        "the chat template": digest_of(template.text),
     }
 
 

@@ -53,8 +53,8 @@ def load_prompts(
             result.too_long += 1
             if too_long == "error":
                 raise DataError(
-                    f"{prompt.id}: {len(tokens):,} tokens, more than data.max_prompt_tokens = {max_prompt_tokens:,}. Raise it, or set "
-                    "data.too_long to filter or cut_left."
+                    f"{prompt.id}: {len(tokens):,} tokens, more than data.max_prompt_tokens = {max_prompt_tokens:,}. Raise it, or "
+                    "set data.too_long to filter or cut_left."
                 )
             if too_long == "filter":
                 continue
@@ -62,5 +62,7 @@ def load_prompts(
         result.prompts.append(EncodedPrompt(prompt, np.asarray(tokens, dtype=np.int32)))
     if not result.prompts:
         names = ", ".join(str(source.path) for source in sources)
-        raise DataError(f"{names}: no prompt is left of {result.rows:,}; all are longer than data.max_prompt_tokens = {max_prompt_tokens:,}")
+        raise DataError(
+            f"{names}: no prompt is left of {result.rows:,}; all are longer than data.max_prompt_tokens = {max_prompt_tokens:,}"
+        )
     return result

@@ -24,6 +24,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from plaudit.errors import DataError, RecipeError, nearest_path
+from plaudit.recipe import Model
 from plaudit.types import Conversation, Example, Message
 
 NAMED = ("chatml", "llama3", "qwen", "plain")
@@ -244,6 +245,12 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
+
+
+def template_of(model: Model) -> ChatTemplate:
+    """The tokenizer and template that a recipe's model is used with."""
+    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+    return load_template(tokenizer, model.chat_template)
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> ChatTemplate:

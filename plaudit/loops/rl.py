@@ -6,8 +6,8 @@ advantages, and moves the policy towards what was better than its group:
     L = Σ_t w_t · ( clipped(π, π_old, A)_t + β · kl(π, ref)_t − c · H_t )
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and how far the sampler's log-probs are from the
-trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups enter batches in
-the order of prompts, never of arrival, so that a run can be repeated to the bit.
+trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups enter batches
+in the order of prompts, never of arrival, so that a run can be repeated to the bit.
 """
 
 import time
@@ -21,8 +21,7 @@ from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches
 from plaudit.data.prompts import EncodedPrompt, load_prompts
-from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
-from plaudit.files import digest_of, sketch
+from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import load_policy, resolve_device
 from plaudit.models.reference import Reference
@@ -49,15 +48,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)
-    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    template = load_template(tokenizer, recipe.model.chat_template)
-    inputs = {
-        "the model": sketch(Path(recipe.model.path)),
-        "the tokenizer": digest_of(tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
-        "the chat template": digest_of(template.text),
-    }
+    template = template_of(recipe.model)
     files = [source.path for part in sources.values() for source in part] + [file for r in recipe.rewards for file in r.files]
-    with Run(loaded, files, inputs, best="val/reward", higher_is_better=True) as run, RewardRunner(recipe.rewards) as rewards:
+    with Run(loaded, files, template, best="val/reward", higher_is_better=True) as run, RewardRunner(recipe.rewards) as rewards:
         prompts = _prompts("train", sources["train"], template, recipe.data)
         validation = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []
         validation = validation[: recipe.validation.max_prompts]
@@ -66,7 +59,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
         reference = Reference(recipe.model, policy) if recipe.algorithm.kl_coefficient else None
-        engine = NativeEngine(policy.model, tokenizer, max_sequences=recipe.rollout.max_sequences)
+        engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         done = run.resume(trainer)
         engine.sync(done)

@@ -17,8 +17,8 @@ from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
-from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
-from plaudit.files import digest_of, sketch
+from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.files import digest_of
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
@@ -33,19 +33,14 @@ from plaudit.types import Batch, Example
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model on `sources['train']`, validate on `sources['val']`; returns the trained model's folder."""
     recipe = loaded.recipe
+    assert isinstance(recipe, SFTRecipe)
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)
-    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    template = load_template(tokenizer, recipe.model.chat_template)
+    template = template_of(recipe.model)
     files = [source for part in sources.values() for source in part]
-    inputs = {
-        "the model": sketch(Path(recipe.model.path)),
-        "the tokenizer": digest_of(tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
-        "the chat template": digest_of(template.text),
-        "the columns' names": digest_of(repr([source.schema for source in files])),
-    }
-    with Run(loaded, [source.path for source in files], inputs) as run:
+    columns = {"the columns' names": digest_of(repr([source.schema for source in files]))}
+    with Run(loaded, [source.path for source in files], template, columns) as run:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 

@@ -37,6 +37,10 @@ class Function(Reward):
 
     _workers: Workers | None = PrivateAttr(None)
 
+    @property
+    def files(self) -> list[Path]:
+        return [Path(self.path).expanduser()]
+
     async def open(self) -> None:
         path = Path(self.path).expanduser()
         if not path.is_file():

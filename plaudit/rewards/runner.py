@@ -43,7 +43,7 @@ class RewardRunner:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._submit(_all(reward.close() for reward in self.rewards)).result()
+            self._submit(self._close()).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -78,6 +78,15 @@ class RewardRunner:
         step.check()  # raised here, it ends the wait for the others
         scores = tuple(combine(self.rewards, scores) for scores in zip(*by_reward, strict=True))
         return ScoredGroup(group, scores, dict(zip((reward.label for reward in self.rewards), by_reward, strict=True)))
+
+    async def _close(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=5.0)  # rewards are closed when nothing uses them any more
+        await _all(reward.close() for reward in self.rewards)
+        await self._loop.shutdown_default_executor()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,7 +1,7 @@
 """What a rollout engine is: prompts go in, samples come out as they finish, so that scoring overlaps sampling.
 
-Everything random is keyed by (seed, step, prompt id, sample index, token position): the same key draws the same noise, whatever else
-is sampled beside it and however often a run was resumed.
+Everything random is keyed by (seed, step, prompt id, sample index, token position): the same key draws the same noise, whatever
+else is sampled beside it and however often a run was resumed.
 """
 
 from abc import ABC, abstractmethod
@@ -54,8 +54,8 @@ class Engine(ABC):
         """From here on, sample with the trainer's weights as they now are."""
         self.version = version
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027 (nothing to do is a fine way to do it)
         """Give memory back while others compute."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Take it again."""

@@ -60,9 +60,9 @@ class Trainer:
         self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(
-                f"update {self.updates}: the loss or gradient was not finite (loss {total.item()}, gradient norm {norm.item()}) for the "
-                f"{self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data it was made of, "
-                "lower optim.lr, or use model.dtype=float32."
+                f"update {self.updates}: the loss or gradient was not finite (loss {total.item()}, gradient norm {norm.item()}) "
+                f"for the {self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data it was "
+                "made of, lower optim.lr, or use model.dtype=float32."
             )
         return {
             "loss": total.item(),

@@ -1,7 +1,7 @@
 """Attention while sampling: what `models/attention.py` hands over when a model runs for the engine.
 
-A prefill computes what training computes, and keeps the keys and values. A decode step has one token per running sequence; each looks at
-its own row of the cache, with the query heads of a key-value head as the rows of one small matrix, so that a key is read once for all.
+A prefill computes what training computes, and keeps the keys and values. A decode step has one token per running sequence; each
+looks at its own row of the cache, with the query heads of a key-value head as rows of one small matrix: a key is read once for all.
 """
 
 import torch

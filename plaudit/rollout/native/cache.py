@@ -1,7 +1,7 @@
 """Keys and values of what has been read and written: one contiguous row per running sequence.
 
-Rows 0 … B−1 are in use, always without a gap, so that a decode step reads them as one view. When a sequence leaves, the last row moves
-into its place. The samples of a prompt share its prefill: its keys and values are computed once and copied to each of their rows.
+Rows 0 … B−1 are in use, always without a gap, so that a decode step reads them as one view. When a sequence leaves, the last row
+moves into its place. A prompt's samples share its prefill: its keys and values are computed once and copied to each of their rows.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ class KVCache:
     def __init__(self, shape: CacheShape, rows: int, length: int):
         self.rows = rows
         size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_size)
-        self.tensor = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        # Not empty: a mask takes a position's weight to 0, but 0 · NaN is NaN, and memory may hold anything.
+        self.tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def fill(self, row: int, prefix: Tensor) -> None:
         """Begin a row with a prompt's keys and values [layer, 2, kv head, position, head size]."""

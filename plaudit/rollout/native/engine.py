@@ -49,7 +49,6 @@ class NativeEngine(Engine):
         cache = KVCache(self.shape, self._rows(sum(r.n for r in requests), length), length)
         scheduler = Scheduler(requests, sampling, rows=cache.rows, prefill_tokens=PREFILL_TOKENS[self.shape.device.type])
         stopping = Stopping(self.tokenizer, self.end_tokens, sampling.stop)
-        self.model.eval()
         while scheduler.busy:
             if prompts := scheduler.next_prompts():
                 scheduler.read.extend(self._read(prompts))
@@ -121,6 +120,8 @@ class NativeEngine(Engine):
     # Parts of a phase
 
     def _hidden(self, **arguments) -> Tensor:
+        if self.model.training:  # asked every time: whoever takes the samples may train in between
+            self.model.eval()
         return self.model.get_decoder()(**arguments, use_cache=False).last_hidden_state[0]  # pyright: ignore
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
@@ -155,8 +156,8 @@ class NativeEngine(Engine):
             needed = len(request.tokens) + (request.max_new_tokens or sampling.max_new_tokens)
             if context is not None and needed > context:
                 raise PlauditError(
-                    f"prompt {request.prompt_id}: {len(request.tokens):,} tokens and up to {needed - len(request.tokens):,} new ones "
-                    f"are more than the {context:,} that the model takes. Lower max_new_tokens, or leave out longer prompts."
+                    f"prompt {request.prompt_id}: {len(request.tokens):,} tokens and up to {needed - len(request.tokens):,} new "
+                    f"ones are more than the {context:,} that the model takes. Lower max_new_tokens, or leave out longer prompts."
                 )
             longest = max(longest, needed)
         return -(-longest // ROUND_LENGTH) * ROUND_LENGTH

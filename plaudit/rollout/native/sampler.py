@@ -9,7 +9,6 @@ reported is of the whole softmax, as the trainer will compute it.
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from plaudit.rollout.engine import Sampling

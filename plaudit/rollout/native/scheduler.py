@@ -47,7 +47,7 @@ class Read:
 class Scheduler:
     def __init__(self, requests: Sequence[Request], sampling: Sampling, *, rows: int, prefill_tokens: int):
         self.sampling, self.rows, self.prefill_tokens = sampling, rows, prefill_tokens
-        self.waiting = deque(requests)
+        self.waiting = deque(request for request in requests if request.n)
         self.read: deque[Read] = deque()
         self.running: list[Running] = []
         """By row."""

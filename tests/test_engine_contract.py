@@ -1,0 +1,46 @@
+"""The engine contract, passed by each engine."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("engine_contract")
+
+from engine_contract import EngineContract, Subject, sharpen  # noqa: E402
+from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+
+from plaudit.data.templates import load_template, load_tokenizer  # noqa: E402
+from plaudit.models.policy import load_policy  # noqa: E402
+from plaudit.recipe import Model  # noqa: E402
+from plaudit.rollout.native.engine import NativeEngine  # noqa: E402
+
+
+def native(max_sequences: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
+    def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
+        engine, passes = NativeEngine(model, tokenizer, max_sequences=max_sequences), []
+        hidden = engine._hidden
+
+        def counted(**arguments):
+            passes.append(1)
+            return hidden(**arguments)
+
+        engine._hidden = counted
+        return Subject(engine, model, tokenizer, lambda: len(passes))
+
+    return make
+
+
+ENGINES = {"native": native(max_sequences=256), "native in three rows": native(max_sequences=3)}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def subject(request, tiny_model) -> Subject:
+    tokenizer = load_tokenizer(str(tiny_model))
+    model_settings = Model(path=str(tiny_model), dtype="float32")
+    policy = load_policy(model_settings, load_template(tokenizer, None), torch.device("cpu"))
+    return ENGINES[request.param](sharpen(policy.model), tokenizer)
+
+
+class TestContract(EngineContract):
+    pass
