@@ -95,6 +95,66 @@ def train_sft(recipe_file: Path, *overrides: str) -> Path:
     return train(*load_checked(recipe_file, list(overrides), "sft"))
 
 
+def prompt_rows(count: int = 12) -> list[dict]:
+    """Questions with one right answer, of different lengths."""
+    sums = [(i % 7, (i * 3) % 10) for i in range(count)]
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} + {b}?{'' if i % 3 else ' Answer with a number.'}"}],
+            "data_source": "sums",
+            "reward_model": {"ground_truth": str(a + b)},
+            "extra_info": {"index": i},
+        }
+        for i, (a, b) in enumerate(sums)
+    ]
+
+
+# 1 per token-like character that is written: it differs from sample to sample, and a random model can raise it.
+DIGITS_AND_LETTERS = """
+def compute_score(solution_str):
+    written = sum(c.isascii() and c.isalnum() for c in solution_str)
+    return {"score": written / max(1, len(solution_str)), "written": written}
+"""
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", prompt_rows())
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory) -> Path:
+    """A reward function that a random model can learn to please."""
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(DIGITS_AND_LETTERS)
+    return path
+
+
+def rl_recipe(model_path: Path, prompts: Path, run_dir: Path, reward: Path | dict, **sections: dict) -> dict:
+    """A small RL recipe; `reward` is a function's file or a reward's settings. Keyword arguments as in `sft_recipe`."""
+    function = reward if isinstance(reward, dict) else {"kind": "function", "path": str(reward), "workers": 1, "timeout_s": 60}
+    tree = {
+        "model": {"path": str(model_path)},
+        "data": {"train": str(prompts), "max_prompt_tokens": 64},
+        "rollout": {"n": 4, "max_new_tokens": 12, "stop": ["e", "."]},  # without which a random model hardly ever ends
+        "rewards": [function],
+        "train": {"prompts_per_step": 3, "tokens_per_micro_batch": 256},
+        "optim": {"lr": 3e-3},
+        "run": {"dir": str(run_dir), "epochs": 100, "max_steps": 2, "device": "cpu"},
+    }
+    for section, settings in sections.items():
+        tree[section] = {**tree.get(section, {}), **settings}
+    return tree
+
+
+def train_rl(recipe_file: Path, *overrides: str) -> Path:
+    """`plaudit rl` in this process."""
+    from plaudit.cli import load_checked
+    from plaudit.loops.rl import train
+
+    return train(*load_checked(recipe_file, list(overrides), "rl"))
+
+
 class Stopped(Exception):
     """How `stop_before` ends a run."""
 

@@ -1,7 +1,7 @@
 """What every engine must do, whatever runs inside it: subclass `EngineContract` with a fixture `subject` of the engine to test.
 
-Only `Engine`, `Request`, `Sampling` and `Sample` are used. What is right is what transformers computes with the trainer's model: whole
-forward passes with eager attention, and `generate`.
+Only `Engine`, `Request`, `Sampling` and `Sample` are used. What is right is what transformers computes with the trainer's model:
+whole forward passes with eager attention, and `generate`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -189,7 +189,7 @@ class EngineContract:
             assert sample.status == ("finished" if ends[-1] else "truncated")
             assert sample.status == "finished" or len(sample.tokens) == limit
             assert sample.text == subject.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-        assert {s.status for s in samples if limit_of[s.prompt_id] == 25} == {"finished", "truncated"}, "or nothing was shown"
+        assert {s.status for s in samples if limit_of[s.prompt_id] > 3} == {"finished", "truncated"}, "or nothing was shown"
 
     def test_an_end_token_at_the_limit_is_an_end(self, subject):
         chain = ids_of(subject.tokenizer, [FIRST, b"a", b"b"])
@@ -261,6 +261,16 @@ class EngineContract:
         requests = [Request(name, prompt_of(9), n=6) for name in ("a", "b")]
         samples = subject.sample(requests, Sampling(max_new_tokens=16))
         assert len({tuple(s.tokens) for s in samples}) == 12
+
+    def test_every_position_draws_anew(self, subject):
+        """If all tokens are as likely, a response seldom says one twice."""
+        with changed_weights(subject):
+            subject.model.get_output_embeddings().weight.data.zero_()
+            subject.engine.sync(subject.engine.version)
+            samples = subject.sample(requests_of((6, 20), n=6), Sampling(max_new_tokens=20))
+        tokens = np.concatenate([s.tokens for s in samples])
+        assert sum(len(set(s.tokens.tolist())) for s in samples) > 0.9 * len(tokens) > 100
+        assert len(set(tokens.tolist())) > 0.6 * len(tokens)
 
     def test_more_samples_leave_the_first_ones_as_they_are(self, subject):
         few = subject.sample([Request("a", prompt_of(9), n=2)], Sampling(max_new_tokens=16))

@@ -65,10 +65,14 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
     [
         ((), ["Train language models with reward models.", "sft", "config", "doctor", "prepare", "--version"]),
         (("sft",), ["Supervised fine-tuning on conversations", "goes on where it stopped", "R.yaml", "section.name=value"]),
+        (("rl",), ["Reinforcement learning against rewards", "goes on where it stopped", "R.yaml", "section.name=value"]),
+        (("sample",), ["Sample responses to prompts", "goes on where it stopped", "--out", "--max-new-tokens", "--n"]),
         (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
         (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
         (("prepare",), ["Make what the stages read", "tiny-model"]),
         (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),
+        (("prepare", "smollm2"), ["SmolLM2-135M-Instruct", "--out", "--gguf"]),
+        (("prepare", "arithmetic"), ["Sums and differences", "--out", "--train", "--val", "--digits", "--operators", "--seed"]),
     ],
 )
 def test_help(plaudit, verb, explains):
@@ -81,8 +85,10 @@ def test_help(plaudit, verb, explains):
 
 def test_every_verb_has_help():
     """The list above is all there are."""
-    assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == ["config", "doctor", "sft"]
-    assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model"]
+    assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
+        "config", "doctor", "rl", "sample", "sft",
+    ]  # fmt: skip
+    assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model", "smollm2", "arithmetic"]
 
 
 def test_version(plaudit):
@@ -130,7 +136,7 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_
         (["sft", "{folder}"], "{folder} cannot be read: "),
         (["config", "{recipe}", "optim.lr=fast"], '{recipe} (command line): optim.lr should be a valid number, not "fast".'),
         (["doctor", "{recipe}", "optim.lrr=1"], "{recipe} (command line): optim.lrr is not a setting. Did you mean optim.lr?"),
-        (["sft", "{recipe}", "stage=sff"], '{recipe} (command line): stage should be one of sft, not "sff". Did you mean sft?'),
+        (["sft", "{recipe}", "stage=sff"], '{recipe} (command line): stage should be one of sft, rl, not "sff". Did you mean sft?'),
         (["sft", "{recipe}", "data.train={folder}/none.jsonl"], "data.train: {folder}/none.jsonl does not exist."),
         (["doctor", "{recipe}", "data.val={folder}/x/y.jsonl"], "data.val: {folder}/x/y.jsonl does not exist. There is no folder"),
         (["sft", "{recipe}", "model.path={folder}/m"], "model.path: {folder}/m does not exist."),

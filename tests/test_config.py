@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and in which words."""
 
+import fnmatch
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
+from plaudit import plugins
 from plaudit.config import LoadedRecipe, flatten, load, to_yaml
 from plaudit.config import settings as recipe_settings
 from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
@@ -313,8 +315,8 @@ def test_missing_settings_say_what_they_are(complaint):
 def test_stage(read, complaint):
     assert read(MINIMAL, stage="sft").recipe.stage == "sft"
     assert read(f"stage: sft\n{MINIMAL}").recipe.stage == "sft"
-    assert complaint(f"{MINIMAL}stage: sftt") == 'r.yaml:4: stage should be one of sft, not "sftt". Did you mean sft?'
-    assert complaint(f"{MINIMAL}stage: [sft]") == 'r.yaml:4: stage should be one of sft, not ["sft"]. Did you mean sft?'
+    assert complaint(f"{MINIMAL}stage: sftt") == 'r.yaml:4: stage should be one of sft, rl, not "sftt". Did you mean sft?'
+    assert complaint(f"{MINIMAL}stage: [sft]") == 'r.yaml:4: stage should be one of sft, rl, not ["sft"]. Did you mean sft?'
     assert "stage should be 'sft', not null" in complaint(f"{MINIMAL}stage: null")
 
 
@@ -503,7 +505,13 @@ def test_every_setting_says_what_it_means(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_resumed_run_may_change_exists(stage):
-    assert {".".join(place) for place, _ in recipe_settings(STAGES[stage])} >= STAGES[stage].RESUME_MAY_CHANGE
+    """A pattern that means no setting is misspelt."""
+    places = {".".join(map(str, place)) for place, _ in recipe_settings(STAGES[stage])}
+    if stage == "rl":
+        kinds = [plugins.kind("rewards", name) for name in plugins.kinds("rewards")]
+        places |= {".".join(map(str, place)) for kind in kinds for place, _ in recipe_settings(kind, ("rewards", 0))}
+    patterns = STAGES[stage].RESUME_MAY_CHANGE + STAGES[stage].RESUME_CHANGES_ROUNDING
+    assert not [pattern for pattern in patterns if not fnmatch.filter(places, pattern)]
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.3, 0.5, 1.0])
@@ -635,10 +643,10 @@ def test_what_other_trainers_call_it_is_understood(complaint, given, ours):
 
 
 def test_every_name_from_elsewhere_leads_to_a_setting():
-    from plaudit.config import ELSEWHERE, settings
-    from plaudit.recipe import SFTRecipe
+    from plaudit.config import ELSEWHERE
 
-    assert set(ELSEWHERE.values()) <= {".".join(map(str, place)) for place, _ in settings(SFTRecipe)}
+    known = {".".join(map(str, place)) for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
+    assert {setting for settings in ELSEWHERE.values() for setting in settings.split(" or ")} <= known
 
 
 def test_an_option_with_dashes_is_told_how_overrides_are_written(complaint):

@@ -4,16 +4,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.models.policy import load_policy
+from plaudit.recipe import Model
+from plaudit.rollout.native.engine import NativeEngine
 
 pytest.register_assert_rewrite("engine_contract")
-
 from engine_contract import EngineContract, Subject, sharpen  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
-
-from plaudit.data.templates import load_template, load_tokenizer  # noqa: E402
-from plaudit.models.policy import load_policy  # noqa: E402
-from plaudit.recipe import Model  # noqa: E402
-from plaudit.rollout.native.engine import NativeEngine  # noqa: E402
 
 
 def native(max_sequences: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:

@@ -32,7 +32,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("entropy", ["none", "measured", "learnt"])
 @pytest.mark.parametrize("rows", [1, 5, 10**6], ids=["one row a chunk", "5 rows a chunk", "one chunk"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
@@ -46,12 +46,15 @@ def test_equals_log_softmax(dtype, tolerance, temperature, rows, entropy):
 
     weights = torch.randn(2, N, dtype=dtype)
     loss, expected = weights[0] @ ours.logprobs_N, weights[0] @ logprobs
-    if entropy:
+    if entropy == "none":
+        assert ours.entropy_N is None
+    else:
         assert ours.entropy_N is not None
         assert relative(ours.entropy_N, entropies) < tolerance
-        loss, expected = loss + weights[1] @ ours.entropy_N, expected + weights[1] @ entropies
-    else:
-        assert ours.entropy_N is None
+        assert ours.entropy_N.requires_grad == (entropy == "learnt")
+        loss = loss + weights[1] @ ours.entropy_N  # which has no gradient if it is only measured
+    if entropy == "learnt":
+        expected = expected + weights[1] @ entropies
     for our_gradient, gradient in zip(
         torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
     ):

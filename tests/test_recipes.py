@@ -1,13 +1,15 @@
 """Every recipe in the repository is valid, and trains: two steps of it, on a tiny model."""
 
 import json
+from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, train_sft
+from conftest import REPOSITORY, train_rl, train_sft
 
 from plaudit.config import load, to_yaml
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+TRAIN = {"sft": train_sft, "rl": train_rl}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -18,25 +20,51 @@ def test_recipe_is_valid_and_says_its_stage(path, tmp_path):
     assert load(tmp_path / "resolved.yaml").recipe == loaded.recipe
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file):
+def test_there_are_recipes_of_every_stage():
+    stages = {load(path).recipe.stage for path in RECIPES}
+    assert stages <= set(TRAIN), "a new stage is tried here too"
+    assert "sft" in stages
+
+
+def small(recipe, rows_file: Path, prompts_file: Path) -> list[str]:
+    """What makes any recipe of a stage small enough: few and short sequences; rows of its own where its own are not here."""
+    data = {"sft": rows_file, "rl": prompts_file}[recipe.stage]
     overrides = [
+        f"data.{part}={data}" for part in ("train", "val") for files in [getattr(recipe.data, part)] if not all(map(_here, files))
+    ]
+    if recipe.stage == "sft":
+        return [*overrides, "train.rows_per_step=4"]
+    overrides += ["rollout.n=2", "rollout.max_new_tokens=8", "train.prompts_per_step=2", "validation.max_prompts=2"]
+    if recipe.train.prompts_per_update is not None:
+        overrides.append("train.prompts_per_update=1")
+    if recipe.validation.max_new_tokens is not None:
+        overrides.append("validation.max_new_tokens=8")
+    return [*overrides, f"data.max_prompt_tokens={min(recipe.data.max_prompt_tokens, 1024)}"]
+
+
+def _here(name: str) -> bool:
+    return (REPOSITORY / name).exists()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, prompts_file, monkeypatch):
+    """From the repository's own folder, which paths in recipes are relative to."""
+    monkeypatch.chdir(REPOSITORY)
+    recipe = load(path).recipe
+    overrides = [
+        *small(recipe, rows_file, prompts_file),
         f"model.path={tiny_model}",
-        f"data.train={rows_file}",
         f"run.dir={tmp_path / 'run'}",
         "run.max_steps=2",
         "run.trackers=[]",
         "run.device=cpu",
-        "train.rows_per_step=4",
     ]
-    recipe = load(path).recipe
-    if recipe.data.val:
-        overrides.append(f"data.val={rows_file}")
     if recipe.model.tokenizer:
         overrides.append(f"model.tokenizer={tiny_model}")
-    model = train_sft(path, *overrides)
+    model = TRAIN[recipe.stage](path, *overrides)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2
+    assert rows[-1]["lr"] > 0
     assert (model / "model.safetensors").exists()
 
 

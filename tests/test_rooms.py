@@ -21,7 +21,9 @@ LEVELS = [
     ["trackers"],
     ["cluster"],
     ["run"],
-    ["prepare", "evals", "audit", "adapters", "loops", "doctor"],
+    ["inputs"],
+    ["prepare", "evals", "audit", "adapters"],
+    ["loops", "doctor"],
     ["cli"],
     ["__main__"],
 ]

@@ -549,8 +549,8 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
     command = ["sft", str(recipe(run=settings))]
     script = (
         "import resource, sys; from plaudit.run import Run; from plaudit.cli import main; save = Run.save\n"
-        "def save_then_limit(self, trainer):\n"
-        "    save(self, trainer)\n"
+        "def save_then_limit(self, step, trainer):\n"
+        "    save(self, step, trainer)\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\n"
         "Run.save = save_then_limit; main()"
     )
@@ -668,7 +668,7 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
         code, said = plaudit("sft", file)
         assert code == 2
         last = said.splitlines()[-1]
-        assert last.startswith("step 4: the loss or gradient was not finite (loss nan")
+        assert last.startswith("update 4: the loss or gradient was not finite (loss nan")
         assert "for the 3. time; train.max_skipped_steps is 2" in last
         assert last.endswith("lower optim.lr, or use model.dtype=float32.")
         assert "Traceback" not in said
@@ -680,7 +680,7 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
         assert again == ("going on from" in said)
     for step in (1, 2, 3):
         state = json.loads((tmp_path / f"run/checkpoints/step_{step:06d}/state.json").read_text())
-        assert state == {"step": step, "skipped_steps": step - 1, "best": None}
+        assert state == {"step": step, "updates": step, "skipped_steps": step - 1, "best": None}
     assert not (tmp_path / "run/best").is_symlink()
     assert not (tmp_path / "run/model").exists()
 

@@ -67,7 +67,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
             say(f"this run is finished: all {total_steps} steps are done")
 
         if done == 0 and validation:
-            run.log(0, validate(engine, rewards, validation, recipe, run, step=0))
+            groups, metrics = validate(engine, rewards, validation, recipe, step=0)
+            run.write_samples("val", 0, sample_rows(groups))
+            run.log(0, metrics)
 
         with StepProgress("rl", total_steps, done) as progress:
             for step in range(done + 1, total_steps + 1):
@@ -81,7 +83,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
                 improved = False
                 if validation and run.due(recipe.run.validate_every, step, total_steps):
-                    metrics |= validate(engine, rewards, validation, recipe, run, step)
+                    groups, validated = validate(engine, rewards, validation, recipe, step)
+                    run.write_samples("val", step, sample_rows(groups))
+                    metrics |= validated
                     improved = run.note_validation(step, metrics)
                 progress.update(step, run.log(step, metrics))
                 if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
@@ -89,6 +93,18 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                 run.stop_if_interrupted(step, total_steps, trainer)
 
         return run.finish(trainer)
+
+
+def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str, float]:
+    """The recipe's model, as it is, on the validation prompts."""
+    recipe = loaded.recipe
+    assert isinstance(recipe, RLRecipe)
+    template = template_of(recipe.model)
+    prompts = _prompts("val", sources["val"], template, recipe.data)[: recipe.validation.max_prompts]
+    policy = load_policy(recipe.model, template, resolve_device(recipe.run.device))
+    engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences)
+    with RewardRunner(recipe.rewards) as rewards:
+        return validate(engine, rewards, prompts, recipe, step=0)[1]
 
 
 def sample(
@@ -142,15 +158,14 @@ def learn(
 
 
 def validate(
-    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], recipe: RLRecipe, run: Run, step: int
-) -> dict[str, float]:
-    """Sample the validation prompts as `validation` says, and score them."""
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], recipe: RLRecipe, step: int
+) -> tuple[list[ScoredGroup], dict[str, float]]:
+    """The validation prompts, sampled as `validation` says and scored."""
     began = time.perf_counter()
     groups, metrics = sample(engine, rewards, prompts, recipe.validation.n, sampling_of(recipe, step, validation=True))
-    run.write_samples("val", step, sample_rows(groups))
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
-    return metrics | {"time/validate_s": time.perf_counter() - began}
+    return groups, metrics | {"time/validate_s": time.perf_counter() - began}
 
 
 def sampling_of(recipe: RLRecipe, step: int, *, validation: bool = False) -> Sampling:

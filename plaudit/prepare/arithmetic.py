@@ -2,7 +2,7 @@
 
 Each prompt shows two finished equations, since a small model keeps to a form it has seen far better than to one it is told:
 SmolLM2-135M-Instruct, told to answer with the number only and sampled at temperature 1, writes sentences and gets 17 % of the
-sums of single digits right; with these, 76 %. Of the default mix, where most numbers have two digits, it gets 20 %.
+sums of single digits right; with these, 76 %. Of the default mix, where most numbers have two digits, it gets 15 %.
 
 Questions come in kinds: an operator, and how many digits each operand has (1 to `digits`). The kinds take turns, as long as each
 lasts, so that easy questions are not lost among the many more hard ones. No question comes twice, in train and val together.

