@@ -141,9 +141,25 @@ def vllm(model_folder: str, prompts: list[list[int]], new_tokens: int, settings:
 
 def native(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict) -> Callable[[], Rollout]:
     """plaudit's own engine."""
-    import plaudit.rollout.native.engine  # noqa: F401  # pyright: ignore[reportMissingImports]
+    import numpy as np
+    import torch
 
-    raise NotImplementedError
+    from plaudit.data.templates import template_of
+    from plaudit.models.policy import load_model
+    from plaudit.recipe import Model
+    from plaudit.rollout.engine import Request, Sampling
+    from plaudit.rollout.native.engine import NativeEngine
+
+    recipe = Model(path=model_folder, dtype="bfloat16")
+    engine = NativeEngine(load_model(recipe, torch.device("cpu")), template_of(recipe).tokenizer)
+    engine.end_tokens = frozenset()
+    requests = [Request(str(i), np.array(tokens)) for i, tokens in enumerate(prompts)]
+
+    def roll() -> Rollout:
+        samples = sorted(engine.generate(requests, Sampling(new_tokens)), key=lambda sample: int(sample.prompt_id))
+        return [sample.tokens.tolist() for sample in samples], [sample.sampler_logprobs.tolist() for sample in samples]
+
+    return roll
 
 
 ENGINES = {"HF generate": hf, "vLLM": vllm, "plaudit native": native}

@@ -168,7 +168,8 @@ def _context(recipe: RLRecipe) -> Iterator[Finding]:
     config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     context = getattr(config, "max_position_embeddings", None)
     needed = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
-    text = f"data.max_prompt_tokens + rollout.max_new_tokens = {needed:,}; the model takes {context or '?':,}"
+    takes = f"{context:,}" if context else "any number"
+    text = f"data.max_prompt_tokens + rollout.max_new_tokens = {needed:,}; the model takes {takes}"
     yield ("✗" if context and needed > context else "✓"), text
 
 

@@ -64,8 +64,10 @@ def sharpen(model: PreTrainedModel, ends: int = 10) -> PreTrainedModel:
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     own = model.config._attn_implementation
     model.set_attn_implementation(name)
-    yield
-    model.set_attn_implementation(own)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
 
 
 @torch.no_grad()
@@ -115,11 +117,13 @@ def same(a: Sequence[Sample], b: Sequence[Sample]) -> bool:
 def changed_weights(subject: Subject) -> Iterator[None]:
     """What is done to the weights inside is undone behind."""
     kept, version = {name: p.detach().clone() for name, p in subject.model.named_parameters()}, subject.engine.version
-    yield
-    with torch.no_grad():
-        for name, p in subject.model.named_parameters():
-            p.copy_(kept[name])
-    subject.engine.sync(version)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in subject.model.named_parameters():
+                p.copy_(kept[name])
+        subject.engine.sync(version)
 
 
 @contextmanager

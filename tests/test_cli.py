@@ -67,11 +67,13 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("sft",), ["Supervised fine-tuning on conversations", "goes on where it stopped", "R.yaml", "section.name=value"]),
         (("rl",), ["Reinforcement learning against rewards", "goes on where it stopped", "R.yaml", "section.name=value"]),
         (("sample",), ["Sample responses to prompts", "goes on where it stopped", "--out", "--max-new-tokens", "--n"]),
+        (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
         (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
         (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
         (("prepare",), ["Make what the stages read", "tiny-model"]),
         (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),
         (("prepare", "smollm2"), ["SmolLM2-135M-Instruct", "--out", "--gguf"]),
+        (("prepare", "sorting"), ["Letters to sort", "--out"]),
         (("prepare", "arithmetic"), ["Sums and differences", "--out", "--train", "--val", "--digits", "--operators", "--seed"]),
     ],
 )
@@ -86,9 +88,9 @@ def test_help(plaudit, verb, explains):
 def test_every_verb_has_help():
     """The list above is all there are."""
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
-        "config", "doctor", "rl", "sample", "sft",
+        "config", "demo", "doctor", "rl", "sample", "sft",
     ]  # fmt: skip
-    assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model", "smollm2", "arithmetic"]
+    assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model", "smollm2", "sorting", "arithmetic"]
 
 
 def test_version(plaudit):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from plaudit import cli
 from plaudit.data.conversations import Source, read_prompts
 from plaudit.errors import PlauditError
 from plaudit.prepare import smollm2
 from plaudit.prepare.arithmetic import EXAMPLES, make_arithmetic
+from plaudit.prepare.cli import prepare_arithmetic, prepare_smollm2
 from plaudit.prepare.smollm2 import make_smollm2
 from plaudit.types import Prompt
 
@@ -99,9 +99,9 @@ def test_other_operators_are_refused(tmp_path, operators):
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     (tmp_path / "kept").touch()
     with pytest.raises(PlauditError, match="not empty"):
-        cli.prepare_arithmetic(tmp_path)
+        prepare_arithmetic(tmp_path)
     with pytest.raises(PlauditError, match="not empty"):
-        cli.prepare_smollm2(tmp_path)
+        prepare_smollm2(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 

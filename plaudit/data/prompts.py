@@ -1,7 +1,7 @@
 """Rows → prompts as the policy gets them: rendered with its template, tokenised, none of them too long."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -65,4 +65,20 @@ def load_prompts(
         raise DataError(
             f"{names}: no prompt is left of {result.rows:,}; all are longer than data.max_prompt_tokens = {max_prompt_tokens:,}"
         )
+    result.prompts = distinct(result.prompts)
+    return result
+
+
+def distinct(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
+    """The prompts with an id each. One that comes again (its file is named twice, or a step begins in one epoch and ends in the
+    next) is sampled anew, so its id says which time it is."""
+    taken: set[str] = set()
+    result = []
+    for encoded in prompts:
+        id, time = encoded.prompt.id, 1
+        while id in taken:
+            time += 1
+            id = f"{encoded.prompt.id}#{time}"
+        taken.add(id)
+        result.append(encoded if time == 1 else replace(encoded, prompt=replace(encoded.prompt, id=id)))
     return result

@@ -20,10 +20,11 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches
-from plaudit.data.prompts import EncodedPrompt, load_prompts
+from plaudit.data.prompts import EncodedPrompt, distinct, load_prompts
 from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.errors import RecipeError
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import load_policy, resolve_device
+from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.models.reference import Reference
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
@@ -58,6 +59,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        require_room(policy, prompts, recipe.rollout.max_new_tokens)
+        require_room(policy, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
         reference = Reference(recipe.model, policy) if recipe.algorithm.kl_coefficient else None
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
@@ -73,7 +76,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         with StepProgress("rl", total_steps, done) as progress:
             for step in range(done + 1, total_steps + 1):
-                asked = [prompts[row] for row in order.rows(step - 1)]
+                asked = distinct(prompts[row] for row in order.rows(step - 1))
                 groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
                 run.write_samples("train", step, sample_rows(groups))
 
@@ -181,6 +184,17 @@ def sampling_of(recipe: RLRecipe, step: int, *, validation: bool = False) -> Sam
         seed=recipe.seed,
         step=step,
     )
+
+
+def require_room(policy: Policy, prompts: Sequence[EncodedPrompt], max_new_tokens: int) -> None:
+    """The engine would say so too, but not before the step that asks the longest prompt."""
+    context = getattr(policy.model.config, "max_position_embeddings", None)
+    longest = max(prompts, key=lambda encoded: len(encoded.tokens), default=None)
+    if context is not None and longest is not None and len(longest.tokens) + max_new_tokens > context:
+        raise RecipeError(
+            f"prompt {longest.prompt.id}: {len(longest.tokens):,} tokens and up to {max_new_tokens:,} new ones are more than the "
+            f"{context:,} that the model takes. Lower max_new_tokens, or leave out longer prompts with data.max_prompt_tokens."
+        )
 
 
 def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLData) -> list[EncodedPrompt]:

@@ -56,7 +56,7 @@ def sample(job: SampleJob) -> int:
     done = _continue(job, digest_of(template.text))
     left = [encoded for encoded in prompts if encoded.prompt.id not in done]
     if done:
-        say(f"{job.out}: has {len(done):,} of {len(prompts):,} prompts; going on with the rest")
+        say(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{'; going on with the rest' if left else ''}")
     if left:
         _sample(job, left, template, len(prompts))
     return len(prompts)

@@ -25,6 +25,7 @@ from plaudit.rollout.engine import Engine, Request, Sampling
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep
 from plaudit.rollout.native.cache import CacheShape, KVCache
 from plaudit.rollout.native.noise import position_keys
+from plaudit.rollout.native.packed import PAYS_AFTER_STEPS, PackedLinears
 from plaudit.rollout.native.sampler import Drawn, draw
 from plaudit.rollout.native.scheduler import Read, Running, Scheduler
 from plaudit.rollout.native.stopping import Stopping
@@ -49,13 +50,16 @@ class NativeEngine(Engine):
         cache = KVCache(self.shape, self._rows(sum(r.n for r in requests), length), length)
         scheduler = Scheduler(requests, sampling, rows=cache.rows, prefill_tokens=PREFILL_TOKENS[self.shape.device.type])
         stopping = Stopping(self.tokenizer, self.end_tokens, sampling.stop)
+        packed, steps = None, 0
         while scheduler.busy:
             if prompts := scheduler.next_prompts():
                 scheduler.read.extend(self._read(prompts))
             yield from self._start(scheduler, cache, stopping)
             if scheduler.running:
-                drawn = self._decode(scheduler.running, cache, sampling)
-                _append(scheduler.running, drawn)
+                steps += 1
+                if steps == PAYS_AFTER_STEPS and PackedLinears.pays(self.model):
+                    packed = PackedLinears(self.model)
+                _append(scheduler.running, self._decode(scheduler.running, cache, sampling, packed))
                 yield from self._retire(scheduler, cache, stopping)
 
     # The phases of one round
@@ -94,15 +98,19 @@ class NativeEngine(Engine):
         return ended
 
     @torch.inference_mode()
-    def _decode(self, running: list[Running], cache: KVCache, sampling: Sampling) -> Drawn:
+    def _decode(self, running: list[Running], cache: KVCache, sampling: Sampling, packed: PackedLinears | None) -> Drawn:
         """The next token of every running sequence."""
         device = self.shape.device
         positions = [sequence.position for sequence in running]
         positions_B = torch.tensor(positions, device=device)
         tokens_B = torch.tensor([sequence.tokens[-1] for sequence in running], device=device)
         step = DecodeStep(cache, positions_B, longest=max(positions) + 1)
-        hidden_BD = self._hidden(input_ids=tokens_B[None], position_ids=positions_B[None], kv=step)
-        return self._draw(self._logits(hidden_BD), running, sampling)
+        arguments = {"input_ids": tokens_B[None], "position_ids": positions_B[None], "kv": step}
+        if packed is None:
+            return self._draw(self._logits(self._hidden(**arguments)), running, sampling)
+        with packed.within():
+            logits_BV = packed.logits(self._hidden(**arguments)).float()
+        return self._draw(logits_BV, running, sampling)
 
     @torch.inference_mode()
     def _retire(self, scheduler: Scheduler, cache: KVCache, stopping: Stopping) -> list[Sample]:

@@ -13,9 +13,9 @@ LARGEST_BELOW_1 = 1.0 - 2.0**-24
 def position_keys(keys_B: Tensor, positions_B: Tensor) -> Tensor:
     """splitmix64 of key + position · golden ratio."""
     x = keys_B + (positions_B + 1) * _signed(0x9E3779B97F4A7C15, 64)
-    x = (x ^ _shift(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
-    x = (x ^ _shift(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
-    return x ^ _shift(x, 31, 64)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB, 64)
+    return x ^ _shift(x, 31)
 
 
 def gumbel(keys_B: Tensor, vocabulary: int) -> Tensor:
@@ -29,18 +29,18 @@ def gumbel(keys_B: Tensor, vocabulary: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit mixer with low bias (two multiplications between three xor-shifts)."""
-    x ^= _shift(x, 16, 32)
-    x *= _signed(0x21F0AAAD, 32)
-    x ^= _shift(x, 15, 32)
-    x *= _signed(0x735A2D97, 32)
-    x ^= _shift(x, 15, 32)
+    """A 32-bit mixer with low bias (two multiplications between three xor-shifts), in place."""
+    shifted = torch.empty_like(x)
+    for by, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+        x ^= torch.bitwise_right_shift(x, by, out=shifted).bitwise_and_((1 << (32 - by)) - 1)
+        if factor != 1:
+            x *= _signed(factor, 32)
     return x
 
 
-def _shift(x: Tensor, by: int, bits: int) -> Tensor:
+def _shift(x: Tensor, by: int) -> Tensor:
     """To the right, filling with zeros: torch's integers are signed."""
-    return (x >> by) & ((1 << (bits - by)) - 1)
+    return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(value: int, bits: int) -> int:
