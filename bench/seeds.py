@@ -3,8 +3,8 @@
     for seed in 0 1 2; do plaudit rl recipes/smollm2/grpo.yaml seed=$seed run.dir=runs/smollm2-$seed; done
     python bench/seeds.py runs/smollm2-0 runs/smollm2-1 runs/smollm2-2 --out docs/smollm2.png --title "SmolLM2-135M on arithmetic"
 
-An interval behind a share of right answers is Wilson's at 95 %, for the prompts that were asked; the spread over seeds is the standard
-deviation.
+An interval behind a share of right answers is Wilson's at 95 %, for the prompts that were asked; the spread over seeds is the
+standard deviation.
 """
 
 import argparse

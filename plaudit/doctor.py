@@ -53,6 +53,7 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
     template: ChatTemplate | None = None
     samples: list[tuple[str, Conversation, Example]] = []
     questions: list[Prompt] = []
+    longest_prompt: list[int] = []
 
     def check_template() -> Iterator[Finding]:
         nonlocal template
@@ -69,6 +70,7 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
         yield "✓", f"{part}: {len(lengths):,} prompts rendered: {_spread(lengths)}"
         yield from _too_long(part, lengths, "data.max_prompt_tokens", recipe.data.max_prompt_tokens, recipe.data.too_long)
         yield from _looked_at(part, len(prompts), max_rows)
+        longest_prompt.append(min(int(lengths.max()), recipe.data.max_prompt_tokens))
         if part == "train":
             questions.extend(prompts[:1])
 
@@ -91,7 +93,7 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
         check("rows", lambda part=part: check_rows(part) if isinstance(recipe, SFTRecipe) else check_prompts(part))
     check("steps", lambda: _steps(recipe, sources))
     if isinstance(recipe, RLRecipe):
-        check("context", lambda: _context(recipe))
+        check("context", lambda: _context(recipe, max(longest_prompt, default=recipe.data.max_prompt_tokens)))
         for reward in recipe.rewards:
             check("reward", lambda reward=reward: _reward(reward))
     check("weights", lambda: _weights(Path(recipe.model.path)))
@@ -163,13 +165,13 @@ def _prompt_tokens(template: ChatTemplate, prompt: Prompt) -> list[int]:
         raise DataError(f"{prompt.id}: the chat template cannot render these messages: {error}") from None
 
 
-def _context(recipe: RLRecipe) -> Iterator[Finding]:
+def _context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:
     """Whether the longest prompt and the longest answer fit into what the model can read."""
     config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     context = getattr(config, "max_position_embeddings", None)
-    needed = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    needed = longest_prompt + max(recipe.rollout.max_new_tokens, recipe.validation.max_new_tokens or 0)
     takes = f"{context:,}" if context else "any number"
-    text = f"data.max_prompt_tokens + rollout.max_new_tokens = {needed:,}; the model takes {takes}"
+    text = f"the longest prompt and max_new_tokens are {needed:,} tokens; the model takes {takes}"
     yield ("✗" if context and needed > context else "✓"), text
 
 

@@ -23,6 +23,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -30,7 +32,7 @@ from typing import Any, Self
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, flatten, settings, to_yaml
 from plaudit.data.templates import ChatTemplate
-from plaudit.errors import DataError, Interrupted, RunError, redact
+from plaudit.errors import DataError, Interrupted, RunError, TrainingStopped, redact
 from plaudit.files import digest_of, fingerprint, folder_written_aside, remove_leftovers, sketch, write_atomic
 from plaudit.recipe import Recipe
 from plaudit.report.curves import draw_curves
@@ -60,18 +62,20 @@ class Run:
         template: ChatTemplate | None = None,
         inputs: dict[str, str] | None = None,
         *,
+        scorers: Sequence[Path] = (),
         best: str = "val/loss",
         higher_is_better: bool = False,
     ):
         """The result depends on the recipe, on the content of `files`, on the model and its `template`, and on `inputs`: digests by
-        a name that a person understands. `best` is the metric that tells which checkpoint is best."""
+        a name that a person understands. `scorers` are files that may be mended on the way, with a line that says so. `best` is the
+        metric that tells which checkpoint is best."""
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics_file = self.folder / "metrics.jsonl"
         self.interrupted = False
         self.best: dict[str, float] | None = None
-        self._loaded, self._files = loaded, files
+        self._loaded, self._files, self._scorers = loaded, [*files, *scorers], {str(path) for path in scorers}
         self._inputs = {**_model_digests(self.recipe, template), **(inputs or {})}
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
         self._handlers: dict[signal.Signals, Any] = {}
@@ -150,8 +154,11 @@ class Run:
         changed += [
             f"  {path}: {'its content has changed' if path in before['inputs'].keys() & inputs.keys() else 'not part of both runs'}"
             for path in sorted(before["inputs"].keys() | inputs.keys())
-            if before["inputs"].get(path) != inputs.get(path)
+            if before["inputs"].get(path) != inputs.get(path) and path not in self._scorers
         ]
+        mended = [path for path in sorted(self._scorers & before["inputs"].keys()) if before["inputs"][path] != inputs[path]]
+        if mended and not changed and self._has_results():
+            say(f"{self.folder} goes on with another {', '.join(mended)} than it began with: what it scored before stays", "yellow")
         if not changed:
             return {**about, "trackers": before["trackers"]}
         if not self._has_results():  # it stopped before it began; the change may well be what mends it
@@ -294,6 +301,16 @@ class Run:
         return model
 
     # Stopping
+
+    @contextmanager
+    def nothing_lost(self, done: int, trainer: Trainer) -> Iterator[None]:
+        """Where a step may have to stop before it changes anything (a reward fails): the steps done before it are saved."""
+        try:
+            yield
+        except TrainingStopped as error:
+            if done:
+                self.save(done, trainer)
+            raise TrainingStopped(f"step {done + 1}: {error}") from None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.interrupted:

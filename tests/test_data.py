@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
 from plaudit.data.examples import _cut
 from plaudit.data.order import RowOrder
-from plaudit.seeding import stable_seed
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError
+from plaudit.seeding import stable_seed
 from plaudit.types import Example
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}

@@ -50,8 +50,12 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     if recipe.run.repeatable:
         compute_repeatably(device)
     template = template_of(recipe.model)
-    files = [source.path for part in sources.values() for source in part] + [file for r in recipe.rewards for file in r.files]
-    with Run(loaded, files, template, best="val/reward", higher_is_better=True) as run, RewardRunner(recipe.rewards) as rewards:
+    files = [source.path for part in sources.values() for source in part]
+    scorers = [file for reward in recipe.rewards for file in reward.files]
+    with (
+        Run(loaded, files, template, scorers=scorers, best="val/reward", higher_is_better=True) as run,
+        RewardRunner(recipe.rewards) as rewards,
+    ):
         prompts = _prompts("train", sources["train"], template, recipe.data)
         validation = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []
         validation = validation[: recipe.validation.max_prompts]
@@ -77,7 +81,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         with StepProgress("rl", total_steps, done) as progress:
             for step in range(done + 1, total_steps + 1):
                 asked = distinct(prompts[row] for row in order.rows(step - 1))
-                groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
+                with run.nothing_lost(step - 1, trainer):
+                    groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
                 run.write_samples("train", step, sample_rows(groups))
 
                 metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim))

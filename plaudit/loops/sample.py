@@ -84,6 +84,7 @@ def _row(group: Group) -> dict[str, Any]:
         "id": prompt.id,
         "data_source": prompt.data_source,
         "prompt": prompt.messages,
+        **({"tools": prompt.tools} if prompt.tools else {}),
         "reward_model": {"ground_truth": prompt.ground_truth},
         "extra_info": prompt.extra_info,
         "responses": [sample.text for sample in samples],

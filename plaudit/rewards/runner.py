@@ -159,7 +159,7 @@ class _Step:
         for cause, count in Counter(failure.cause for failure in failures).most_common():
             [(message, _)] = Counter(failure.message for failure in failures if failure.cause == cause).most_common(1)
             causes.append(f"{count} {cause}: {' '.join(message.split())[:300]}")
-        return f"reward '{reward.label}' failed on {len(failures)} of {self.samples} samples ({', '.join(causes)})"
+        return f"reward '{reward.label}' failed on at least {len(failures)} of {self.samples} samples ({', '.join(causes)})"
 
 
-_GO_ON = "Mend it, then resume with the same command."
+_GO_ON = "Mend it, then go on with the same command."
