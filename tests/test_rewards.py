@@ -574,7 +574,8 @@ def test_a_rule_that_raises_fails_that_sample_only():
 def test_too_many_failures_stop_the_run_with_the_cause(hostile):
     reward = function(hostile, name="mine", max_failure_rate=0.25)
     message = (
-        r"reward 'mine' failed on at least 3 of 8 samples \(2 exception: ValueError: no digits, at hostile.py:8, 1 not_a_number: .*nan\); "
+        r"reward 'mine' failed on at least 3 of 8 samples "
+        r"\(2 exception: ValueError: no digits, at hostile.py:8, 1 not_a_number: .*nan\); "
         r"max_failure_rate is 0.25\. .*go on with the same command"
     )
     with RewardRunner([reward]) as rewards:

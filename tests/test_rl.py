@@ -574,7 +574,7 @@ def test_a_run_that_a_reward_stopped_goes_on_once_that_works(tmp_path, recipe, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "write_samples", break_behind_step_2)
-        with pytest.raises(TrainingStopped, match="^step 3: .*no answer"):
+        with pytest.raises(TrainingStopped, match=r"^step 3: .*no answer"):
             train_rl(file)
     assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"], "what was done is saved"
     (tmp_path / "broken").unlink()
@@ -587,7 +587,9 @@ def test_a_run_goes_on_with_a_mended_reward_file(tmp_path, recipe):
     mended = "def compute_score(solution_str): return len(solution_str)"
     reward = write_function(tmp_path / "reward.py", broken)
     file = recipe(reward=reward)
-    with pytest.raises(TrainingStopped, match=r"failed on at least \d+ of 12 samples \(\d+ exception: ValueError: always, at reward\.py"):
+    with pytest.raises(
+        TrainingStopped, match=r"failed on at least \d+ of 12 samples \(\d+ exception: ValueError: always, at reward\.py"
+    ):
         train_rl(file)
     write_function(reward, mended)
     train_rl(file)
@@ -1118,7 +1120,7 @@ def test_the_command_says_where_everything_is(tmp_path, recipe, plaudit):
             "def compute_scores(solution_str): ...",
             "reward 'function': {path} has no function compute_score (it has: compute_scores)",
         ),
-        ("def compute_score(solution_str): raise ValueError('no')", "reward 'function' failed on "),
+        ("def compute_score(solution_str): raise ValueError('no')", "step 1: reward 'function' failed on at least "),
     ],
 )
 def test_a_reward_that_cannot_work_is_one_line(tmp_path, recipe, plaudit, body, told):
@@ -1137,14 +1139,18 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch):
     for line in (
         "train: 12 prompts rendered: ",
         "at most 2 steps of 3 prompts × 4 samples, 1 updates each",
-        "data.max_prompt_tokens + rollout.max_new_tokens = 76; the model takes 2,048",
+        "the longest prompt and max_new_tokens are ",
         "function: starts; weight 1, on failure drop",
     ):
         assert f" {line}" in out
     assert out.endswith("<|im_start|>assistant\n\n")
-    code, out, _ = plaudit("doctor", recipe(), "rollout.max_new_tokens=2000")
-    assert code == 1
-    assert "✗ context  data.max_prompt_tokens + rollout.max_new_tokens = 2,064; the model takes 2,048" in out
+    [longest] = map(int, re.findall(r"prompts rendered: .* longest (\d+)", " ".join(out.split())))
+    for setting in ("rollout", "validation"):
+        code, out, _ = plaudit("doctor", recipe(), f"{setting}.max_new_tokens=2040")
+        assert code == 1
+        assert f"✗ context  the longest prompt and max_new_tokens are {2040 + longest:,} tokens; the model takes 2,048" in out
+    code, out, _ = plaudit("doctor", recipe(), f"rollout.max_new_tokens={2048 - longest}")
+    assert code == 0
     code, out, _ = plaudit("doctor", recipe(reward=write_function(tmp_path / "mine.py", "import nothing_of_that_name")))
     assert code == 1
     assert "✗ reward   reward 'function': " in out

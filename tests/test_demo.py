@@ -1,0 +1,36 @@
+"""The demo, as a stranger runs it: for every seed RL must beat its cold start by far."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from plaudit.cli import app
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_rl_beats_its_cold_start(tmp_path, seed):
+    out = tmp_path / "demo"
+    result = CliRunner().invoke(app, ["demo", "--seed", str(seed), "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert f"picture: {out / 'demo.png'}" in result.output
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    rewards = [
+        row["val/reward"] for row in map(json.loads, (out / "rl/metrics.jsonl").read_text().splitlines()) if "val/reward" in row
+    ]
+    assert 0.1 < rewards[0] < 0.6, "SFT leaves it partly able"
+    assert rewards[-1] - rewards[0] >= 0.25
+
+    again = CliRunner().invoke(app, ["demo", "--seed", str(seed), "--out", str(out)], catch_exceptions=False)
+    assert again.output.splitlines()[-3:] == result.output.splitlines()[-3:], "started again, it tells the same"
+
+
+def test_the_demo_says_when_its_recipes_are_not_there(tmp_path, monkeypatch):
+    from plaudit.errors import PlauditError
+    from plaudit.loops import demo
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "RECIPES", ("recipes/demo/none.yaml", "recipes/demo/rl.yaml"))
+    with pytest.raises(PlauditError, match=r"none\.yaml does not exist: run the demo in a clone of the repository"):
+        demo.run_demo(tmp_path / "demo", 0)
