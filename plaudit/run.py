@@ -303,14 +303,16 @@ class Run:
     # Stopping
 
     @contextmanager
-    def nothing_lost(self, done: int, trainer: Trainer) -> Iterator[None]:
-        """Where a step may have to stop before it changes anything (a reward fails): the steps done before it are saved."""
+    def nothing_lost(self, what: str, done: int, trainer: Trainer, unlogged: dict[str, float] | None = None) -> Iterator[None]:
+        """Around what may have to stop before it changes anything (a reward fails): the steps done before it are saved."""
         try:
             yield
         except TrainingStopped as error:
+            if unlogged is not None:
+                self.log(done, unlogged)
             if done:
                 self.save(done, trainer)
-            raise TrainingStopped(f"step {done + 1}: {error}") from None
+            raise TrainingStopped(f"{what}: {error}") from None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.interrupted:

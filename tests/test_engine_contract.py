@@ -18,13 +18,13 @@ from engine_contract import EngineContract, Subject, sharpen  # noqa: E402
 def native(max_sequences: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
     def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
         engine, passes = NativeEngine(model, tokenizer, max_sequences=max_sequences), []
-        hidden = engine._hidden
+        hidden = engine.forward._hidden
 
         def counted(**arguments):
             passes.append(1)
             return hidden(**arguments)
 
-        engine._hidden = counted
+        engine.forward._hidden = counted
         return Subject(engine, model, tokenizer, lambda: len(passes))
 
     return make

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.errors import RecipeError
 from plaudit.models.policy import Policy, load_policy
 from plaudit.recipe import Lora, Model
 from plaudit.rollout.engine import Request, Sampling
@@ -391,3 +392,43 @@ def test_scheduler(counts, rows, budget, data):
     assert not scheduler.busy
     assert read == [r for r in requests if r.n], "in order, each once"
     assert began == [(r.prompt_id, index) for r in requests for index in range(r.n)]
+
+
+# Models that it must refuse ------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_another_memory_of_its_past_is_refused(tiny_model):
+    """A layer that also looks at the token before by other means than attention: right in one pass, wrong token by token."""
+    model = load(tiny_model).model
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    with pytest.raises(RecipeError, match=r"LlamaForCausalLM computes other log-probs token by token than on a whole sequence"):
+        NativeEngine(model, load_tokenizer(str(tiny_model)))
+
+
+def test_a_model_with_keys_of_another_shape_is_refused(tiny_model):
+    model = load(tiny_model).model
+    model.config.head_dim = 2 * model.config.head_dim
+    with pytest.raises(RecipeError, match=r"the native engine cannot sample LlamaForCausalLM: .*size"):
+        NativeEngine(model, load_tokenizer(str(tiny_model)))
+
+
+def test_packed_linear_layers_change_nothing(tiny_models, monkeypatch):
+    """Half-precision models on a CPU are sampled with packed weights after a few steps: the same bits, and no trace afterwards."""
+    from plaudit.rollout.native import forward
+
+    folder = tiny_models["qwen2"]  # its linear layers have biases
+    template = load_template(load_tokenizer(str(folder)), None)
+    model = load_policy(Model(path=str(folder), dtype="bfloat16"), template, torch.device("cpu")).model
+    engine = NativeEngine(model, template.tokenizer)
+
+    def rolled(pays_after: int) -> list[tuple[list[int], list[float]]]:
+        monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", pays_after)
+        samples = engine.generate(mixed_requests(), Sampling(max_new_tokens=40))
+        return [(sample.tokens.tolist(), sample.sampler_logprobs.tolist()) for sample in samples]
+
+    never, always = rolled(0), rolled(1)
+    assert engine.forward._packed is not None
+    assert always == never
+    assert not [module for module in model.modules() if "forward" in vars(module)]

@@ -81,7 +81,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         with StepProgress("rl", total_steps, done) as progress:
             for step in range(done + 1, total_steps + 1):
                 asked = distinct(prompts[row] for row in order.rows(step - 1))
-                with run.nothing_lost(step - 1, trainer):
+                with run.nothing_lost(f"step {step}", step - 1, trainer):
                     groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
                 run.write_samples("train", step, sample_rows(groups))
 
@@ -91,7 +91,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
                 improved = False
                 if validation and run.due(recipe.run.validate_every, step, total_steps):
-                    groups, validated = validate(engine, rewards, validation, recipe, step)
+                    with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
+                        groups, validated = validate(engine, rewards, validation, recipe, step)
                     run.write_samples("val", step, sample_rows(groups))
                     metrics |= validated
                     improved = run.note_validation(step, metrics)

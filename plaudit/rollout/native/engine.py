@@ -10,7 +10,6 @@ Nothing is synced, for there is nothing but the trainer's weights. LoRA adapters
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import psutil
@@ -18,18 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from plaudit.data.pack import pack
 from plaudit.errors import PlauditError
-from plaudit.models.attention import packed_arguments
 from plaudit.rollout.engine import Engine, Request, Sampling
-from plaudit.rollout.native.attention import DecodeStep, PrefillStep
-from plaudit.rollout.native.cache import CacheShape, KVCache
+from plaudit.rollout.native.cache import KVCache
+from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.noise import position_keys
-from plaudit.rollout.native.packed import PAYS_AFTER_STEPS, PackedLinears
 from plaudit.rollout.native.sampler import Drawn, draw
-from plaudit.rollout.native.scheduler import Read, Running, Scheduler
+from plaudit.rollout.native.scheduler import Running, Scheduler
 from plaudit.rollout.native.stopping import Stopping
-from plaudit.types import Example, Sample
+from plaudit.rollout.native.verify import verify_decode
+from plaudit.types import Sample
 
 # Prompt tokens read in one pass: enough to keep the device busy, few enough that running sequences do not wait long.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -41,7 +38,9 @@ class NativeEngine(Engine):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_sequences: int = 256):
         self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
         self.end_tokens = _end_tokens(model)
-        self.shape = _cache_shape(model)
+        self.forward = Forward(model)
+        self.shape = self.forward.shape
+        verify_decode(self.forward)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
         if not requests:
@@ -50,34 +49,16 @@ class NativeEngine(Engine):
         cache = KVCache(self.shape, self._rows(sum(r.n for r in requests), length), length)
         scheduler = Scheduler(requests, sampling, rows=cache.rows, prefill_tokens=PREFILL_TOKENS[self.shape.device.type])
         stopping = Stopping(self.tokenizer, self.end_tokens, sampling.stop)
-        packed, steps = None, 0
+        self.forward.begin()
         while scheduler.busy:
             if prompts := scheduler.next_prompts():
-                scheduler.read.extend(self._read(prompts))
+                scheduler.read.extend(self.forward.read(prompts))
             yield from self._start(scheduler, cache, stopping)
             if scheduler.running:
-                steps += 1
-                if steps == PAYS_AFTER_STEPS and PackedLinears.pays(self.model):
-                    packed = PackedLinears(self.model)
-                _append(scheduler.running, self._decode(scheduler.running, cache, sampling, packed))
+                _append(scheduler.running, self._decode(scheduler.running, cache, sampling))
                 yield from self._retire(scheduler, cache, stopping)
 
     # The phases of one round
-
-    @torch.inference_mode()
-    def _read(self, prompts: list[Request]) -> list[Read]:
-        """Keys, values and last logits of the prompts, in one packed pass."""
-        nothing = [np.zeros(len(p.tokens), dtype=bool) for p in prompts]
-        batch = pack([Example(p.tokens, mask) for p, mask in zip(prompts, nothing, strict=True)], self.shape.device)
-        step = PrefillStep()
-        hidden_TD = self._hidden(**packed_arguments(batch), kv=step)
-        starts = batch.starts_S1.tolist()
-        logits_SV = self._logits(hidden_TD[[end - 1 for end in starts[1:]]])
-        prefixes = step.stacked()
-        return [
-            Read(request, prefixes[:, :, :, begin:end], logits_V)
-            for request, (begin, end), logits_V in zip(prompts, pairwise(starts), logits_SV, strict=True)
-        ]
 
     @torch.inference_mode()
     def _start(self, scheduler: Scheduler, cache: KVCache, stopping: Stopping) -> list[Sample]:
@@ -98,18 +79,13 @@ class NativeEngine(Engine):
         return ended
 
     @torch.inference_mode()
-    def _decode(self, running: list[Running], cache: KVCache, sampling: Sampling, packed: PackedLinears | None) -> Drawn:
+    def _decode(self, running: list[Running], cache: KVCache, sampling: Sampling) -> Drawn:
         """The next token of every running sequence."""
         device = self.shape.device
         positions = [sequence.position for sequence in running]
         positions_B = torch.tensor(positions, device=device)
         tokens_B = torch.tensor([sequence.tokens[-1] for sequence in running], device=device)
-        step = DecodeStep(cache, positions_B, longest=max(positions) + 1)
-        arguments = {"input_ids": tokens_B[None], "position_ids": positions_B[None], "kv": step}
-        if packed is None:
-            return self._draw(self._logits(self._hidden(**arguments)), running, sampling)
-        with packed.within():
-            logits_BV = packed.logits(self._hidden(**arguments)).float()
+        logits_BV = self.forward.next_logits(cache, tokens_B, positions_B, longest=max(positions) + 1)
         return self._draw(logits_BV, running, sampling)
 
     @torch.inference_mode()
@@ -126,14 +102,6 @@ class NativeEngine(Engine):
         return ended
 
     # Parts of a phase
-
-    def _hidden(self, **arguments) -> Tensor:
-        if self.model.training:  # asked every time: whoever takes the samples may train in between
-            self.model.eval()
-        return self.model.get_decoder()(**arguments, use_cache=False).last_hidden_state[0]  # pyright: ignore
-
-    def _logits(self, hidden_BD: Tensor) -> Tensor:
-        return (hidden_BD @ self.model.get_output_embeddings().weight.T).float()  # pyright: ignore
 
     def _draw(self, logits_BV: Tensor, sequences: list[Running], sampling: Sampling) -> Drawn:
         keys_B = torch.tensor([sequence.key for sequence in sequences], device=logits_BV.device)
@@ -187,15 +155,3 @@ def _append(sequences: list[Running], drawn: Drawn) -> None:
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     ends = model.generation_config.eos_token_id  # pyright: ignore
     return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
-
-
-def _cache_shape(model: PreTrainedModel) -> CacheShape:
-    config = model.config
-    heads = config.num_attention_heads
-    return CacheShape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-        device=model.device,
-    )
