@@ -15,7 +15,7 @@ from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_model
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import Model
+from plaudit.recipe import Model, RLRecipe
 
 app = typer.Typer(
     name="plaudit",
@@ -52,7 +52,10 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Reinforcement learning against rewards. Started again with the same recipe, it goes on where it stopped."""
+    """Reinforcement learning against rewards. Started again with the same recipe, it goes on where it stopped.
+
+    `plaudit config R.yaml --explain` lists every setting; docs/rl.md tells the rest.
+    """
     loaded, sources = load_checked(recipe, overrides, "rl")
 
     from plaudit.loops.rl import train
@@ -87,6 +90,10 @@ def sample(
     """Sample responses to prompts from any model. Started again with the same settings, it goes on where it stopped."""
     from plaudit.data.conversations import resolve_sources
 
+    if out.suffix != ".jsonl":
+        raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per prompt.", param_hint="--out")
+    if stop and "" in stop:
+        raise typer.BadParameter("an empty string would end every response at once.", param_hint="--stop")
     settings = Model(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
     require_model(settings, "")
@@ -150,10 +157,11 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         train = loaded.recipe.train
+        rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
         raise PlauditError(
             f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true, or train a LoRA with model.lora.rank=16. "
-            "`plaudit doctor` estimates what is needed."
+            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true{rollout}, or train a LoRA with "
+            "model.lora.rank=16. `plaudit doctor` estimates what is needed."
         ) from None
 
 

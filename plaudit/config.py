@@ -44,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
     try:
         recipe = recipe_class.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(error, _settings_of(tree, recipe_class), sources, path))) from None
+        raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
     return LoadedRecipe(recipe, path, sources)
 
 
@@ -220,7 +220,7 @@ def settings(section: type[BaseModel], place: Place = ()) -> Iterator[tuple[Plac
             yield from settings(inner, (*place, name))
 
 
-def _settings_of(tree: dict[str, Any], recipe_class: type[BaseModel]) -> dict[Place, Any]:
+def settings_of(tree: dict[str, Any], recipe_class: type[BaseModel]) -> dict[Place, Any]:
     """Every setting that this recipe may have: those of its rewards are their kinds'."""
     known = dict(settings(recipe_class))
     entries = tree.get("rewards") if ("rewards",) in known else None
@@ -248,6 +248,11 @@ ELSEWHERE = {
     "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "kl_loss_coef": "algorithm.kl_coefficient", "beta": "algorithm.kl_coefficient",
     "entropy_coeff": "algorithm.entropy_coefficient", "loss_agg_mode": "algorithm.aggregation", "clip_ratio": "algorithm.clip",
+    "clip_ratio_low": "algorithm.clip", "clip_ratio_high": "algorithm.clip", "adv_estimator": "algorithm.kind",
+    "use_kl_loss": "algorithm.kl_coefficient", "loss_type": "algorithm.aggregation", "scale_rewards": "algorithm.divide_by_std",
+    "reward_funcs": "rewards", "custom_reward_function": "rewards", "total_epochs": "run.epochs",
+    "total_training_steps": "run.max_steps",
+    "test_freq": "run.validate_every", "save_freq": "run.save_every", "use_peft": "model.lora",
     "kl_loss_type": "algorithm.kl_kind", "norm_adv_by_std_in_grpo": "algorithm.divide_by_std", "epsilon": "algorithm.clip",
     "gradient_accumulation_steps": "train.tokens_per_micro_batch", "cutoff_len": "data.max_tokens", "max_length": "data.max_tokens",
     "max_seq_length": "data.max_tokens", "train_files": "data.train", "val_files": "data.val", "dataset": "data.train",
@@ -303,7 +308,7 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
             case "union_tag_not_found" | "union_tag_invalid" as kind:  # which of several sections a list's entry is
                 where = _where((*place, context["discriminator"].strip("'")), sources, path)
                 if kind == "union_tag_not_found":
-                    yield f"{where} is missing."
+                    yield f"{where} is missing. It is one of {', '.join(plugins.kinds('rewards'))}."
                 else:
                     options, tag = context["expected_tags"], str(context["tag"])
                     hint = did_you_mean(tag, re.findall(r"'([^']*)'", options), cutoff=0.4)

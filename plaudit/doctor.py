@@ -4,13 +4,14 @@ Each check is one line: ✓ fine, ! look at it, ✗ will fail. A check that fail
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -23,12 +24,13 @@ from plaudit.data.order import RowOrder
 from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, template_of
 from plaudit.errors import DataError, PlauditError, redact
-from plaudit.models.memory import available_memory, plan_memory
+from plaudit.models.memory import plan_memory, total_memory
 from plaudit.models.policy import resolve_device, resolve_dtype
 from plaudit.recipe import Recipe, RewardSettings, RLRecipe, SFTRecipe
 from plaudit.rewards.runner import RewardRunner
-from plaudit.types import Conversation, Example, Prompt
+from plaudit.types import Conversation, Example, Group, Prompt, Sample
 
+TRIED = 3  # prompts that every reward is tried on
 Finding = tuple[str, str]
 """✓, ! or ✗, and what was found."""
 
@@ -71,8 +73,11 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
         yield from _too_long(part, lengths, "data.max_prompt_tokens", recipe.data.max_prompt_tokens, recipe.data.too_long)
         yield from _looked_at(part, len(prompts), max_rows)
         longest_prompt.append(min(int(lengths.max()), recipe.data.max_prompt_tokens))
+        untold = sum(prompt.ground_truth is None for prompt in prompts)
+        if untold:
+            yield "!", f"{part}: {untold:,} of them have no reward_model.ground_truth"
         if part == "train":
-            questions.extend(prompts[:1])
+            questions.extend(prompts[:TRIED])
 
     def check_rows(part: str) -> Iterator[Finding]:
         assert isinstance(recipe, SFTRecipe)
@@ -94,8 +99,9 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
     check("steps", lambda: _steps(recipe, sources))
     if isinstance(recipe, RLRecipe):
         check("context", lambda: _context(recipe, max(longest_prompt, default=recipe.data.max_prompt_tokens)))
+        check("algorithm", lambda: _algorithm(recipe))
         for reward in recipe.rewards:
-            check("reward", lambda reward=reward: _reward(reward))
+            check("reward", lambda reward=reward: _reward(reward, questions))
     check("weights", lambda: _weights(Path(recipe.model.path)))
     check("memory", lambda: _memory(recipe))
     if template is not None and samples and isinstance(recipe, SFTRecipe):
@@ -175,10 +181,44 @@ def _context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:
     yield ("✗" if context and needed > context else "✓"), text
 
 
-def _reward(reward: RewardSettings) -> Iterator[Finding]:
-    """Whether it starts: a function's file is imported where it would run."""
-    with RewardRunner([reward]):
-        yield "✓", f"{reward.label}: starts; weight {reward.weight:g}, on failure {reward.on_failure}"
+def _algorithm(recipe: RLRecipe) -> Iterator[Finding]:
+    """What is allowed and yet seldom meant."""
+    if recipe.algorithm.kl_coefficient and recipe.algorithm.kl_kind == "k1":
+        yield (
+            "!",
+            "algorithm.kl_kind is k1, which as a loss has no pull towards the reference; k2 has the right gradient, k3 a close one",
+        )
+    if recipe.model.lora is not None and recipe.model.lora.dropout:
+        yield "!", "model.lora.dropout: the policy is sampled without it and trained with it, so ratios are off 1 from the start"
+
+
+def _reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:
+    """Started, and asked what it pays for the ground truth itself and for nothing at all, where it would run."""
+    patient = reward.model_copy(update={"on_failure": "drop", "max_failure_rate": 1.0})
+    groups = [_pretended(prompt, ["" if prompt.ground_truth is None else str(prompt.ground_truth), ""]) for prompt in prompts]
+    with RewardRunner([patient]) as runner:
+        scores = [scored.by_reward[patient.label] for scored in runner.collect(groups)]
+    failures = [score.failure for pair in scores for score in pair if score.failure is not None]
+    if failures:
+        told = f"{failures[0].cause}: {failures[0].message}"
+        yield (
+            "✗" if len(failures) == 2 * len(scores) else "!",
+            f"{reward.label}: failed on {len(failures)} of {2 * len(scores)}: {told}",
+        )
+        return
+    truth, nothing = ([pair[i].value for pair in scores] for i in (0, 1))
+    paid = f"pays {_listed(truth)} for the ground truth, {_listed(nothing)} for an empty answer" if scores else "starts"
+    yield "✓", f"{reward.label}: {paid}; weight {reward.weight:g}, on failure {reward.on_failure}"
+
+
+def _pretended(prompt: Prompt, responses: list[str]) -> Group:
+    none = np.zeros(0, dtype=np.float32)
+    samples = (Sample(prompt.id, i, none.astype(np.int32), text, "finished", none, none, 0) for i, text in enumerate(responses))
+    return Group(prompt, none.astype(np.int32), tuple(samples))
+
+
+def _listed(values: Sequence[float | None]) -> str:
+    return ", ".join(dict.fromkeys(f"{value:g}" for value in values if value is not None))
 
 
 def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Example]]) -> Iterator[Finding]:
@@ -234,12 +274,28 @@ def _memory(recipe: Recipe) -> Iterator[Finding]:
     if not plan.trainable:
         yield "✗", f"model.lora.targets: {recipe.model.path} has no linear layer of that name"
         return
-    there = available_memory(device)
+    if isinstance(recipe, RLRecipe):
+        yield "✓", _while_sampling(recipe, device)
+    there = total_memory(device)
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     text = f"{plan}; {device.type} in {dtype} has {there / 1e9:.0f} GB"
     if plan.total > there:
         text += ". Lower train.tokens_per_micro_batch, set model.gradient_checkpointing=true, or use model.lora"
     yield ("✓" if plan.total < 0.9 * there else "!"), text
+
+
+def _while_sampling(recipe: RLRecipe, device: torch.device) -> str:
+    config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * kv_heads * head_size * resolve_dtype(recipe.model.dtype, device).itemsize
+    rows = min(recipe.rollout.max_sequences, recipe.train.prompts_per_step * recipe.rollout.n)
+    length = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    reference = " and a copy of the weights as reference" if recipe.algorithm.kl_coefficient and recipe.model.lora is None else ""
+    return (
+        f"while sampling, keys and values of {rows:,} sequences of {length:,} tokens: up to {rows * length * per_token / 1e9:.1f} "
+        f"GB (fewer sequences run side by side if that is more than half of what training leaves){reference}"
+    )
 
 
 def _show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> None:

@@ -6,8 +6,9 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _SECRETS = (
     r"(api|access|secret|private)[-_]?keys?|(api|auth|access|hf|secret|bearer)[-_]?tokens?|secrets?|passwords?|passwd|credentials?"
@@ -44,7 +45,12 @@ class RunError(PlauditError):
 
 
 class TrainingStopped(PlauditError):
-    """Training that cannot go on (too many non-finite steps)."""
+    """Training that cannot go on (too many non-finite steps, a reward that fails)."""
+
+    def __init__(self, message: str, failed: Sequence[Mapping[str, Any]] = ()):
+        super().__init__(message)
+        self.failed = failed
+        """The samples that a reward failed on, for a person to look at."""
 
 
 class Interrupted(PlauditError):

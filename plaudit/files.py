@@ -9,11 +9,17 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
+    with file_written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def file_written_aside(path: Path) -> Iterator[Path]:
+    """A file to write; it becomes `path` when the block ends well, and is gone when it does not."""
     aside = path.with_name(f".{path.name}.aside")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield aside
+        with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.rename(path)
     except BaseException:

@@ -38,4 +38,6 @@ def require_model(settings: Model, prefix: str) -> None:
             )
     model = Path(settings.path)
     if model.exists() and not (model / "config.json").is_file():
-        raise PlauditError(f"{prefix}path: {model} is not a model in Hugging Face format: there is no config.json in it")
+        near = f". Did you mean {model / 'model'}?" if (model / "model/config.json").is_file() else ""
+        what = f"{prefix}path" if prefix else "MODEL"
+        raise PlauditError(f"{what}: {model} is not a model in Hugging Face format: there is no config.json in it{near}")

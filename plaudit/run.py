@@ -5,6 +5,7 @@
     metrics.jsonl     one line per step; names under `time/` are the machine's, all others are exact and repeat
     curves.png        the same, drawn
     samples/          RL: every sample with its scores, a parquet file per step; validation's too
+    failures/         RL: what a reward failed on, when that stopped the run
     checkpoints/      train/checkpoint.py;  best → the one with the best validation
     model/            the trained model, once the run is done
 
@@ -23,20 +24,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from plaudit import __version__
-from plaudit.config import LoadedRecipe, flatten, settings, to_yaml
+from plaudit.config import LoadedRecipe, flatten, settings_of, to_yaml
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError, Interrupted, RunError, TrainingStopped, redact
 from plaudit.files import digest_of, fingerprint, folder_written_aside, remove_leftovers, sketch, write_atomic
 from plaudit.recipe import Recipe
 from plaudit.report.curves import draw_curves
 from plaudit.report.progress import say
+from plaudit.report.samples import write_samples
 from plaudit.trackers import Trackers
 from plaudit.train.checkpoint import (
     checkpoint_folders,
@@ -47,8 +49,9 @@ from plaudit.train.checkpoint import (
     save_checkpoint,
 )
 from plaudit.train.trainer import Trainer
+from plaudit.types import ScoredGroup
 
-WRITTEN = ("recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "checkpoints", "best", "model")
+WRITTEN = ("recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "failures", "checkpoints", "best", "model")
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
 
@@ -75,6 +78,8 @@ class Run:
         self.metrics_file = self.folder / "metrics.jsonl"
         self.interrupted = False
         self.best: dict[str, float] | None = None
+        self.unvalidated: dict[str, float] | None = None
+        """Metrics of the last step done, where its validation could not be made before the run stopped."""
         self._loaded, self._files, self._scorers = loaded, [*files, *scorers], {str(path) for path in scorers}
         self._inputs = {**_model_digests(self.recipe, template), **(inputs or {})}
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
@@ -183,15 +188,13 @@ class Run:
         if checkpoint is not None:
             checkpoint.load_into(trainer)
             self.best, self._saved_step = checkpoint.state["best"], checkpoint.step
-            step = checkpoint.step
+            step, self.unvalidated = checkpoint.step, checkpoint.state.get("unvalidated")
             say(f"going on from {checkpoint.folder}")
-        kept = [row for row in self.metrics() if row["step"] <= step]
+        kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the process before this one may have been killed between checkpoint and link
             write_atomic(self.metrics_file, "".join(map(_line, kept)))
-            for file in self._sample_files():
-                if int(file.stem[-6:]) > step:
-                    file.unlink()
+            self._drop_samples_behind(step)
         done = max(step, 0)
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], done)
         with clear_write_errors(self.folder, self.checkpoints):
@@ -235,21 +238,20 @@ class Run:
         self.best = {"step": step, name: value}
         return True
 
-    def write_samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> Path:
+    def write_samples(self, part: Literal["train", "val"], step: int, groups: Sequence[ScoredGroup]) -> None:
         """A parquet file of a step's samples: `samples/train_000012.parquet`."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        file = self.folder / "samples" / f"{name}_{step:06d}.parquet"
+        file = self.folder / "samples" / f"{part}_{step:06d}.parquet"
         with clear_write_errors(file, self.checkpoints):
             file.parent.mkdir(exist_ok=True)
-            aside = file.with_name(f".{file.name}.aside")
-            pq.write_table(pa.Table.from_pylist(rows), aside)
-            aside.rename(file)
-        return file
+            write_samples(file, groups)
 
-    def _sample_files(self) -> list[Path]:
-        return [file for file in (self.folder / "samples").glob("*_*.parquet") if re.fullmatch(r"\w+_\d{6,}", file.stem)]
+    def _drop_samples_behind(self, step: int) -> None:
+        folder = self.folder / "samples"
+        remove_leftovers(folder, ["train_*.parquet", "val_*.parquet"])
+        for file in folder.glob("*.parquet"):
+            ours = re.fullmatch(r"(?:train|val)_(\d{6,})", file.stem)
+            if ours and int(ours[1]) > step:
+                file.unlink()
 
     def due(self, every: int | None, step: int, total: int) -> bool:
         return step == total or (every is not None and step % every == 0)
@@ -261,14 +263,15 @@ class Run:
         overdue = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
         return overdue or self.due(self.recipe.run.save_every, step, total)
 
-    def save(self, step: int, trainer: Trainer) -> None:
+    def save(self, step: int, trainer: Trainer, unvalidated: dict[str, float] | None = None) -> None:
         """A checkpoint of this step, unless there is one already; older ones go."""
         if self._saved_step == step:
             return
         if self.metrics_file.exists():
             with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
                 os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
-        save_checkpoint(self.checkpoints, step, trainer, best=self.best)
+        notes = {} if unvalidated is None else {"unvalidated": unvalidated}
+        save_checkpoint(self.checkpoints, step, trainer, best=self.best, **notes)
         self._saved_step, self._saved_at = step, time.monotonic()
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
@@ -303,16 +306,24 @@ class Run:
     # Stopping
 
     @contextmanager
-    def nothing_lost(self, what: str, done: int, trainer: Trainer, unlogged: dict[str, float] | None = None) -> Iterator[None]:
+    def nothing_lost(self, what: str, done: int, trainer: Trainer, unvalidated: dict[str, float] | None = None) -> Iterator[None]:
         """Around what may have to stop before it changes anything (a reward fails): the steps done before it are saved."""
         try:
             yield
         except TrainingStopped as error:
-            if unlogged is not None:
-                self.log(done, unlogged)
             if done:
-                self.save(done, trainer)
-            raise TrainingStopped(f"{what}: {error}") from None
+                self.save(done, trainer, unvalidated)
+            raise TrainingStopped(f"{what}: {error}{self._keep_failed(what, error.failed)}") from None
+
+    def _keep_failed(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
+        if not failed:
+            return ""
+        file = self.folder / "failures" / f"{what.replace(' ', '_')}.jsonl"
+        with clear_write_errors(file, self.checkpoints):
+            file.parent.mkdir(exist_ok=True)
+            rows = (json.dumps(row, ensure_ascii=False, default=str) for row in failed)
+            write_atomic(file, redact("".join(f"{row}\n" for row in rows)))
+        return f" What it failed on: {file}"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.interrupted:
@@ -340,7 +351,8 @@ def _read_about(file: Path) -> dict[str, Any]:
 
 def _defaults_since(before: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Settings that are newer than the run had their defaults in it; those of a section it did not have (LoRA) had none."""
-    known = {".".join(map(str, place)): info for place, info in settings(type(recipe)) if not info.is_required()}
+    places = settings_of(recipe.model_dump(), type(recipe))
+    known = {".".join(map(str, place)): info for place, info in places.items() if not info.is_required()}
     return {
         name: json.loads(json.dumps(known[name].default))
         for name in flatten(recipe).keys() & known.keys()
@@ -359,7 +371,10 @@ def _model_digests(recipe: Recipe, template: ChatTemplate | None) -> dict[str, s
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    parts = name.split(".")
+    return any(
+        len(parts) == pattern.count(".") + 1 and all(map(fnmatch.fnmatchcase, parts, pattern.split("."))) for pattern in patterns
+    )
 
 
 def _shown(name: str, recipe: dict[str, Any]) -> str:

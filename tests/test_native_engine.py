@@ -428,7 +428,12 @@ def test_packed_linear_layers_change_nothing(tiny_models, monkeypatch):
         samples = engine.generate(mixed_requests(), Sampling(max_new_tokens=40))
         return [(sample.tokens.tolist(), sample.sampler_logprobs.tolist()) for sample in samples]
 
+    packed = []
+    monkeypatch.setattr(forward, "PackedLinears", type("Counted", (forward.PackedLinears,), {
+        "__init__": lambda self, model: packed.append(model) or forward.PackedLinears.__mro__[1].__init__(self, model)
+    }))  # fmt: skip
     never, always = rolled(0), rolled(1)
-    assert engine.forward._packed is not None
+    assert packed == [model]
     assert always == never
+    assert engine.forward._packed is None, "no second copy of the weights while others compute"
     assert not [module for module in model.modules() if "forward" in vars(module)]

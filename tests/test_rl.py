@@ -11,28 +11,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Stopped, prompt_rows, rl_recipe, train_rl, write_jsonl, write_recipe
 from engine_contract import attention
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.cli import main
 from plaudit.data.pack import micro_batches
 from plaudit.data.rows import read_rows
-from plaudit.errors import DataError, Interrupted, PlauditError, RunError, TrainingStopped
+from plaudit.data.templates import load_tokenizer
+from plaudit.errors import DataError, Interrupted, PlauditError, RecipeError, RunError, TrainingStopped
 from plaudit.loops import rl
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import load_model, load_policy
 from plaudit.models.reference import Reference
 from plaudit.recipe import Algorithm, Model, RLTrain
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.rollout.native.stopping import Stopping
 from plaudit.run import Run
 from plaudit.train.experience import updates
 from plaudit.train.optimiser import Optimiser
@@ -1056,7 +1061,7 @@ def test_samples_tell_what_was_asked_written_and_paid(tmp_path, recipe, reward_f
     assert len(samples) == 48
     columns = (
         "prompt_id index data_source prompt response reward reward_model status tokens mean_logprob version malformed failure "
-        "part/letters part/letters/written part/odd part/odd/even view/letters view/odd failure/letters failure/odd"
+        "failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
     by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows())}
@@ -1072,6 +1077,7 @@ def test_samples_tell_what_was_asked_written_and_paid(tmp_path, recipe, reward_f
         assert sample["part/odd"] == (-1.0 if sample["malformed"] else len(sample["response"]) % 2)
         assert sample["reward"] == pytest.approx(sample["part/letters"] + 0.5 * sample["part/odd"])
         assert sample["failure"] is sample["failure/odd"] is None
+        assert sample["trace/odd"] == (None if sample["malformed"] else '{"judge": "words"}')
         assert sample["status"] in ("finished", "truncated")
         assert (sample["tokens"] == 12) or sample["status"] == "finished"
         assert sample["mean_logprob"] < 0
@@ -1133,7 +1139,7 @@ def test_a_reward_that_cannot_work_is_one_line(tmp_path, recipe, plaudit, body, 
     assert "Traceback" not in err
 
 
-def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch):
+def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, tiny_model):
     code, out, _ = plaudit("doctor", recipe())
     assert code == 0
     for line in (
@@ -1155,7 +1161,97 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch):
     assert code == 1
     assert "✗ reward   reward 'function': " in out
     assert "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name', at mine.py:1" in out
-    endless = SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace())
-    monkeypatch.setattr("plaudit.doctor.AutoConfig", endless)
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.max_position_embeddings = None
+    monkeypatch.setattr("plaudit.doctor.AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config))
     code, out, _ = plaudit("doctor", recipe())
     assert "the model takes any number" in out
+
+
+# What a review found -------------------------------------------------------------------------------------------------
+
+
+def test_a_validation_that_a_reward_stopped_is_made_up_for(tmp_path, recipe, prompts_file):
+    """At the last step too, where nothing else is left to do."""
+    body = f"""
+        import os
+        def compute_score(solution_str):
+            if os.path.exists({str(tmp_path / "broken")!r}): raise ConnectionError("no answer")
+            return len(solution_str)
+    """
+    reward = function(write_function(tmp_path / "reward.py", body), on_failure="stop")
+    settings = {"data": {"val": str(prompts_file)}, "run": {"max_steps": 2, "validate_every": 2}}
+    train_rl(recipe("reference", reward, **settings))
+    file, update = recipe(reward=reward, **settings), Trainer.update
+
+    def break_behind_step_2(self, *arguments):
+        if self.updates == 1:
+            (tmp_path / "broken").touch()
+        return update(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "update", break_behind_step_2)
+        with pytest.raises(TrainingStopped, match=r"^validation after step 2: reward 'function' failed on"):
+            train_rl(file)
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 1
+    (tmp_path / "broken").unlink()
+    train_rl(file)
+    strip = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in metrics_of(tmp_path / "run")]
+    assert strip == [
+        {name: x for name, x in row.items() if not name.startswith("time/")} for row in metrics_of(tmp_path / "reference")
+    ]
+    assert "val/reward" in strip[-1]
+
+
+def test_samples_of_all_steps_are_one_table_without_secrets(tmp_path, recipe, prompts_file):
+    """Also where only one step has failures, and where ground truths are of types that JSON does not know."""
+    body = """
+        import os
+        def compute_score(solution_str, extra_info):
+            if extra_info["index"] == 3: raise ValueError("token hf_abcdefghijklmnop1234")
+            return len(solution_str)
+    """
+    rows = [{**row, "reward_model": {"ground_truth": Decimal(i) / 4}} for i, row in enumerate(prompt_rows(12))]
+    prompts = tmp_path / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), prompts)
+    reward = function(write_function(tmp_path / "reward.py", body), max_failure_rate=1)
+    train_rl(recipe(prompts=prompts, reward=reward, run={"max_steps": 4}))
+    table = pq.read_table(tmp_path / "run/samples").to_pylist()
+    assert len(table) == 4 * 3 * 4
+    failed = [row for row in table if row["failure"]]
+    assert len(failed) == 4
+    assert all("[secret]" in row["failure/function"] and "hf_" not in str(row) for row in failed)
+    assert {row["reward_model"]["ground_truth"] for row in table} == {str(Decimal(i) / 4) for i in range(12)} - {""}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"rollout": {"n": 1}}, "rollout.n is 1, but grpo compares the samples of a group"),
+        ({"rollout": {"stop": ""}}, "rollout.stop: an empty string would end every response at once"),
+    ],
+)
+def test_settings_that_would_train_nothing_are_refused(recipe, sections, told):
+    with pytest.raises(RecipeError, match=told):
+        train_rl(recipe(**sections))
+
+
+def test_a_reward_that_is_only_measured_stops_nothing(tmp_path, recipe, reward_file):
+    broken = write_function(tmp_path / "broken.py", "def compute_score(solution_str): raise ValueError('always')")
+    file = recipe(run={"max_steps": 1})
+    tree = json.loads(file.read_text())
+    tree["rewards"] = [function(reward_file), function(broken, name="measured", weight=0)]
+    train_rl(write_recipe(file, tree))
+    [row] = metrics_of(tmp_path / "run")
+    assert (row["failures/measured/exception"], row["dropped"]) == (12, 0)
+
+
+def test_a_special_token_as_stop_string_stops(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    stopping = Stopping(tokenizer, frozenset(), ("<|endoftext|>", "so"))
+    sequence = SimpleNamespace(tokens=[40, end], limit=10)
+    assert stopping.status(sequence) == "finished"
+    assert Stopping(tokenizer, frozenset(), ("so",)).status(sequence) is None
+    with pytest.raises(PlauditError, match=r"contains the special token <\|endoftext\|>"):
+        Stopping(tokenizer, frozenset(), ("x<|endoftext|>",))

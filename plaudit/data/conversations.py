@@ -7,6 +7,7 @@ Known schemas, told by their columns: `messages` (role and content), `conversati
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean, nearest_path
 from plaudit.types import Conversation, Message, Prompt
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SFT_HINT = (
     "Rows for SFT have `messages`, `conversations`, `prompt` and `response`, or `instruction` and `output`; "
@@ -176,6 +178,8 @@ def _message(item: Any, where: str) -> Message:
         raise DataError(
             f"{where}: role {message['role']!r} is not one of {', '.join(ROLES)}.{did_you_mean(message['role'], ROLES)}"
         )
+    if "content" not in item and not message.keys() & {"tool_calls", *REASONING}:
+        raise DataError(f"{where}: a message should have `role` and `content`, not {', '.join(item)}")
     message["content"] = _text(message.get("content"), where)
     return message
 
@@ -280,6 +284,16 @@ def _kind(value: Any) -> str:
     return f"an empty {type(value).__name__}" if value in ([], {}, "") else type(value).__name__
 
 
+def _unpacked(prompt: Any) -> Any:
+    """Messages that went through a CSV file or a spreadsheet are JSON in a string."""
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        with suppress(ValueError):
+            messages = json.loads(prompt)
+            if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
+                return messages
+    return prompt
+
+
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 
@@ -302,9 +316,12 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
         if rows.nulls_mean_absent:
             prompt, tools = _without_nulls(prompt), _without_nulls(tools)
         _check_text([prompt, tools, data_source, reward_model, extra], where)
+        messages = _messages(_unpacked(prompt), where, role="user")
+        if messages[-1]["role"] == "assistant":
+            raise DataError(f"{where}: its prompt ends with an assistant's message; it should end with what is to be answered")
         yield Prompt(
             id=f"{source.path}:{number}",
-            messages=_messages(prompt, where, role="user"),
+            messages=messages,
             data_source=data_source or "",
             ground_truth=reward_model.get("ground_truth"),
             extra_info=extra,

@@ -23,6 +23,7 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from plaudit.data.conversations import REASONING
 from plaudit.errors import DataError, RecipeError, nearest_path
 from plaudit.recipe import Model
 from plaudit.types import Conversation, Example, Message
@@ -30,7 +31,6 @@ from plaudit.types import Conversation, Example, Message
 NAMED = ("chatml", "llama3", "qwen", "plain")
 # Unicode leaves these code points to programs: no text has them, and no template trims them.
 MARK, HIDDEN_THINK, HIDDEN_END_THINK = "\ufdd0", "\ufdd1", "\ufdd2"
-REASONING = ("reasoning_content", "reasoning", "thinking")
 # What rendering may raise: the template's own raise_exception, or an expression that does not fit the messages (or is
 # lost in their depth).
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)

@@ -28,7 +28,7 @@ from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.models.reference import Reference
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
-from plaudit.report.samples import length_metrics, sample_rows
+from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rollout.engine import Engine, Sampling
@@ -73,32 +73,36 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         if done == total_steps:
             say(f"this run is finished: all {total_steps} steps are done")
 
-        if done == 0 and validation:
-            groups, metrics = validate(engine, rewards, validation, recipe, step=0)
-            run.write_samples("val", 0, sample_rows(groups))
-            run.log(0, metrics)
+        def conclude(step: int, metrics: dict[str, float]) -> None:
+            """Validate if it is time, record the step, save if it is time."""
+            improved = False
+            if validation and (step == 0 or run.due(recipe.run.validate_every, step, total_steps)):
+                with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
+                    groups, validated = validate(engine, rewards, validation, recipe, step)
+                run.write_samples("val", step, groups)
+                metrics = metrics | validated
+                improved = step > 0 and run.note_validation(step, metrics)
+            if metrics:
+                progress.update(step, run.log(step, metrics))
+            if step > 0 and (run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best)):
+                run.save(step, trainer)
 
         with StepProgress("rl", total_steps, done) as progress:
+            if done == 0 or run.unvalidated is not None:
+                conclude(done, run.unvalidated or {})  # validation before training, or the one that the last start could not make
+            warned = False
             for step in range(done + 1, total_steps + 1):
                 asked = distinct(prompts[row] for row in order.rows(step - 1))
                 with run.nothing_lost(f"step {step}", step - 1, trainer):
                     groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
-                run.write_samples("train", step, sample_rows(groups))
+                run.write_samples("train", step, groups)
+                if metrics["groups_without_signal"] == 1.0 and not warned:
+                    warned = True
+                    say(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from", "yellow")
 
                 metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim))
                 engine.sync(step)
-                metrics["epoch"] = min(step * order.per_step, order.total_rows) / order.num_rows
-
-                improved = False
-                if validation and run.due(recipe.run.validate_every, step, total_steps):
-                    with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
-                        groups, validated = validate(engine, rewards, validation, recipe, step)
-                    run.write_samples("val", step, sample_rows(groups))
-                    metrics |= validated
-                    improved = run.note_validation(step, metrics)
-                progress.update(step, run.log(step, metrics))
-                if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
-                    run.save(step, trainer)
+                conclude(step, metrics | {"epoch": min(step * order.per_step, order.total_rows) / order.num_rows})
                 run.stop_if_interrupted(step, total_steps, trainer)
 
         return run.finish(trainer)
@@ -121,7 +125,7 @@ def sample(
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
     """Scored groups of the prompts, in their order, and what they come to."""
     began = time.perf_counter()
-    scored = rewards.collect(sample_groups(engine, prompts, n, sampling))
+    scored = rewards.collect(sample_groups(engine, prompts, n, sampling), expected=len(prompts) * n)
     spent = time.perf_counter() - began
     by_id = {group.group.prompt.id: group for group in scored}
     groups = [by_id[encoded.prompt.id] for encoded in prompts]

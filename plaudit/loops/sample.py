@@ -4,6 +4,7 @@ Started again, it goes on with the prompts that have no line yet. Beside the out
 output that was sampled differently is not continued.
 """
 
+import fcntl
 import json
 import os
 import time
@@ -69,6 +70,10 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: Any, total: int
     engine = NativeEngine(policy.model, template.tokenizer, max_sequences=job.max_sequences)
     began, tokens, done = time.perf_counter(), 0, total - len(left)
     with job.out.open("a", encoding="utf-8") as file, StepProgress("sample", total, done) as progress:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"--out: another process is writing to {job.out}; wait for it, or choose another file") from None
         for group in sample_groups(engine, left, job.n, job.sampling):
             file.write(json.dumps(_row(group), ensure_ascii=False, default=str) + "\n")
             file.flush()

@@ -10,7 +10,9 @@ The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,12 +67,17 @@ def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: 
     )
 
 
-def available_memory(device: torch.device) -> float:
+def total_memory(device: torch.device) -> int:
+    """All there is for us, whether in use or not: a container's limit, if that is less than the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     import psutil
 
-    return psutil.virtual_memory().total
+    limits = [psutil.virtual_memory().total]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" means none
+            limits.append(int(Path(file).read_text()))
+    return min(limits)
 
 
 def _lora_parameters(model: torch.nn.Module, lora: Lora) -> int:

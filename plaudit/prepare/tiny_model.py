@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from plaudit.data.conversations import Source, read_conversations
+from plaudit.files import folder_written_aside
 
 Kind = Literal["llama", "qwen2", "qwen3", "mistral"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -52,10 +53,9 @@ def make_tiny_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**tokens)
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with folder_written_aside(Path(out)) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
 

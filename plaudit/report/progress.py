@@ -65,12 +65,15 @@ class StepProgress:
 
 
 def _shown(metrics: dict[str, float]) -> list[str]:
-    names = ("reward", "val/reward", "length", "entropy") if "reward" in metrics else ("loss", "val/loss")
+    rl = "reward" in metrics or "val/reward" in metrics
+    names = ("reward", "val/reward", "length", "entropy") if rl else ("loss", "val/loss")
     return [name for name in names if name in metrics]
 
 
 def _numbers(metrics: dict[str, float]) -> str:
     parts = [f"{name} {metrics[name]:.4f}" for name in _shown(metrics)]
+    if metrics.get("dropped"):
+        parts.append(f"dropped {metrics['dropped']:,.0f}")
     if "time/tokens_per_s" in metrics:
         parts.append(f"{metrics['time/tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)

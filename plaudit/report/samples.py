@@ -3,18 +3,42 @@
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from plaudit.errors import redact
+from plaudit.files import file_written_aside
 from plaudit.types import Score, ScoredGroup
 
+COLUMNS = {
+    "prompt_id": pa.string(),
+    "index": pa.int32(),
+    "data_source": pa.string(),
+    "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+    "response": pa.string(),
+    "reward": pa.float64(),
+    "reward_model": pa.struct({"ground_truth": pa.string()}),
+    "status": pa.string(),
+    "tokens": pa.int32(),
+    "mean_logprob": pa.float64(),
+    "version": pa.int32(),
+    "malformed": pa.bool_(),
+    "failure": pa.string(),
+}
+"""And by reward: `part/…` numbers, `view/…`, `failure/…`, `trace/…` strings. Types are fixed: a folder reads as one table."""
 
-def sample_rows(groups: Sequence[ScoredGroup]) -> list[dict[str, Any]]:
-    """One row per sample, all with the same columns: what was asked, written, scored (the view) and found (parts)."""
+
+def write_samples(file: Path, groups: Sequence[ScoredGroup]) -> None:
+    """One row per sample: what was asked, written, scored (the view) and found (parts)."""
     rows = [_row(group, i) for group in groups for i in range(len(group.scores))]
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in columns} for row in rows]
+    more = sorted({name for row in rows for name in row} - COLUMNS.keys())
+    types = COLUMNS | {name: pa.float64() if name.startswith("part/") else pa.string() for name in more}
+    with file_written_aside(file) as aside:
+        pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), aside)
 
 
 def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
@@ -27,7 +51,7 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         "prompt": [{"role": message["role"], "content": _text(message["content"])} for message in prompt.messages],
         "response": sample.text,
         "reward": score.value,
-        "reward_model": {"ground_truth": truth if isinstance(truth, str | None) else json.dumps(truth, ensure_ascii=False)},
+        "reward_model": {"ground_truth": truth if isinstance(truth, str | None) else _json(truth)},
         "status": sample.status,
         "tokens": len(sample),
         "mean_logprob": float(sample.untempered_logprobs.mean()),
@@ -37,15 +61,20 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         **{f"part/{name}": float(value) for name, value in score.parts.items()},
         **{f"view/{name}": scores[i].view for name, scores in group.by_reward.items()},
         **{f"failure/{name}": _why(scores[i]) for name, scores in group.by_reward.items()},
+        **{f"trace/{name}": redact(_json(scores[i].trace)) for name, scores in group.by_reward.items() if scores[i].trace},
     }
 
 
 def _why(score: Score) -> str | None:
-    return f"{score.failure.cause}: {score.failure.message}" if score.failure else None
+    return redact(f"{score.failure.cause}: {score.failure.message}") if score.failure else None
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return content if isinstance(content, str) else _json(content)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)  # a parquet file may hold decimals, dates, bytes
 
 
 def length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""One file is one kind of reward; beside them the view (what is scored), the combiner, and the runner."""
+"""One file is one kind of reward; beside them the combiner, the worker processes, and the runner."""

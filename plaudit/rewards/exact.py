@@ -18,7 +18,7 @@ class Exact(Rule):
         if not truths:
             given = "has no ground truth" if prompt.ground_truth is None else f"has the ground truth {prompt.ground_truth!r:.80}"
             # The data's fault, not the policy's: no response could be right here.
-            message = f"row {prompt.id} {given}; exact needs a text, a number or a list of them"
+            message = f"row {prompt.id} {given}; exact needs (in `reward_model.ground_truth`) a text, a number or a list of them"
             return failed("no_ground_truth", message, sample.text)
         response = sample.text.strip()
         if self.ignore_case:

@@ -49,9 +49,10 @@ class RewardRunner:
             self._thread.join()
             self._loop.close()
 
-    def collect(self, groups: Iterable[Group]) -> list[ScoredGroup]:
-        """All groups with their scores. Raises TrainingStopped when a reward fails more than its settings allow."""
-        step = _Step(self.rewards)
+    def collect(self, groups: Iterable[Group], expected: int | None = None) -> list[ScoredGroup]:
+        """All groups with their scores. Raises TrainingStopped when a reward fails more than its settings allow: as soon as that
+        is certain, if it is told how many samples to expect."""
+        step = _Step(self.rewards, expected)
         pending: list[Future[ScoredGroup]] = []
         try:
             for group in groups:
@@ -74,7 +75,7 @@ class RewardRunner:
 
     async def _score(self, group: Group, step: "_Step") -> ScoredGroup:
         by_reward = await asyncio.gather(*(_ask(reward, group) for reward in self.rewards))
-        step.count(by_reward)
+        step.count(group, by_reward)
         step.check()  # raised here, it ends the wait for the others
         scores = tuple(combine(self.rewards, scores) for scores in zip(*by_reward, strict=True))
         return ScoredGroup(group, scores, dict(zip((reward.label for reward in self.rewards), by_reward, strict=True)))
@@ -136,22 +137,31 @@ def _checked(score: Score, text: str) -> Score:
 class _Step:
     """Counts each reward's failures during one `collect`, and knows when they are too many."""
 
-    def __init__(self, rewards: Sequence[Reward]):
+    def __init__(self, rewards: Sequence[Reward], expected: int | None):
         self.samples = 0
         self.all_sampled = False
+        self._expected = expected
         self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
+        self._failed: list[dict[str, Any]] = []
 
-    def count(self, by_reward: Sequence[Sequence[Score]]) -> None:
-        for (_, failures), scores in zip(self._failures, by_reward, strict=True):
-            failures += [score.failure for score in scores if score.failure is not None]
+    def count(self, group: Group, by_reward: Sequence[Sequence[Score]]) -> None:
+        for (reward, failures), scores in zip(self._failures, by_reward, strict=True):
+            for sample, score in zip(group.samples, scores, strict=True):
+                if score.failure is not None:
+                    failures.append(score.failure)
+                    prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.messages, "response": sample.text}
+                    why = {"reward": reward.label, "cause": score.failure.cause, "message": score.failure.message}
+                    self._failed.append({**prompt, **why})
 
     def check(self) -> None:
         """Raise as soon as it is certain: at the first failure if that is to stop the run; a share when all samples are known."""
         for reward, failures in self._failures:
             if failures and reward.on_failure == "stop":
-                raise TrainingStopped(f"{self._told(reward, failures)}; on_failure is stop. {_GO_ON}")
-            if self.all_sampled and len(failures) > reward.max_failure_rate * self.samples:
-                raise TrainingStopped(f"{self._told(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_GO_ON}")
+                raise TrainingStopped(f"{self._told(reward, failures)}; on_failure is stop. {_GO_ON}", self._failed)
+            samples = self.samples if self.all_sampled else self._expected
+            if samples and reward.weight and len(failures) > reward.max_failure_rate * samples:
+                told = f"{self._told(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_GO_ON}"
+                raise TrainingStopped(told, self._failed)
 
     def _told(self, reward: Reward, failures: Sequence[Failure]) -> str:
         """37 of 64 samples (33 timeout: after 10 s, 4 exception: …): each cause with its commonest message."""

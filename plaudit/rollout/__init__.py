@@ -1,1 +1,1 @@
-"""Sampling: the engine contract, our native engine, and vLLM."""
+"""Sampling: the engine contract and our native engine."""

@@ -39,7 +39,7 @@ def policy_loss(model: nn.Module, samples: Sequence[Experience], algorithm: Algo
             "entropy": entropy_N,
             "clip_fraction": token.clipped_N.float(),
             "dual_clip_fraction": token.dual_clipped_N.float(),
-            "policy_kl": kl(logprobs_N.detach(), old_N, "k3"),
+            "policy_kl": kl(old_N, logprobs_N.detach(), "k3"),  # KL(π_old ‖ π): the tokens were drawn from π_old
             "mismatch": apart_N.abs(),
             "mismatch_kl": apart_N.expm1() - apart_N,
         }

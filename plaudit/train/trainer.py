@@ -79,5 +79,6 @@ class Trainer:
         return {"updates": self.updates, "skipped_steps": self.skipped_steps}, self.optimiser.state()
 
     def load_state(self, counts: dict[str, int], parts: Iterable[dict[str, Tensor]]) -> None:
-        self.updates, self.skipped_steps = counts["updates"], counts["skipped_steps"]
+        # Where updates were not counted yet, a step was one.
+        self.updates, self.skipped_steps = counts.get("updates", counts.get("step", 0)), counts["skipped_steps"]
         self.optimiser.load_state(parts)

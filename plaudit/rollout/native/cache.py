@@ -4,8 +4,10 @@ Rows 0 … B−1 are in use, always without a gap, so that a decode step reads t
 moves into its place. A prompt's samples share its prefill: its keys and values are computed once and copied to each of their rows.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class KVCache:
         self.rows = rows
         size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_size)
         # Not empty: a mask takes a position's weight to 0, but 0 · NaN is NaN, and memory may hold anything.
-        self.tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self.tensor = _zeros(size, shape)
 
     def fill(self, row: int, prefix: Tensor) -> None:
         """Begin a row with a prompt's keys and values [layer, 2, kv head, position, head size]."""
@@ -48,6 +50,13 @@ class KVCache:
         """Keys and values of the first rows up to a position: [row, kv head, position, head size], views."""
         keys, values = self.tensor[layer, :, :rows, :, :length]
         return keys, values
+
+
+def _zeros(size: tuple[int, ...], shape: CacheShape) -> Tensor:
+    if shape.device.type != "cpu":
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    # numpy asks the system for zero pages, which take no memory before they are written: most rows never grow to their full length.
+    return torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)).view(shape.dtype).view(size)
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ Nothing is synced, for there is nothing but the trainer's weights. LoRA adapters
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.errors import PlauditError
+from plaudit.models.memory import total_memory
 from plaudit.rollout.engine import Engine, Request, Sampling
 from plaudit.rollout.native.cache import KVCache
 from plaudit.rollout.native.forward import Forward
@@ -30,7 +30,10 @@ from plaudit.types import Sample
 
 # Prompt tokens read in one pass: enough to keep the device busy, few enough that running sequences do not wait long.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
-CACHE_SHARE = 0.5  # of all memory, at most: of all, not of the free, for batches must not depend on what else runs
+CACHE_SHARE = (
+    0.5  # at most, of what training leaves of all memory: not of what is free, for batches must not depend on what else runs
+)
+TRAINING_BYTES = 16  # per trained weight: fp32 master, gradient and two moments
 ROUND_LENGTH = 64
 
 
@@ -49,14 +52,20 @@ class NativeEngine(Engine):
         cache = KVCache(self.shape, self._rows(sum(r.n for r in requests), length), length)
         scheduler = Scheduler(requests, sampling, rows=cache.rows, prefill_tokens=PREFILL_TOKENS[self.shape.device.type])
         stopping = Stopping(self.tokenizer, self.end_tokens, sampling.stop)
-        self.forward.begin()
-        while scheduler.busy:
-            if prompts := scheduler.next_prompts():
-                scheduler.read.extend(self.forward.read(prompts))
-            yield from self._start(scheduler, cache, stopping)
-            if scheduler.running:
-                _append(scheduler.running, self._decode(scheduler.running, cache, sampling))
-                yield from self._retire(scheduler, cache, stopping)
+        try:
+            while scheduler.busy:
+                if prompts := scheduler.next_prompts():
+                    scheduler.read.extend(self.forward.read(prompts))
+                yield from self._start(scheduler, cache, stopping)
+                if scheduler.running:
+                    _append(scheduler.running, self._decode(scheduler.running, cache, sampling))
+                    yield from self._retire(scheduler, cache, stopping)
+        finally:
+            self.forward.end()
+            if self.shape.device.type == "cuda":
+                # One block of that size, or training's small tensors settle in it and the next call needs another.
+                del cache
+                torch.cuda.empty_cache()
 
     # The phases of one round
 
@@ -139,9 +148,10 @@ class NativeEngine(Engine):
         return -(-longest // ROUND_LENGTH) * ROUND_LENGTH
 
     def _rows(self, samples: int, length: int) -> int:
-        device = self.shape.device
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else psutil.virtual_memory().total
-        return max(1, min(samples, self.max_sequences, int(CACHE_SHARE * memory) // (self.shape.bytes_per_token * length)))
+        """As many as were asked for, if their cache fits into its share of what training's own tensors leave."""
+        taken = sum(p.numel() * (p.element_size() + (TRAINING_BYTES if p.requires_grad else 0)) for p in self.model.parameters())
+        room = max(0.0, CACHE_SHARE * (total_memory(self.shape.device) - taken))
+        return max(1, min(samples, self.max_sequences, int(room) // (self.shape.bytes_per_token * length)))
 
 
 def _append(sequences: list[Running], drawn: Drawn) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.data.pack import pack
+from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.rollout.engine import Request
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep
@@ -26,8 +27,8 @@ class Forward:
         self._packed: PackedLinears | None = None
         self._steps = 0
 
-    def begin(self) -> None:
-        """A new call of the engine: since the last one the weights may have changed."""
+    def end(self) -> None:
+        """Of a call of the engine: before the next one the weights may change."""
         self._packed, self._steps = None, 0
 
     @torch.inference_mode()
@@ -67,8 +68,12 @@ class Forward:
 
 
 def _cache_shape(model: PreTrainedModel) -> CacheShape:
-    config = model.config
-    heads = config.num_attention_heads
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise RecipeError(
+            f"{model.name_or_path}: the native engine cannot sample {type(model).__name__}: it has no attention heads"
+        )
     return CacheShape(
         layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -46,8 +46,9 @@ def keep_likely(logits_BV: Tensor, top_k: int | None, top_p: float, min_p: float
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -math.inf)
     if top_p < 1.0:
         ordered_BV = logits_BV.sort(descending=True).values
-        probs_BV = ordered_BV.softmax(-1)
-        needed_BV = probs_BV.cumsum(-1) - probs_BV < top_p  # the one that crosses top_p is still needed
+        # In whole numbers of 2^-40: sums of floats along a row are in no fixed order on a GPU, where torch then refuses them.
+        mass_BV = (ordered_BV.softmax(-1).double() * 2**40).long()
+        needed_BV = mass_BV.cumsum(-1) - mass_BV < int(top_p * 2**40)  # the one that crosses top_p is still needed
         needed_BV[:, 0] = True
         last_B1 = ordered_BV.gather(1, needed_BV.sum(-1, keepdim=True) - 1)
         logits_BV = logits_BV.masked_fill(logits_BV < last_B1, -math.inf)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from plaudit.errors import PlauditError
 from plaudit.rollout.native.scheduler import Running
 
 
@@ -11,7 +12,11 @@ class Stopping:
     """End tokens, stop strings and limits for one call of the engine."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: frozenset[int], stop: tuple[str, ...]):
-        self.tokenizer, self.end_tokens, self.stop = tokenizer, end_tokens, stop
+        special = {token: id for id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)}
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens | {special[s] for s in stop if s in special}
+        self.stop = stop = tuple(s for s in stop if s not in special)  # the rest is looked for in text, which has no special tokens
+        for s, token in ((s, token) for s in stop for token in special if token in s):
+            raise PlauditError(f"stop: {s!r} contains the special token {token}; use that token alone, or text without it")
         # A stop string can only end in the newest token, and reaches no further back than a token per byte of it. (Some more,
         # because a tokenizer may trim the first token it decodes, and tokens may be empty.)
         self._reach = max((len(s.encode()) for s in stop), default=0) + 8

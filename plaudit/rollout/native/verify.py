@@ -29,6 +29,7 @@ def verify_decode(forward: Forward) -> None:
         for position in range(READ, READ + WRITTEN):
             at = torch.tensor([position], device=device)
             stepwise.append(forward.next_logits(cache, torch.tensor([tokens[position]], device=device), at, position + 1)[0])
+        forward.end()
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"{model.name_or_path}: the native engine cannot sample {name}: {reason}") from None

@@ -1,0 +1,18 @@
+"""Every setting a recipe may have, with what it means: one class per section, one recipe class per stage.
+
+`plaudit config R.yaml --explain` prints these descriptions; `plaudit.config` reads the files. Nothing here imports torch:
+a wrong recipe is told in well under a second.
+"""
+
+from plaudit.recipe.rl import Algorithm, RewardSettings, RLData, RLOptim, RLRecipe, RLTrain, Rollout, Validation
+from plaudit.recipe.section import Section
+from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
+from plaudit.recipe.shared import Lora, Model, Optim, Run
+
+__all__ = [
+    "STAGES", "Algorithm", "Lora", "Model", "Optim", "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardSettings",
+    "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain", "Section", "Validation",
+]  # fmt: skip
+
+Recipe = SFTRecipe | RLRecipe
+STAGES: dict[str, type[SFTRecipe] | type[RLRecipe]] = {"sft": SFTRecipe, "rl": RLRecipe}

@@ -1,0 +1,235 @@
+"""Reinforcement learning: its sections and its recipe. What a kind of reward adds stands in `plaudit/rewards/`."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from plaudit import plugins
+from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Fraction, Section, any_number, names_a_file
+from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
+
+
+class RLData(Section):
+    train: Files
+    """Files (.parquet, .jsonl, .json) of prompts: `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`."""
+    val: FilesOrNone = ()
+    """The same, for validation."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, rendered with the chat template."""
+    too_long: Literal["filter", "error", "cut_left"] = "filter"
+    """What happens to longer ones: left out and counted, an error, or cut on the left."""
+
+    _some_files = field_validator("train")(names_a_file)
+
+
+class Rollout(Section):
+    n: PositiveInt = 8
+    """Samples per prompt: the group."""
+    max_new_tokens: PositiveInt = 1024
+    """Longest response; what is longer is cut there and counted as truncated."""
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by it. Training's log-probs are of the divided logits too."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the likeliest tokens that together have this probability."""
+    top_k: PositiveInt | None = None
+    """Sample from so many likeliest tokens."""
+    min_p: BelowOne = 0.0
+    """Sample from tokens at least this many times as likely as the likeliest."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
+    """Strings that end a response, besides the end token. They stay in it."""
+    max_sequences: PositiveInt = 256
+    """Sequences sampled side by side: memory against speed. Fewer, if their keys and values would take half the memory."""
+
+    @field_validator("stop")
+    @classmethod
+    def _ends_something(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("an empty string would end every response at once")
+        return stop
+
+
+class Validation(Section):
+    n: PositiveInt = 1
+    """Samples per validation prompt."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response; default: the rollout's."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """As the rollout's."""
+    top_k: PositiveInt | None = None
+    """As the rollout's."""
+    min_p: BelowOne = 0.0
+    """As the rollout's."""
+    max_prompts: PositiveInt | None = None
+    """Validate on the first so many prompts only."""
+
+
+class RewardSettings(Section):
+    """What every reward has. Its kind adds its own settings (`plaudit/rewards/`)."""
+
+    kind: str
+    """Which reward: the name of its file in plaudit/rewards."""
+    name: str | None = None
+    """What it is called in metrics and samples; default: its kind."""
+    weight: float = 1.0
+    """Its share in the sum. 0: measured, not trained on."""
+    malformed: float | None = None
+    """Value of an answer that cannot be read (the policy's fault); default: what the kind gives itself."""
+    on_failure: Literal["drop", "stop"] | float = "drop"
+    """When the reward itself fails (never the policy's fault): drop the sample from training, stop the run, or give this value."""
+    max_failure_rate: Fraction = 0.1
+    """The run stops, with the cause, when a larger share of a step's samples fails."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+    @property
+    def files(self) -> list[Path]:
+        """What else its scores depend on: a run belongs to their content."""
+        return []
+
+
+def _of_its_kind(given: Any) -> Any:
+    """An entry of `rewards:` as the class its kind names."""
+    if not isinstance(given, dict):
+        return given
+    known, kind = plugins.kinds("rewards"), given.get("kind")
+    if kind not in known:
+        # pydantic's own words for this, so that a mistake in a list of sections is told like any other.
+        tags = ", ".join(f"'{name}'" for name in known)
+        if kind is None:
+            raise PydanticCustomError("union_tag_not_found", "no kind", {"discriminator": "'kind'"})
+        raise PydanticCustomError(
+            "union_tag_invalid", "unknown kind", {"discriminator": "'kind'", "tag": str(kind), "expected_tags": tags}
+        )
+    return plugins.kind("rewards", kind).model_validate(given)
+
+
+def _both(clip: Any) -> Any:
+    return (clip, clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else clip
+
+
+class Algorithm(Section):
+    kind: Literal["grpo"] = "grpo"
+    """How rewards become advantages. grpo: a sample against the mean of its group."""
+    divide_by_std: bool = True
+    """Divide them by the group's standard deviation (Dr.GRPO: false)."""
+    loss: Literal["clipped"] = "clipped"
+    """clipped: PPO's ratio, clipped."""
+    clip: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both)] = (0.2, 0.2)
+    """How far the ratio may fall below and rise above 1 before it stops counting: two numbers, or one for both."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
+    """Bound of the ratio where the advantage is negative; null for none."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"  # fmt: skip
+    """How token losses become one: over all tokens of an update, or first within each response. norm: by max_new_tokens."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the distance to the reference model (the model training starts from) in the loss; 0 loads no reference."""
+    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Its estimate from one token: log-ratio, its absolute value, half its square, or the low-variance one."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
+    """What the ratio is taken against: the trainer's log-probs as the step began, or those the sampler had."""
+
+
+class RLTrain(Section):
+    prompts_per_step: PositiveInt = 64
+    """Prompts sampled per step."""
+    prompts_per_update: PositiveInt | None = None
+    """Prompts per optimiser update; default: all of the step's, one update."""
+    epochs_per_step: PositiveInt = 1
+    """Passes over the step's samples."""
+    shuffle: bool = True
+    """Each pass takes the prompts in another order."""
+    tokens_per_micro_batch: PositiveInt = 16384
+    """Tokens per forward pass. Changes memory and speed, never the gradient. A longer sequence goes alone."""
+    max_skipped_steps: NonNegativeInt = 10
+    """Updates with a non-finite loss or gradient are skipped; more of them than this stop the run."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs_per_step * math.ceil(self.prompts_per_step / (self.prompts_per_update or self.prompts_per_step))
+
+    @model_validator(mode="after")
+    def _updates_fit_into_steps(self) -> "RLTrain":
+        if self.prompts_per_update is not None and self.prompts_per_update > self.prompts_per_step:
+            raise ValueError(f"prompts_per_update is {self.prompts_per_update}, more than prompts_per_step {self.prompts_per_step}")
+        return self
+
+
+class RLOptim(Optim):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after the warm-up. wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
+
+
+class RLRecipe(Section):
+    """Reinforcement learning against rewards."""
+
+    stage: Literal["rl"] = "rl"
+    """Which verb this recipe is for."""
+    seed: NonNegativeInt = 0
+    """Of the order of prompts, sampling, dropout and new weights."""
+    model: Model
+    """What is trained."""
+    data: RLData
+    """What it is asked."""
+    rollout: Rollout = Rollout()
+    """How it is sampled."""
+    validation: Validation = Validation()
+    """How it is sampled when it is validated."""
+    rewards: tuple[Annotated[SerializeAsAny[RewardSettings], BeforeValidator(_of_its_kind)], ...]
+    """What it is paid for: a list, each with a kind."""
+    algorithm: Algorithm = Algorithm()
+    """How rewards become a loss."""
+    train: RLTrain = RLTrain()
+    """How much at a time."""
+    optim: RLOptim = RLOptim()
+    """How it moves."""
+    run: Run
+    """Where the run lives and how long it goes."""
+
+    @field_validator("rewards")
+    @classmethod
+    def _names_of_their_own(cls, rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
+        if not rewards:
+            raise ValueError("has no reward, so there is nothing to learn from")
+        labels = [reward.label for reward in rewards]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two of them are called {twice}; give each a name of its own")
+        if not any(reward.weight for reward in rewards):
+            raise ValueError("all of them have weight 0, so there is nothing to learn from")
+        return rewards
+
+    @model_validator(mode="after")
+    def _groups_to_compare(self) -> "RLRecipe":
+        if self.rollout.n < 2:
+            raise ValueError("rollout.n is 1, but grpo compares the samples of a group with each other: take 2 or more")
+        return self
+
+    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers",
+    )  # fmt: skip
+    RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
+        *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",
+        "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
+    )  # fmt: skip
