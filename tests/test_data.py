@@ -646,3 +646,16 @@ def test_micro_batches_hold_every_token_once(lengths, budget):
 def test_a_first_token_cannot_be_learnt():
     with pytest.raises(AssertionError):
         pack([Example(np.arange(3), np.ones(3, dtype=bool))])
+
+
+def test_prompts_that_nobody_means(tmp_path):
+    def read(prompt):
+        return [p.messages for p in read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt}])))]
+
+    assert read("hi") == [[USER]]
+    assert read(json.dumps([USER])) == [[USER]], "messages that went through a CSV file"
+    assert read("[1, 2] is a list") == [[{"role": "user", "content": "[1, 2] is a list"}]]
+    with pytest.raises(DataError, match=r"row 0: a message should have `role` and `content`, not role, text"):
+        read([{"role": "user", "text": "hi"}])
+    with pytest.raises(DataError, match=r"row 0: its prompt ends with an assistant's message"):
+        read([USER, ASSISTANT])

@@ -544,7 +544,7 @@ def test_a_failure_counts_as_the_value_that_is_stated_for_it(tmp_path, recipe, h
 def test_on_failure_stop_names_reward_and_cause(tmp_path, recipe, hostile):
     told = (
         r"^step 1: reward 'style' failed on at least \d of \d+ samples \(\d exception: ValueError: no digits, at hostile\.py:8\); "
-        r"on_failure is stop\. Mend it, then go on with the same command\.$"
+        r"on_failure is stop\. Mend it, then go on with the same command\. What it failed on: .*run/failures/step_1\.jsonl$"
     )
     with pytest.raises(TrainingStopped, match=told):
         train_rl(recipe(reward=hostile("raises", on_failure="stop", name="style")))
@@ -557,6 +557,10 @@ def test_too_many_failures_stop_the_run_with_their_number(tmp_path, recipe, host
     assert " of 12 samples (" in str(stopped.value)
     assert "max_failure_rate is 0.01. Mend it, then go on with the same command." in str(stopped.value)
     assert not (tmp_path / "run/model").exists()
+    [kept, *_] = map(json.loads, (tmp_path / "run/failures/step_1.jsonl").read_text().splitlines())
+    assert (kept["reward"], kept["cause"]) == ("function", "exception")
+    assert "no digits" in kept["message"]
+    assert kept.keys() == {"prompt_id", "prompt", "response", "reward", "cause", "message"}
 
 
 def test_a_run_that_a_reward_stopped_goes_on_once_that_works(tmp_path, recipe, monkeypatch):
@@ -1146,7 +1150,7 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, ti
         "train: 12 prompts rendered: ",
         "at most 2 steps of 3 prompts × 4 samples, 1 updates each",
         "the longest prompt and max_new_tokens are ",
-        "function: starts; weight 1, on failure drop",
+        "for the ground truth, 0 for an empty answer; weight 1, on failure drop",
     ):
         assert f" {line}" in out
     assert out.endswith("<|im_start|>assistant\n\n")
@@ -1221,7 +1225,7 @@ def test_samples_of_all_steps_are_one_table_without_secrets(tmp_path, recipe, pr
     failed = [row for row in table if row["failure"]]
     assert len(failed) == 4
     assert all("[secret]" in row["failure/function"] and "hf_" not in str(row) for row in failed)
-    assert {row["reward_model"]["ground_truth"] for row in table} == {str(Decimal(i) / 4) for i in range(12)} - {""}
+    assert {row["reward_model"]["ground_truth"] for row in table} == {f"{i / 4:.2f}" for i in range(12)}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         "prompt": [{"role": message["role"], "content": _text(message["content"])} for message in prompt.messages],
         "response": sample.text,
         "reward": score.value,
-        "reward_model": {"ground_truth": truth if isinstance(truth, str | None) else _json(truth)},
+        "reward_model": {"ground_truth": None if truth is None else _json(truth) if isinstance(truth, dict | list) else str(truth)},
         "status": sample.status,
         "tokens": len(sample),
         "mean_logprob": float(sample.untempered_logprobs.mean()),

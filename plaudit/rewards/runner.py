@@ -169,7 +169,8 @@ class _Step:
         for cause, count in Counter(failure.cause for failure in failures).most_common():
             [(message, _)] = Counter(failure.message for failure in failures if failure.cause == cause).most_common(1)
             causes.append(f"{count} {cause}: {' '.join(message.split())[:300]}")
-        return f"reward '{reward.label}' failed on at least {len(failures)} of {self.samples} samples ({', '.join(causes)})"
+        samples = self._expected or self.samples
+        return f"reward '{reward.label}' failed on at least {len(failures)} of {samples} samples ({', '.join(causes)})"
 
 
 _GO_ON = "Mend it, then go on with the same command."
