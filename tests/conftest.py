@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 # Before torch starts: one thread each, since tests run side by side and threads that wait for a core burn it.
@@ -172,3 +173,21 @@ def stop_before(monkeypatch, step: int) -> None:
         return update(self, *arguments)
 
     monkeypatch.setattr(Trainer, "update", update_or_stop)
+
+
+@pytest.fixture
+def plaudit(monkeypatch, capsys):
+    """The command in this process: exit code, stdout, stderr."""
+    from plaudit.cli import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["plaudit", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return (code, *capsys.readouterr())
+
+    return run

@@ -26,7 +26,6 @@ from engine_contract import attention
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from plaudit.cli import main
 from plaudit.data.pack import micro_batches
 from plaudit.data.rows import read_rows
 from plaudit.data.templates import load_tokenizer
@@ -1094,23 +1093,6 @@ def test_samples_tell_what_was_asked_written_and_paid(tmp_path, recipe, reward_f
 
 
 # The command ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plaudit(monkeypatch, capsys):
-    """The command in this process: exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["plaudit", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return (code, *capsys.readouterr())
-
-    return run
 
 
 def test_the_command_says_where_everything_is(tmp_path, recipe, plaudit):

@@ -23,7 +23,6 @@ from conftest import Stopped, arithmetic_rows, sft_recipe, stop_before, train_sf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plaudit.cli import main
 from plaudit.config import flatten, load
 from plaudit.errors import DataError, Interrupted, RunError
 from plaudit.loops import sft
@@ -70,23 +69,6 @@ def recipe(tmp_path, tiny_model, rows_file):
         return write_recipe(tmp_path / f"{name}.yaml", sft_recipe(tiny_model, rows, tmp_path / name, **sections))
 
     return write
-
-
-@pytest.fixture
-def plaudit(monkeypatch, capsys):
-    """The command in this process: exit code and what it said on stderr."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["plaudit", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, capsys.readouterr().err
-
-    return run
 
 
 # After a run ---------------------------------------------------------------------------------------------------------
@@ -274,7 +256,7 @@ def copy_of_finished(tmp_path, finished) -> tuple[Path, list[str]]:
 def test_a_folder_of_another_recipe_is_refused_and_left_as_it_is(copy_of_finished, plaudit):
     run, command = copy_of_finished
     before = content(run)
-    code, said = plaudit("sft", *command, "optim.lr=0.05", "optim.max_grad_norm=null", "model.lora.rank=4", "run.epochs=2")
+    code, _, said = plaudit("sft", *command, "optim.lr=0.05", "optim.max_grad_norm=null", "model.lora.rank=4", "run.epochs=2")
     assert code == 2
     assert said.splitlines() == [
         f"{run} belongs to a run of another recipe:",
@@ -295,7 +277,7 @@ def test_settings_that_cannot_change_the_weights_may_change(copy_of_finished, pl
     run, command = copy_of_finished
     before = content(run)
     may_change = ["run.save_every=3", "run.keep_last=1", "run.project=other", "run.trackers=[tensorboard]"]
-    code, said = plaudit("sft", *command, *may_change)
+    code, _, said = plaudit("sft", *command, *may_change)
     assert code == 0
     assert f"going on from {run / 'checkpoints/step_000008'}" in said
     after = content(run)
@@ -334,7 +316,7 @@ def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path, recipe, plaud
     """The row that stopped it is mended, so the data has changed; there is nothing to lose yet."""
     rows = write_jsonl(tmp_path / "rows.jsonl", [*arithmetic_rows(20), {"messages": []}])
     file = recipe(rows=rows, run={"max_steps": 2})
-    code, said = plaudit("sft", file)
+    code, _, said = plaudit("sft", file)
     assert code == 2
     assert "row 20" in said
     assert (tmp_path / "run/run.json").exists()
@@ -349,7 +331,7 @@ def test_a_second_process_on_the_same_folder_is_refused(copy_of_finished, plaudi
     before = content(run)
     with (run / ".lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        code, said = plaudit("sft", *command)
+        code, _, said = plaudit("sft", *command)
     assert code == 2
     assert said == f"{run}: another process is training in this folder; wait for it, or choose another run.dir\n"
     assert content(run) == before
@@ -362,7 +344,7 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path, recipe, plaudit, nam
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     before = content(tmp_path / "run")
-    code, said = plaudit("sft", recipe())
+    code, _, said = plaudit("sft", recipe())
     top = name.partition("/")[0]
     assert code == 2
     assert said == f"{tmp_path / 'run'}: holds {top} but no run.json, so no run wrote them; choose another run.dir\n"
@@ -373,7 +355,7 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path, recipe, plaudit, nam
 def test_a_run_json_that_is_not_ours_is_not_replaced(tmp_path, recipe, plaudit, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text(text)
-    code, said = plaudit("sft", recipe())
+    code, _, said = plaudit("sft", recipe())
     assert code == 2
     assert said == f"{tmp_path / 'run/run.json'}: cannot be read as the record of a plaudit run; choose another run.dir\n"
     assert (tmp_path / "run/run.json").read_text() == text
@@ -412,7 +394,7 @@ def test_leftovers_of_a_killed_process_go(copy_of_finished):
 
 def test_a_folder_that_cannot_be_made(tmp_path, recipe, plaudit):
     (tmp_path / "file").write_text("")
-    code, said = plaudit("sft", recipe(), f"run.dir={tmp_path / 'file/run'}")
+    code, _, said = plaudit("sft", recipe(), f"run.dir={tmp_path / 'file/run'}")
     assert code == 2
     assert said.startswith(f"run.dir: {tmp_path / 'file/run'} cannot be made or written to: [Errno {errno.ENOTDIR}]")
     assert len(said.splitlines()) == 1
@@ -427,7 +409,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, recipe, plaudit):
             pytest.skip("needs another user than root")
     else:
         folder.chmod(0o555)
-    code, said = plaudit("sft", recipe(), f"run.dir={folder}")
+    code, _, said = plaudit("sft", recipe(), f"run.dir={folder}")
     assert code == 2
     assert said.startswith(f"run.dir: {folder} cannot be made or written to: ")
     assert len(said.splitlines()) == 1
@@ -446,7 +428,7 @@ def test_a_damaged_line_of_metrics_is_located(copy_of_finished, plaudit):
     run, command = copy_of_finished
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([*lines[:3], "\0\0\0", *lines[3:]]) + "\n")
-    code, said = plaudit("sft", *command)
+    code, _, said = plaudit("sft", *command)
     assert code == 2
     assert f"{run / 'metrics.jsonl'}:4: not JSON" in said
     assert "Traceback" not in said
@@ -586,7 +568,7 @@ def test_whatever_does_not_fit_the_run_goes_on_later(tmp_path, recipe, plaudit, 
     if what == "metrics.jsonl":
         monkeypatch.setattr("plaudit.run.write_atomic", lambda *_: None)  # which come first
     with files_no_longer_than(size):
-        code, said = plaudit("sft", file)
+        code, _, said = plaudit("sft", file)
     assert code == 2, said
     assert f"\n{run / what}: could not be written (" in said
     assert "File too large" in said
@@ -603,7 +585,7 @@ def test_whatever_does_not_fit_the_run_goes_on_later(tmp_path, recipe, plaudit, 
 def test_a_disk_that_fills_up_before_the_run_begins(tmp_path, recipe, plaudit):
     file = recipe(run={"max_steps": 1})
     with files_no_longer_than(10):
-        code, said = plaudit("sft", file)
+        code, _, said = plaudit("sft", file)
     assert code == 2
     assert said.startswith(f"{tmp_path / 'run'}: could not be written (")
     assert "no checkpoint exists yet" in said
@@ -619,7 +601,7 @@ def test_a_disk_that_fills_up_under_the_trained_model(tmp_path, recipe, plaudit,
             return finish(self, trainer)
 
     monkeypatch.setattr(Run, "finish", finish_on_a_full_disk)
-    code, said = plaudit("sft", file)
+    code, _, said = plaudit("sft", file)
     assert code == 2
     assert f"\n{run / 'model'}: could not be written (" in said
     assert "step_000002 is intact" in said
@@ -633,7 +615,7 @@ def test_free_space_is_looked_at_first(tmp_path, recipe, plaudit, monkeypatch):
     file, run = recipe(run={"max_steps": 4, "save_every": 2}), tmp_path / "run"
     free = iter([10**12, 10**6])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
-    code, said = plaudit("sft", file)
+    code, _, said = plaudit("sft", file)
     assert code == 2
     assert said.splitlines()[-1] == (
         f"{run / 'checkpoints/step_000004'}: not enough disk space: a checkpoint takes 0.00 GB and 0.00 GB are free; "
@@ -648,7 +630,7 @@ def test_curves_that_cannot_be_drawn_stop_nothing(tmp_path, recipe, plaudit, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("plaudit.run.draw_curves", full)
-    code, said = plaudit("sft", recipe(run={"max_steps": 2}))
+    code, _, said = plaudit("sft", recipe(run={"max_steps": 2}))
     assert code == 0
     assert f"{tmp_path / 'run/curves.png'} could not be drawn: [Errno {errno.ENOSPC}] No space left" in said
     assert (tmp_path / "run/model/model.safetensors").exists()
@@ -665,7 +647,7 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
         run={"save_every": 1, "validate_every": 1, "keep_last": 9},
     )
     for again in range(2):
-        code, said = plaudit("sft", file)
+        code, _, said = plaudit("sft", file)
         assert code == 2
         last = said.splitlines()[-1]
         assert last.startswith("update 4: the loss or gradient was not finite (loss nan")

@@ -13,28 +13,10 @@ import torch
 from conftest import prompt_rows, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plaudit.cli import main
 from plaudit.data.conversations import Source, read_prompts
 from plaudit.loops import sample as loop
 
 COLUMNS = ["id", "data_source", "prompt", "reward_model", "extra_info", "responses", "status", "tokens", "logprob"]
-
-
-@pytest.fixture
-def plaudit(monkeypatch, capsys):
-    """The command in this process: exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["plaudit", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return (code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
