@@ -85,6 +85,7 @@ class Run:
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
         self._handlers: dict[signal.Signals, Any] = {}
         self._trackers: Trackers | None = None
+        self._warned = False
         self._saved_step: int | None = None
         self._step_began = self._drawn_at = self._saved_at = time.monotonic()
 
@@ -252,6 +253,12 @@ class Run:
             ours = re.fullmatch(r"(?:train|val)_(\d{6,})", file.stem)
             if ours and int(ours[1]) > step:
                 file.unlink()
+
+    def say_once(self, text: str) -> None:
+        """A warning that would come with every step: the first is enough."""
+        if not self._warned:
+            self._warned = True
+            say(text, "yellow")
 
     def due(self, every: int | None, step: int, total: int) -> bool:
         return step == total or (every is not None and step % every == 0)

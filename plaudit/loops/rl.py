@@ -11,7 +11,8 @@ in the order of prompts, never of arrival, so that a run can be repeated to the 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,6 +41,9 @@ from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
 from plaudit.types import Batch, ScoredGroup
+
+Check = Callable[..., tuple[list[ScoredGroup], dict[str, float]]]
+"""A validation: of a step, its groups and what they come to."""
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
@@ -73,39 +77,43 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         if done == total_steps:
             say(f"this run is finished: all {total_steps} steps are done")
 
-        def conclude(step: int, metrics: dict[str, float]) -> None:
-            """Validate if it is time, record the step, save if it is time."""
-            improved = False
-            if validation and (step == 0 or run.due(recipe.run.validate_every, step, total_steps)):
-                with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
-                    groups, validated = validate(engine, rewards, validation, recipe, step)
-                run.write_samples("val", step, groups)
-                metrics = metrics | validated
-                improved = step > 0 and run.note_validation(step, metrics)
-            if metrics:
-                progress.update(step, run.log(step, metrics))
-            if step > 0 and (run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best)):
-                run.save(step, trainer)
-
+        check = partial(validate, engine, rewards, validation, recipe) if validation else None
         with StepProgress("rl", total_steps, done) as progress:
-            if done == 0 or run.unvalidated is not None:
-                conclude(done, run.unvalidated or {})  # validation before training, or the one that the last start could not make
-            warned = False
+            if check is not None and (done == 0 or run.unvalidated is not None):
+                # Validation before training, or the one that the last start could not make.
+                progress.update(done, conclude(run, trainer, check, done, total_steps, run.unvalidated or {}))
             for step in range(done + 1, total_steps + 1):
                 asked = distinct(prompts[row] for row in order.rows(step - 1))
                 with run.nothing_lost(f"step {step}", step - 1, trainer):
                     groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
                 run.write_samples("train", step, groups)
-                if metrics["groups_without_signal"] == 1.0 and not warned:
-                    warned = True
-                    say(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from", "yellow")
 
                 metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim))
                 engine.sync(step)
-                conclude(step, metrics | {"epoch": min(step * order.per_step, order.total_rows) / order.num_rows})
+                metrics["epoch"] = min(step * order.per_step, order.total_rows) / order.num_rows
+                progress.update(step, conclude(run, trainer, check, step, total_steps, metrics))
                 run.stop_if_interrupted(step, total_steps, trainer)
 
         return run.finish(trainer)
+
+
+def conclude(
+    run: Run, trainer: Trainer, check: Check | None, step: int, total_steps: int, metrics: dict[str, float]
+) -> dict[str, float]:  # fmt: skip
+    """Validate if it is time, record the step, save if it is time; returns what was recorded."""
+    settings, improved = run.recipe.run, False
+    if metrics.get("groups_without_signal") == 1.0:
+        run.say_once(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from")
+    if check is not None and (step == 0 or run.due(settings.validate_every, step, total_steps)):
+        with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
+            groups, validated = check(step=step)
+        run.write_samples("val", step, groups)
+        metrics = metrics | validated
+        improved = step > 0 and run.note_validation(step, metrics)
+    row = run.log(step, metrics)
+    if step > 0 and (run.due_to_save(step, total_steps) or (improved and settings.keep_best)):
+        run.save(step, trainer)
+    return row
 
 
 def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str, float]:
