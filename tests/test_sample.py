@@ -1,5 +1,6 @@
 """`plaudit sample`: a line per prompt, once; started again it goes on, and never mixes what was sampled differently."""
 
+import fcntl
 import json
 import os
 import signal
@@ -338,3 +339,18 @@ def test_ctrl_c_keeps_what_is_written(tmp_path, sample, whole, monkeypatch):
     assert len(by_id(tmp_path / "out.jsonl")) >= 3
     assert sample("-n", 2)[0] == 0
     assert_same_rows(tmp_path / "out.jsonl", whole)
+
+
+def test_an_output_that_another_process_writes_is_left_alone(tmp_path, sample):
+    """Also the line that it is in the middle of, which looks like one that was cut short."""
+    assert sample("--max-prompts", 2)[0] == 0
+    out = tmp_path / "out.jsonl"
+    with out.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write('{"id": "half')
+        other.flush()
+        before = out.read_bytes()
+        code, _, err = sample()
+        assert code == 2
+        assert err.splitlines()[-1] == f"--out: another process is writing to {out}; wait for it, or choose another file"
+        assert out.read_bytes() == before

@@ -8,14 +8,15 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from plaudit.data.conversations import Source
 from plaudit.data.prompts import EncodedPrompt, load_prompts
-from plaudit.data.templates import template_of
+from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.errors import RunError
 from plaudit.files import digest_of, fingerprint, sketch, write_atomic
 from plaudit.models.policy import load_policy, resolve_device
@@ -54,26 +55,24 @@ def sample(job: SampleJob) -> int:
     )
     prompts = found.prompts[: job.max_prompts]
     say(found.summary(job.too_long, job.max_prompt_tokens))
-    done = _continue(job, digest_of(template.text))
-    left = [encoded for encoded in prompts if encoded.prompt.id not in done]
-    if done:
-        say(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{'; going on with the rest' if left else ''}")
-    if left:
-        _sample(job, left, template, len(prompts))
+    with _held(job.out) as file:  # before it is looked at: a line that another process is writing must not be taken for a cut one
+        done = _continue(job, digest_of(template.text))
+        left = [encoded for encoded in prompts if encoded.prompt.id not in done]
+        if done:
+            rest = "; going on with the rest" if left else ""
+            say(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{rest}")
+        if left:
+            _sample(job, left, template, len(prompts), file)
     return len(prompts)
 
 
-def _sample(job: SampleJob, left: list[EncodedPrompt], template: Any, total: int) -> None:
+def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, total: int, file: TextIO) -> None:
     device = resolve_device(job.device)
     compute_repeatably(device)
     policy = load_policy(job.model, template, device)
     engine = NativeEngine(policy.model, template.tokenizer, max_sequences=job.max_sequences)
     began, tokens, done = time.perf_counter(), 0, total - len(left)
-    with job.out.open("a", encoding="utf-8") as file, StepProgress("sample", total, done) as progress:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"--out: another process is writing to {job.out}; wait for it, or choose another file") from None
+    with StepProgress("sample", total, done) as progress:
         for group in sample_groups(engine, left, job.n, job.sampling):
             file.write(json.dumps(_row(group), ensure_ascii=False, default=str) + "\n")
             file.flush()
@@ -102,6 +101,22 @@ def _row(group: Group) -> dict[str, Any]:
 # Going on ------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _held(out: Path) -> Iterator[TextIO]:
+    """The output, open to be added to, for this process alone."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.open("a", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"--out: {out} cannot be written: {error}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file") from None
+        yield file
+
+
 def _continue(job: SampleJob, template: str) -> set[str]:
     """Ids that the output has already; a last line that was cut short is taken off it."""
     about_file = job.out.with_name(f"{job.out.name}.about.json")
@@ -116,8 +131,7 @@ def _continue(job: SampleJob, template: str) -> set[str]:
         "too_long": job.too_long,
     }))  # fmt: skip
     try:
-        job.out.parent.mkdir(parents=True, exist_ok=True)
-        if not job.out.exists() or not job.out.stat().st_size:
+        if not job.out.stat().st_size:
             write_atomic(about_file, json.dumps(about, indent=1))
             return set()
         _same_or_refuse(job.out, about_file, about)
