@@ -81,7 +81,9 @@ def sample(
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 4096,
     too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What happens to longer ones.")] = "filter",
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences sampled side by side.")] = 256,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Sequences sampled side by side. Default: 256 on a CPU, 1024 on a GPU.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",

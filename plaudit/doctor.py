@@ -28,6 +28,7 @@ from plaudit.models.memory import plan_memory, total_memory
 from plaudit.models.policy import resolve_device, resolve_dtype
 from plaudit.recipe import Recipe, RewardSettings, RLRecipe, SFTRecipe
 from plaudit.rewards.runner import RewardRunner
+from plaudit.rollout.engine import MAX_SEQUENCES
 from plaudit.types import Conversation, Example, Group, Prompt, Sample
 
 TRIED = 3  # prompts that every reward is tried on
@@ -289,12 +290,13 @@ def _while_sampling(recipe: RLRecipe, device: torch.device) -> str:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * kv_heads * head_size * resolve_dtype(recipe.model.dtype, device).itemsize
-    rows = min(recipe.rollout.max_sequences, recipe.train.prompts_per_step * recipe.rollout.n)
+    most = recipe.rollout.max_sequences or MAX_SEQUENCES[device.type]
+    rows = min(most, recipe.train.prompts_per_step * recipe.rollout.n)
     length = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
     reference = " and a copy of the weights as reference" if recipe.algorithm.kl_coefficient and recipe.model.lora is None else ""
     return (
         f"while sampling, keys and values of {rows:,} sequences of {length:,} tokens: up to {rows * length * per_token / 1e9:.1f} "
-        f"GB (fewer sequences run side by side if that is more than half of what training leaves){reference}"
+        f"GB (where there is less memory, some sequences wait for others){reference}"
     )
 
 

@@ -15,22 +15,26 @@ pytest.register_assert_rewrite("engine_contract")
 from engine_contract import EngineContract, Subject, sharpen  # noqa: E402
 
 
-def native(max_sequences: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
+def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
     def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
-        engine, passes = NativeEngine(model, tokenizer, max_sequences=max_sequences), []
-        hidden = engine.forward._hidden
+        engine, passes = NativeEngine(model, tokenizer, **settings), []
+        hidden = engine.forward.decoder.hidden
 
-        def counted(**arguments):
+        def counted(step):
             passes.append(1)
-            return hidden(**arguments)
+            return hidden(step)
 
-        engine.forward._hidden = counted
+        engine.forward.decoder.hidden = counted
         return Subject(engine, model, tokenizer, lambda: len(passes))
 
     return make
 
 
-ENGINES = {"native": native(max_sequences=256), "native in three rows": native(max_sequences=3)}
+ENGINES = {
+    "native": native(),
+    "native in three rows": native(max_sequences=3),
+    "native in blocks of 8": native(block_tokens=8),
+}
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -1235,9 +1235,7 @@ def test_a_reward_that_is_only_measured_stops_nothing(tmp_path, recipe, reward_f
 def test_a_special_token_as_stop_string_stops(tiny_model):
     tokenizer = load_tokenizer(str(tiny_model))
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    stopping = Stopping(tokenizer, frozenset(), ("<|endoftext|>", "so"))
-    sequence = SimpleNamespace(tokens=[40, end], limit=10)
-    assert stopping.status(sequence) == "finished"
-    assert Stopping(tokenizer, frozenset(), ("so",)).status(sequence) is None
+    assert Stopping(tokenizer, frozenset(), ("<|endoftext|>", "so")).end_tokens == {end}
+    assert Stopping(tokenizer, frozenset({5}), ("so",)).end_tokens == {5}
     with pytest.raises(PlauditError, match=r"contains the special token <\|endoftext\|>"):
         Stopping(tokenizer, frozenset(), ("x<|endoftext|>",))

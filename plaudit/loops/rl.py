@@ -37,6 +37,7 @@ from plaudit.rollout.groups import sample_groups
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.run import Run
 from plaudit.train.experience import experiences, updates, with_logprobs
+from plaudit.train.optimiser import resident_bytes
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
@@ -70,7 +71,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         require_room(policy, prompts, recipe.rollout.max_new_tokens)
         require_room(policy, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
         reference = Reference(recipe.model, policy) if recipe.algorithm.kl_coefficient else None
-        engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences)
+        others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
+        engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         done = run.resume(trainer)
         engine.sync(done)

@@ -39,7 +39,7 @@ class SampleJob:
     max_prompt_tokens: int
     too_long: Literal["filter", "error", "cut_left"]
     max_prompts: int | None = None
-    max_sequences: int = 256
+    max_sequences: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -33,11 +33,9 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
     }
 
 
-class KeepsKeys(Protocol):
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None: ...
-
-
 class OwnAttention(Protocol):
+    """Takes over from here: the rollout engine, which has more keys than those of the pass."""
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor: ...
@@ -55,41 +53,59 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    kv: "KeepsKeys | OwnAttention | None" = None,
+    kv: OwnAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, d], key and value [1, kv heads, T, d] → [1, T, heads, d].
-
-    While sampling, `kv` keeps the keys and values of a pass over prompts, or (a step of one token each) attends to those it has.
-    """
-    if kv is not None and cu_seq_lens_q is None:
-        return kv.attend(module.layer_idx, query, key, value, scaling, sliding_window), None  # pyright: ignore
-    if kv is not None:
-        kv.keep(module.layer_idx, key, value)  # pyright: ignore
-    if cu_seq_lens_q is None or max_length_q is None:
-        raise NotImplementedError(
-            f"{type(module).__name__} does not hand sequence starts on to its attention, so packed sequences would see each other"
-        )
+    """query [1, heads, T, d], key and value [1, kv heads, T, d] → [1, T, heads, d]."""
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__} uses {name}, which packed attention does not compute")
     assert attention_mask is None
     assert query.shape[0] == 1
+    if kv is not None:
+        return kv.attend(module.layer_idx, query, key, value, scaling, sliding_window), None  # pyright: ignore
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not hand sequence starts on to its attention, so packed sequences would see each other"
+        )
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    starts, longest = cu_seq_lens_q, max_length_q
+    return attend_packed(
+        query_THD, key_TKD, value_TKD, starts, starts, longest, longest, scale=scaling, window=sliding_window, dropout=dropout
+    )[None], None
 
+
+def attend_packed(
+    query_THD: Tensor,
+    key_UKD: Tensor,
+    value_UKD: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention within each of the packed sequences. One with more keys than queries has its queries at the end."""
     # A window only matters to sequences longer than it.
-    window = sliding_window if sliding_window and sliding_window < max_length_q else None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, window), None
-    return _one_by_one(query, key, value, cu_seq_lens_q.tolist(), scaling, dropout, window), None
+    window = window if window and window < longest_k else None
+    if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+        return _flash(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale, window)
+    return _one_by_one(query_THD, key_UKD, value_UKD, starts_q.tolist(), starts_k.tolist(), scale, dropout, window)
 
 
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, starts: list[int], scaling: float | None, dropout: float, window: int | None
-) -> Tensor:
-    lengths = [end - start for start, end in pairwise(starts)]
+    query: Tensor, key: Tensor, value: Tensor, starts_q: list[int], starts_k: list[int],
+    scale: float | None, dropout: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    lengths_q, lengths_k = ([end - start for start, end in pairwise(starts)] for starts in (starts_q, starts_k))
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     outputs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        mask = _window_mask(q.shape[2], window, q.device) if window and q.shape[2] > window else None
+    for q, k, v in zip(query.split(lengths_q, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
+        plain = q.shape[2] == k.shape[2] and not (window and q.shape[2] > window)
+        mask = None if plain else _causal_mask(q.shape[2], k.shape[2], window, q.device)
         outputs.append(
             scaled_dot_product_attention(
                 q,
@@ -98,37 +114,34 @@ def _one_by_one(
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
-                scale=scaling,
+                scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         )
-    return torch.cat(outputs, 2).transpose(1, 2)
+    return torch.cat(outputs, 2)[0].transpose(0, 1)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Token i sees the `window` tokens up to and with itself."""
-    at = torch.arange(length, device=device)
-    behind = at[:, None] - at[None, :]
-    return (behind >= 0) & (behind < window)
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """The last query stands at the last key. Each sees keys up to and with its own, `window` of them if there is one."""
+    behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    return (behind >= 0) & (behind < (window or keys))
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
+    scale: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1 if window else -1, 0)}
-    if q.shape[1] != k.shape[1]:
-        if _takes_gqa():
-            options["enable_gqa"] = True
-        else:  # torch 2.11
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **options)[None]  # pyright: ignore
+    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
+    if query.shape[1] != key.shape[1] and _must_say_gqa():
+        options["enable_gqa"] = True
+    return varlen_attn(query, key, value, starts_q, starts_k, longest_q, longest_k, **options)  # pyright: ignore
 
 
 @cache
-def _takes_gqa() -> bool:
+def _must_say_gqa() -> bool:
+    """torch 2.11 just does it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -18,6 +18,7 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
 from plaudit.models import attention
 from plaudit.models.lora import attach_lora, merged_weights
+from plaudit.models.residual import keep_residual_precise
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import Lora, Model
 
@@ -92,6 +93,7 @@ def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
     """The recipe's model as it is on disk, known to be one that plaudit computes right."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
     model = _load_model(recipe.path, resolve_dtype(recipe.dtype, device), recipe.trust_remote_code).to(device)  # pyright: ignore
+    keep_residual_precise(model)
     verify_packed(model)
     return model
 

@@ -14,6 +14,10 @@ class Reference:
         self.policy = policy
         self.copy = None if policy.peft is not None else load_model(recipe, policy.device).eval().requires_grad_(False)
 
+    @property
+    def bytes(self) -> int:
+        return 0 if self.copy is None else sum(p.numel() * p.element_size() for p in self.copy.parameters())
+
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """Of the tokens that the batch learns."""

@@ -12,6 +12,9 @@ import numpy as np
 
 from plaudit.types import Sample
 
+# Sampled side by side where nobody says how many, by device.
+MAX_SEQUENCES = {"cpu": 256, "cuda": 1024}
+
 
 @dataclass(frozen=True)
 class Request:

@@ -15,6 +15,11 @@ from plaudit.recipe import Optim
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
+def resident_bytes(parameters: Iterable[tuple[str, nn.Parameter]]) -> int:
+    """What an optimiser of these keeps between updates: two moments, and a master where the weight itself is none."""
+    return sum(p.numel() * (8 if p.dtype == torch.float32 else 12) for _, p in parameters)
+
+
 class Optimiser:
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim):
         self.parameters = dict(named_parameters)

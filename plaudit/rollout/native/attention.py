@@ -1,55 +1,124 @@
-"""Attention while sampling: what `models/attention.py` hands over when a model runs for the engine.
+"""Attention while sampling: what a pass over pieces of prompts, or over one token of every sequence, does with queries and keys."""
 
-A prefill computes what training computes, and keeps the keys and values. A decode step has one token per running sequence; each
-looks at its own row of the cache, with the query heads of a key-value head as rows of one small matrix: a key is read once for all.
-"""
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from plaudit.rollout.native.cache import KVCache
+from plaudit.models.attention import attend_packed
+from plaudit.rollout.native.cache import CacheView, Heads, Rotation, to_device
+from plaudit.rollout.native.rows import POSITION, TOKEN, Rows
+from plaudit.rollout.native.scheduler import Piece
 
 
-class PrefillStep:
-    """Keeps the keys and values that a packed forward pass computes."""
+class ReadStep:
+    """Pieces of prompts, packed. Computes what training computes, and keeps the keys and values."""
 
-    def __init__(self) -> None:
-        self._layers: dict[int, Tensor] = {}
+    reads_only = True
 
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key and value [1, kv heads, T, head size]."""
-        self._layers[layer] = torch.cat([key, value])
+    def __init__(self, pieces: Sequence[Piece], cache: CacheView, ops: Any):
+        self.cache, self.ops, device = cache, ops, cache.shape.device
+        lengths, ends = [piece.end - piece.begin for piece in pieces], [piece.end for piece in pieces]
+        self.tokens_T = to_device(np.concatenate([p.job.tokens[p.begin : p.end] for p in pieces]), device)
+        self.positions_T = to_device(np.concatenate([np.arange(p.begin, p.end) for p in pieces]), device)
+        self.rows_T = to_device(np.repeat(np.arange(len(pieces)), lengths), device, torch.int32)
+        self.starts_q = to_device([0, *accumulate(lengths)], device, torch.int32)
+        self.starts_k = to_device([0, *accumulate(ends)], device, torch.int32)
+        self.longest_q, self.longest_k = max(lengths), max(ends)
+        # Those that have been read in part already: where their new keys lie in the pass, and all their keys in the cache.
+        self._past: list[tuple[int, Tensor | None, int]] = []
+        for piece, length in zip(pieces, lengths, strict=True):
+            blocks = to_device(piece.job.blocks, device) if piece.begin else None
+            self._past.append((length, blocks, piece.end))
+        self._continues = any(piece.begin for piece in pieces)
+        self._tables(pieces)
 
-    def stacked(self) -> Tensor:
-        """[layer, 2, kv head, T, head size]"""
-        return torch.stack([self._layers[layer] for layer in sorted(self._layers)])
+    def _tables(self, pieces: Sequence[Piece]) -> None:
+        """Tables of their own: none of these has a row yet."""
+        width = max(len(piece.job.blocks) for piece in pieces)
+        tables = np.zeros((len(pieces), width), dtype=np.int32)
+        for table, piece in zip(tables, pieces, strict=True):
+            table[: len(piece.job.blocks)] = piece.job.blocks
+        self.cache = self.cache.seen_by(to_device(tables, self.cache.shape.device, torch.int32))
+
+    def keep_fused(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
+        self.ops.rotate_and_write(qkv_TE, heads, rotation, self.cache, layer, self.rows_T, self.positions_T)
+
+    def attend_fused(
+        self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
+    ) -> Tensor:
+        self.keep_fused(layer, qkv_TE, heads, rotation)
+        qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
+        query_THD, key_TKD, value_TKD = qkv_THD.split([heads.query, heads.kv, heads.kv], 1)
+        return self._attend(layer, query_THD, key_TKD, value_TKD, scale, window).reshape(len(qkv_TE), -1)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """query [1, heads, T, d], key and value [1, kv heads, T, d] → [1, T, heads, d]."""
+        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.ops.write(key_TKD, value_TKD, self.cache, layer, self.rows_T, self.positions_T)
+        return self._attend(layer, query_THD, key_TKD, value_TKD, scaling, window)[None]
+
+    def _attend(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        if self._continues:
+            key_TKD, value_TKD = self._all_keys(layer, key_TKD, value_TKD)
+        return attend_packed(
+            query_THD, key_TKD, value_TKD, self.starts_q, self.starts_k, self.longest_q, self.longest_k, scale=scale, window=window
+        )
+
+    def _all_keys(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.cache.memory is not None
+        at, keys, values = 0, [], []
+        for length, blocks, end in self._past:
+            if blocks is None:
+                keys.append(key_TKD[at : at + length])
+                values.append(value_TKD[at : at + length])
+            else:
+                key, value = _in_a_row(self.cache.memory[blocks, layer])
+                keys.append(key[:end])
+                values.append(value[:end])
+            at += length
+        return torch.cat(keys), torch.cat(values)
+
+
+def _in_a_row(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[block, 2, kv head, token, size] → keys and values [token, kv head, size]."""
+    both = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return both[0], both[1]
 
 
 class DecodeStep:
-    """One token per row of the cache, at its own position."""
+    """The newest token of each of the first rows."""
 
-    def __init__(self, cache: KVCache, positions_B: Tensor, longest: int):
-        self.cache, self.positions_B, self.longest = cache, positions_B, longest
-        self.rows_B = torch.arange(len(positions_B), device=positions_B.device)
-        self._masks: dict[int | None, Tensor] = {}
+    reads_only = False
+
+    def __init__(self, rows: Rows, count: int, cache: CacheView, longest: int, ops: Any):
+        self.cache, self.longest, self.ops = cache, longest, ops
+        self.tokens_T = rows.state_RC[:count, TOKEN]
+        self.positions_T = rows.state_RC[:count, POSITION]
+        self.rows_T = rows.indices_R[:count]
+
+    def keep_fused(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
+        self.ops.rotate_and_write(qkv_TE, heads, rotation, self.cache, layer, self.rows_T, self.positions_T)
+
+    def attend_fused(
+        self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
+    ) -> Tensor:
+        self.keep_fused(layer, qkv_TE, heads, rotation)
+        query_BHD = qkv_TE.view(len(qkv_TE), -1, heads.size)[:, : heads.query]
+        return self._attend(layer, query_BHD, scale, window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """query [1, heads, B, d], key and value [1, kv heads, B, d] → [1, B, heads, d]."""
-        heads, B = query.shape[1], query.shape[2]
-        self.cache.write(layer, self.rows_B, self.positions_B, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        keys, values = self.cache.read(layer, B, self.longest)
-        kv_heads = keys.shape[1]
-        query = query[0].transpose(0, 1).reshape(B, kv_heads, heads // kv_heads, -1)
-        output = scaled_dot_product_attention(query, keys, values, attn_mask=self._mask(window), scale=scaling)
-        return output.reshape(1, B, heads, -1)
+        query_BHD, key_BKD, value_BKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.ops.write(key_BKD, value_BKD, self.cache, layer, self.rows_T, self.positions_T)
+        return self._attend(layer, query_BHD, scaling, window).view(1, *query_BHD.shape)
 
-    def _mask(self, window: int | None) -> Tensor:
-        """[B, 1, 1, longest]: up to and with the token's own position, and no further back than the window."""
-        if window not in self._masks:
-            at = torch.arange(self.longest, device=self.positions_B.device)[None]
-            seen = at <= self.positions_B[:, None]
-            if window:
-                seen &= at > self.positions_B[:, None] - window
-            self._masks[window] = seen[:, None, None]
-        return self._masks[window]
+    def _attend(self, layer: int, query_BHD: Tensor, scale: float | None, window: int | None) -> Tensor:
+        scale = query_BHD.shape[-1] ** -0.5 if scale is None else scale
+        options = {"scale": scale, "window": window, "longest": self.longest}
+        return self.ops.attend(query_BHD, self.cache, layer, self.positions_T, **options)

@@ -1,63 +1,123 @@
-"""Keys and values of what has been read and written: one contiguous row per running sequence.
+"""Keys and values of what has been read and written, in blocks of some tokens; a sequence's table says which blocks are its own.
 
-Rows 0 … B−1 are in use, always without a gap, so that a decode step reads them as one view. When a sequence leaves, the last row
-moves into its place. A prompt's samples share its prefill: its keys and values are computed once and copied to each of their rows.
+On a GPU blocks are small, so that sequences take what they use and the samples of a prompt share its blocks. On a CPU, whose
+attention wants a sequence in one piece, a block is as long as the longest sequence, and row i lies in block i.
 """
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+GPU_BLOCK_TOKENS = 64
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Heads(NamedTuple):
+    query: int
+    kv: int
+    size: int
+
+
+class Rotation(NamedTuple):
+    """What turns queries and keys by their position: tables [position, head size], and norms before that where a model has them."""
+
+    cos: Tensor
+    sin: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+
 
 @dataclass(frozen=True)
 class CacheShape:
     layers: int
-    kv_heads: int
-    head_size: int
+    heads: Heads
     dtype: torch.dtype
     device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_size * self.dtype.itemsize
+        return 2 * self.layers * self.heads.kv * self.heads.size * self.dtype.itemsize
 
 
-class KVCache:
-    """[layer, key or value, row, kv head, position, head size]"""
+class CacheView:
+    """[block, layer, key or value, kv head, position in block, head size], and the tables of the rows that read it.
 
-    def __init__(self, shape: CacheShape, rows: int, length: int):
-        self.rows = rows
-        size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_size)
-        # Not empty: a mask takes a position's weight to 0, but 0 · NaN is NaN, and memory may hold anything.
-        self.tensor = _zeros(size, shape)
+    Kernels find the memory through `base`, a number on the device (how many elements behind `anchor` it begins): it may lie
+    elsewhere in the next call, and what was captured in a graph still holds.
+    """
 
-    def fill(self, row: int, prefix: Tensor) -> None:
-        """Begin a row with a prompt's keys and values [layer, 2, kv head, position, head size]."""
-        self.tensor[:, :, row, :, : prefix.shape[3]] = prefix
+    def __init__(self, shape: CacheShape, rows: int, blocks_per_row: int, *, block_tokens: int):
+        self.shape, self.block_tokens, self.kv_heads = shape, block_tokens, shape.heads.kv
+        part = shape.heads.kv * block_tokens * shape.heads.size
+        self.strides = (shape.layers * 2 * part, 2 * part, part)
+        self.anchor = torch.empty(256, dtype=shape.dtype, device=shape.device)
+        self.base = torch.zeros(1, dtype=torch.int64, device=shape.device)
+        self.tables = torch.zeros(rows, blocks_per_row, dtype=torch.int32, device=shape.device)
+        self.memory: Tensor | None = None
+        self.in_order = False
+        """Row i lies in block i."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.tensor[:, :, target, :, :length] = self.tensor[:, :, source, :, :length]
+    def serves(self, shape: CacheShape, block_tokens: int, tables: tuple[int, int]) -> bool:
+        rows, blocks_per_row = self.tables.shape
+        return (self.shape, self.block_tokens) == (shape, block_tokens) and rows >= tables[0] and blocks_per_row >= tables[1]
 
-    def write(self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
-        """One new token per row; key and value [row, kv head, head size]."""
-        self.tensor[layer, 0].index_put_((rows[:, None], _heads(key), positions[:, None]), key)
-        self.tensor[layer, 1].index_put_((rows[:, None], _heads(value), positions[:, None]), value)
+    def seen_by(self, tables: Tensor) -> "CacheView":
+        """The same memory through other tables."""
+        view = copy(self)
+        view.tables, view.in_order = tables, False
+        return view
 
-    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first rows up to a position: [row, kv head, position, head size], views."""
-        keys, values = self.tensor[layer, :, :rows, :, :length]
-        return keys, values
+    @property
+    def block_bytes(self) -> int:
+        return self.shape.bytes_per_token * self.block_tokens
+
+    def take_memory(self, blocks: int) -> None:
+        heads = self.shape.heads
+        size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
+        if self.shape.device.type == "cpu":
+            self.memory = _lazily_zero(size, self.shape.dtype)
+        else:
+            if torch.cuda.mem_get_info(self.shape.device)[0] < blocks * self.block_bytes:
+                torch.cuda.empty_cache()  # what training keeps for later
+            self.memory = torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
+        self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
+
+    def return_memory(self) -> None:
+        self.memory = None
+        if self.shape.device.type == "cuda":
+            # To the driver, as one piece: or training's small tensors settle in it and the next call needs another.
+            torch.cuda.empty_cache()
+
+    def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
+        """The first tokens of blocks to others, all at once."""
+        assert self.memory is not None
+        sources, targets = to_device(np.array(moves).T, self.shape.device)
+        self.memory[targets, ..., :tokens, :] = self.memory[sources, ..., :tokens, :]
+
+    def set_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
+        device = self.shape.device
+        self.tables.index_copy_(0, to_device(np.array(rows), device), to_device(tables, device, torch.int32))
 
 
-def _zeros(size: tuple[int, ...], shape: CacheShape) -> Tensor:
-    if shape.device.type != "cpu":
-        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    # numpy asks the system for zero pages, which take no memory before they are written: most rows never grow to their full length.
-    return torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)).view(shape.dtype).view(size)
+def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Without waiting for what the device is doing."""
+    tensor = torch.as_tensor(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _heads(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device)[None]
+def _lazily_zero(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zero pages of the system, which take no memory before they are written: most rows never grow to their full length.
+
+    (And not empty: a mask takes a position's weight to 0, but 0 · NaN is NaN, and memory may hold anything.)
+    """
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)

@@ -1,70 +1,97 @@
-"""The model's passes while sampling: over whole prompts, and over one token of every running sequence."""
+"""The model's passes while sampling: over pieces of prompts, and one token further for every running sequence."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plaudit.data.pack import pack
 from plaudit.errors import RecipeError
-from plaudit.models.attention import packed_arguments
-from plaudit.rollout.engine import Request
-from plaudit.rollout.native.attention import DecodeStep, PrefillStep
-from plaudit.rollout.native.cache import CacheShape, KVCache
-from plaudit.rollout.native.packed import PAYS_AFTER_STEPS, PackedLinears
-from plaudit.rollout.native.scheduler import Read
-from plaudit.types import Example
+from plaudit.models.logprobs import logits_of
+from plaudit.rollout.native.attention import DecodeStep, ReadStep
+from plaudit.rollout.native.cache import CacheShape, CacheView, Heads
+from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
+from plaudit.rollout.native.graphs import Graphs, rounded_length
+from plaudit.rollout.native.packed import PAYS_AFTER_STEPS, packed, packing_pays
+from plaudit.rollout.native.rows import Draw, Rows
+from plaudit.rollout.native.scheduler import Piece
+
+LOGIT_ROWS = 256  # whose logits are held at a time, on a GPU: 150 MB for a vocabulary of 152k
 
 
 class Forward:
     def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.shape = _cache_shape(model)
-        self._packed: PackedLinears | None = None
+        self.model, self.shape = model, _cache_shape(model)
+        self.ops = _operations(self.shape.device)
+        self.graphs = Graphs(self.shape.device)
+        self.decoder = FusedDecoder(model, self.shape.heads) if FusedDecoder.fits(model) else ModuleDecoder(model)
+        self._packed_head: Callable[[Tensor], Tensor] | None = None
         self._steps = 0
 
+    @property
+    def head(self) -> Tensor:
+        return self.model.get_output_embeddings().weight  # pyright: ignore
+
+    def begin(self, longest: int) -> None:
+        """A call of the engine: since the last one the weights may have changed, or lie elsewhere."""
+        if self.model.dtype != self.shape.dtype or self.model.device != self.shape.device:
+            self.shape = _cache_shape(self.model)
+        if self.decoder.refresh(longest):
+            self.graphs.forget()
+
     def end(self) -> None:
-        """Of a call of the engine: before the next one the weights may change."""
-        self._packed, self._steps = None, 0
+        self._packed_head, self._steps = None, 0
+        self.decoder.unpack()
 
     @torch.inference_mode()
-    def read(self, prompts: Sequence[Request]) -> list[Read]:
-        """Keys, values and last logits of the prompts, in one packed pass."""
-        examples = [Example(prompt.tokens, np.zeros(len(prompt.tokens), dtype=bool)) for prompt in prompts]
-        batch, step = pack(examples, self.shape.device), PrefillStep()
-        hidden_TD = self._hidden(**packed_arguments(batch), kv=step)
-        starts = batch.starts_S1.tolist()
-        logits_SV = self._logits(hidden_TD[[end - 1 for end in starts[1:]]])
-        prefixes = step.stacked()
-        return [
-            Read(request, prefixes[:, :, :, begin:end], logits_V)
-            for request, (begin, end), logits_V in zip(prompts, pairwise(starts), logits_SV, strict=True)
-        ]
+    def read(self, pieces: Sequence[Piece], cache: CacheView) -> None:
+        """Keys and values of pieces of prompts, in one packed pass."""
+        self._for_sampling()
+        self.decoder.hidden(ReadStep(pieces, cache, self.ops))
 
     @torch.inference_mode()
-    def next_logits(self, cache: KVCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
-        """What follows the newest token of each row, whose keys and values go into the cache."""
+    def step(self, rows: Rows, count: int, cache: CacheView, longest: int, draw: Draw) -> None:
+        """One token for each of the first rows that has a sequence: from its embedding to the next token, drawn."""
+        self._for_sampling()
         self._steps += 1
-        if self._steps == PAYS_AFTER_STEPS and PackedLinears.pays(self.model):
-            self._packed = PackedLinears(self.model)
-        step = DecodeStep(cache, positions_B, longest)
-        arguments = {"input_ids": tokens_B[None], "position_ids": positions_B[None], "kv": step}
-        if self._packed is None:
-            return self._logits(self._hidden(**arguments))
-        with self._packed.within():
-            return self._packed.logits(self._hidden(**arguments)).float()
+        if self._steps == PAYS_AFTER_STEPS and packing_pays(self.shape.device, self.shape.dtype):
+            self.decoder.pack()
+            self._packed_head = packed(self.head, None)
+        on_gpu = self.shape.device.type == "cuda"
+        longest = rounded_length(longest) if on_gpu else longest
+        chunk = LOGIT_ROWS if on_gpu else count
 
-    def _hidden(self, **arguments: Any) -> Tensor:
-        if self.model.training:  # asked every time: whoever takes the samples may train in between
-            self.model.eval()
-        return self.model.get_decoder()(**arguments, use_cache=False).last_hidden_state[0]  # pyright: ignore
+        def run() -> None:
+            hidden_BD = self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops))
+            for start in range(0, count, chunk):
+                at = slice(start, min(start + chunk, count))
+                self.ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], draw)
+
+        self.graphs.run((count, longest, draw.kind), run)
+
+    @torch.inference_mode()
+    def logits(self, rows: Rows, count: int, cache: CacheView, longest: int) -> Tensor:
+        """Of the next tokens, without drawing any."""
+        self._for_sampling()
+        return self._logits(self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops)))
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
-        return (hidden_BD @ self.model.get_output_embeddings().weight.T).float()  # pyright: ignore
+        return logits_of(hidden_BD, self.head) if self._packed_head is None else self._packed_head(hidden_BD).float()
+
+    def _for_sampling(self) -> None:
+        if self.model.training:  # asked every time: whoever takes the samples may train in between
+            self.model.eval()
+
+
+def _operations(device: torch.device) -> Any:
+    if device.type == "cuda":
+        from plaudit.rollout.native import kernels
+
+        return kernels
+    from plaudit.rollout.native import plain
+
+    return plain
 
 
 def _cache_shape(model: PreTrainedModel) -> CacheShape:
@@ -74,10 +101,6 @@ def _cache_shape(model: PreTrainedModel) -> CacheShape:
         raise RecipeError(
             f"{model.name_or_path}: the native engine cannot sample {type(model).__name__}: it has no attention heads"
         )
-    return CacheShape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return CacheShape(config.num_hidden_layers, Heads(heads, kv_heads, size), dtype=model.dtype, device=model.device)

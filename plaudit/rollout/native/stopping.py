@@ -1,41 +1,60 @@
 """When a response is over, and what its text is."""
 
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from plaudit.errors import PlauditError
-from plaudit.rollout.native.scheduler import Running
 
 
 class Stopping:
-    """End tokens, stop strings and limits for one call of the engine."""
+    """End tokens and stop strings for one call of the engine."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: frozenset[int], stop: tuple[str, ...]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, end_tokens: frozenset[int], stop: tuple[str, ...]):
+        self.tokenizer, self.end_tokens, self.stop = tokenizer, end_tokens, stop
+        if tokenizer is None:
+            if stop:
+                raise PlauditError("stop: stop strings need a tokenizer, and the engine was made without one")
+            return
         special = {token: id for id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)}
-        self.tokenizer, self.end_tokens = tokenizer, end_tokens | {special[s] for s in stop if s in special}
+        self.end_tokens = end_tokens | {special[s] for s in stop if s in special}
         self.stop = stop = tuple(s for s in stop if s not in special)  # the rest is looked for in text, which has no special tokens
         for s, token in ((s, token) for s in stop for token in special if token in s):
             raise PlauditError(f"stop: {s!r} contains the special token {token}; use that token alone, or text without it")
         # A stop string can only end in the newest token, and reaches no further back than a token per byte of it. (Some more,
         # because a tokenizer may trim the first token it decodes, and tokens may be empty.)
         self._reach = max((len(s.encode()) for s in stop), default=0) + 8
+        self._may_complete: dict[int, bool] = {}
 
-    def status(self, sequence: Running) -> Literal["finished", "truncated"] | None:
-        """None while it goes on."""
-        if sequence.tokens[-1] in self.end_tokens or (self.stop and self._found(self.decode(sequence.tokens[-self._reach :]))):
-            return "finished"
-        return "truncated" if len(sequence.tokens) >= sequence.limit else None
+    def stops(self, tokens: list[int]) -> bool:
+        """The newest token completes a stop string."""
+        if not self.stop:
+            return False
+        newest = tokens[-1]
+        if newest not in self._may_complete:
+            self._may_complete[newest] = self._holds_a_last_character(newest)
+        # Decoding takes far longer than looking this up, and few tokens can complete anything.
+        return self._may_complete[newest] and self._found(self.decode(tokens[-self._reach :]))
 
     def text(self, tokens: list[int]) -> str:
         """Of a whole response, cut behind its first stop string."""
+        if self.tokenizer is None:
+            return ""
         text = self.decode(tokens)
         ends = [text.index(s) + len(s) for s in self.stop if s in text]
         return text[: min(ends)] if ends else text
 
     def decode(self, tokens: list[int]) -> str:
+        assert self.tokenizer is not None
         text: Any = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+    def _holds_a_last_character(self, token: int) -> bool:
+        """No, or maybe: what a token means alone is plain for visible ASCII only. (Spaces may be trimmed, characters cut up.)"""
+        assert self.tokenizer is not None
+        name: Any = self.tokenizer.convert_ids_to_tokens(token)
+        plain = isinstance(name, str) and name.isascii() and name.isprintable() and " " not in name and not name.startswith("<")
+        return not plain or any(s[-1] in name for s in self.stop)
 
     def _found(self, text: str) -> bool:
         return any(s in text for s in self.stop)

@@ -1,0 +1,282 @@
+"""Rollouts on one GPU: tokens a second next to vLLM's, how close log-probs are to the trainer's, how steady, how soon.
+
+    python bench/gpu_rollout.py                                            # every section, both engines
+    python bench/gpu_rollout.py --sections grid,mix --engines native --models 0.5B,1.5B --out DIR
+    python bench/gpu_rollout.py --sections sweep --missing --out DIR       # only what DIR does not have yet
+    python bench/gpu_rollout.py --report --out DIR                         # tables and plot again, without a GPU
+    python bench/gpu_rollout.py --device cpu --tiny --out DIR              # tries the whole script; its numbers mean nothing
+
+Every number is written to DIR/gpu_rollout.json as soon as it is measured, under a key that says what it is; measuring a thing again
+replaces it and nothing else. So the sections can be run one by one, on a machine that is lent for minutes, and a run that is cut
+short loses what it was measuring and no more. Each engine and model has a process of its own, with its output in DIR/logs; one that
+fails is said to have failed and the others go on.
+
+vLLM is whichever `--vllm-python` imports; `--vllm-path` (a folder with unpacked wheels, say) is put on PYTHONPATH for its processes
+alone. Without vLLM its columns stay empty. Settings in the environment (VLLM_USE_V2_MODEL_RUNNER=1, …) reach it and are recorded.
+
+Random weights of Qwen2.5 shapes in bf16; temperature 1; the log-prob of every sampled token; no text on either side.
+
+    grid      256-token prompts, all different, 512 new tokens, no end token: all new tokens over the time of the whole call,
+              reading the prompts included. native: one run of the same shape to warm up, then --runs: median, lowest and highest;
+              vLLM: a short one to warm up, then --runs with the faster of two ways to return log-probs. Floor: decode steps that
+              read every weight once, and keys and values of all sequences at their mean length, at a copy's bandwidth.
+    mix       256 prompts of 32…2048 tokens × 8 samples, limits of 16…2048 new tokens (all log-uniform), and end tokens that end a
+              response with probability 1/500 a token. Each run has prompts of its own. vLLM with prefix caching.
+    sweep     native, 0.5B: decoding alone by batch and length, from the difference of two calls. A plot.
+    mismatch  native: mean |sampler's log-prob − trainer's log-prob| for random weights, after 30 steps of SFT, and for --model.
+    cycles    native, 0.5B: 50 × (32 prompts × 8 samples × 128 tokens, then a GRPO update on all of them with random rewards):
+              seconds and memory of the last five against the first five.
+    start     from the start of the process `plaudit sample` to its first line (8 prompts, one token each) with empty compilation
+              caches, and again with those filled; vLLM: a process that makes an LLM with default settings for the same folder.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rollout_cpu import PROMPTS, VLLM_EAGER
+from rollout_tables import NAMES, draw, line_of, tables
+from rollout_work import FULL, TINY, Work, keys_of
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SECTIONS = ("grid", "mix", "sweep", "mismatch", "cycles", "start")
+VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+LINGER_S = 30  # for a process that has measured everything to end by itself
+
+
+class Results:
+    """DIR/gpu_rollout.json: entries by key."""
+
+    def __init__(self, folder: Path, tiny: bool):
+        self.file, self.tiny = folder / "gpu_rollout.json", tiny
+        folder.mkdir(parents=True, exist_ok=True)
+        found = json.loads(self.file.read_text()) if self.file.exists() else {"tiny": tiny, "entries": {}}
+        if found["tiny"] != tiny:
+            kind = "of --tiny" if found["tiny"] else "that are not of --tiny"
+            sys.exit(f"{self.file} holds results {kind}; choose another --out")
+        self.entries: dict[str, dict] = found["entries"]
+
+    def add(self, entry: dict) -> None:
+        self.entries[entry["key"]] = {**entry, "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._write()
+        print(f"  {line_of(self.entries[entry['key']])}", flush=True)
+
+    def failed(self, sections: list[str], engine: str, model: str, cause: str | None) -> None:
+        """Remember that these could not be measured, or (no cause) that they now could."""
+        for section in sections:
+            key = f"failed/{section}/{engine}/{model}"
+            self.entries.pop(key, None)
+            if cause:
+                self.entries[key] = {"key": key, "section": "failed", "cause": cause}
+        self._write()
+
+    def _write(self) -> None:
+        aside = self.file.with_name(f".{self.file.name}.aside")
+        aside.write_text(json.dumps({"tiny": self.tiny, "entries": self.entries}, indent=1))
+        os.replace(aside, self.file)
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+def environment_of(args: argparse.Namespace, engine: str, more: dict[str, str] | None = None) -> dict[str, str]:
+    """What a process of that engine is started with."""
+    environment = dict(os.environ)
+    if engine == "vllm":
+        environment |= VLLM_ENVIRONMENT | (VLLM_EAGER if args.device == "cpu" else {})
+    paths = [str(args.vllm_path or "") if engine == "vllm" else "", environment.get("PYTHONPATH", ""), str(REPOSITORY)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1", **(more or {})}
+
+
+def follow(
+    command: list[str], environment: dict[str, str], log: Path, timeout_s: float, look: Callable[[], bool]
+) -> str | None:  # fmt: skip
+    """Run a command and call `look` all the while, until it ends or `look` says it has seen everything; returns why it failed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began, seen = time.monotonic(), None
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            while process.poll() is None:
+                time.sleep(0.02)
+                if look() and seen is None:
+                    seen = time.monotonic()
+                if time.monotonic() - began > timeout_s or (seen is not None and time.monotonic() - seen > LINGER_S):
+                    break
+            look()
+        finally:
+            # All that it started: vLLM's engine is another process, and must not hold the GPU's memory.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    if code == 0 or seen is not None:
+        return None
+    if time.monotonic() - began > timeout_s:
+        return f"not done in {timeout_s:g} s"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print(*(f"    {line[:300]}" for line in lines[-15:]), sep="\n", file=sys.stderr)
+    return f"exit code {code}: {lines[-1].strip()[:200] if lines else 'it said nothing'}"
+
+
+def measure(args: argparse.Namespace, results: Results, engine: str, model: str, sections: list[str], **more) -> str | None:
+    """The sections of one model in a process of that engine; its numbers go into the results as they come."""
+    began = time.monotonic()
+    print(f"{NAMES[engine]} {model}: {', '.join(sections)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, found, read = Path(folder) / "job.json", Path(folder) / "results.jsonl", 0
+        job = {
+            "sections": sections, "model": model, "device": args.device, "tiny": args.tiny, "results": str(found),
+            "skip": list(results.entries) if args.missing else [], "model_path": str(args.model) if args.model else None,
+            "runs": args.runs, **more,
+        }  # fmt: skip
+        job_file.write_text(json.dumps(job))
+        found.touch()
+
+        def look() -> bool:
+            nonlocal read
+            with found.open() as file:
+                file.seek(read)
+                while (line := file.readline()).endswith("\n"):
+                    read = file.tell()
+                    entry = json.loads(line)
+                    if entry["section"] == "done":
+                        return True
+                    if entry["section"] == "spent":
+                        print(f"  {entry['case']}: {entry['seconds']:.0f} s", flush=True)
+                    else:
+                        results.add(entry)
+            return False
+
+        python = str(args.vllm_python) if engine == "vllm" else sys.executable
+        log = args.out / "logs" / f"{'-'.join(sections)}-{engine}-{model}.log"
+        command = [python, str(Path(__file__).with_name(f"{engine}_rollout.py")), str(job_file)]
+        failure = follow(command, environment_of(args, engine), log, args.timeout_s, look)
+    results.failed(sections, engine, model, failure)
+    print(f"  {f'FAILED: {failure}' if failure else 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+    return failure
+
+
+def start(args: argparse.Namespace, results: Results) -> None:
+    """Seconds to the first token, cold and warm."""
+    model, prompts = "0.5B", PROMPTS[:8]
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        if measure(args, results, "native", model, ["folder"], folder=str(scratch / "model")):
+            return
+        rows = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
+        (scratch / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for engine in args.engines:
+            caches = {
+                variable: str(scratch / engine / variable)
+                for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+            }
+            for case in ("cold", "warm"):
+                began, out, first = time.time(), scratch / f"{engine}-{case}.jsonl", []
+                if engine == "native":
+                    command = [
+                        sys.executable, "-m", "plaudit", "sample", str(scratch / "model"), str(scratch / "prompts.jsonl"),
+                        "--out", str(out), "--max-new-tokens", "1", "--device", args.device,
+                    ]  # fmt: skip
+                else:
+                    job = {"sections": ["start"], "model": model, "device": args.device, "tiny": args.tiny, "results": str(out)}
+                    job |= {"skip": [], "folder": str(scratch / "model"), "prompts": prompts}
+                    (scratch / "job.json").write_text(json.dumps(job))
+                    command = [str(args.vllm_python), str(Path(__file__).with_name("vllm_rollout.py")), str(scratch / "job.json")]
+
+                def look(out: Path = out, first: list[float] = first) -> bool:
+                    if not first and out.exists() and out.stat().st_size:
+                        first.append(time.time())
+                    return False
+
+                log = args.out / "logs" / f"start-{engine}-{case}.log"
+                failure = follow(command, environment_of(args, engine, caches), log, args.timeout_s, look)
+                results.failed([f"start ({case})"], engine, model, failure)
+                if failure or not first:
+                    print(f"  {NAMES[engine]} {case}: FAILED: {failure or 'it sampled nothing'}", flush=True)
+                    break
+                about = json.loads(out.read_text().splitlines()[0])["about"] if engine == "vllm" else about_of(results, engine)
+                entry = {"section": "start", "engine": engine, "model": model, "case": case, "about": about}
+                found = {"first_token_s": first[0] - began, "whole_s": time.time() - began}
+                results.add({"key": f"start/{engine}/{model}/{case}", **entry, **found})
+
+
+def about_of(results: Results, engine: str) -> str:
+    """Machine and versions, as that engine's other entries say."""
+    latest = sorted((e for e in results.entries.values() if e.get("engine") == engine and e.get("about")), key=lambda e: e["when"])
+    return latest[-1]["about"] if latest else ""
+
+
+# All of it ------------------------------------------------------------------------------------------------------------
+
+
+def jobs(args: argparse.Namespace, work: Work) -> list[tuple[str, str, list[str]]]:
+    """Engine, model and sections of each process."""
+    planned = []
+    for model in work.grid:
+        both = [section for section in ("grid", "mix") if section in args.sections]
+        both = [section for section in both if section == "grid" or model in work.mix_models]
+        if "native" in args.engines:
+            planned.append(("native", model, both))
+        if "vllm" in args.engines:
+            planned += [("vllm", model, [section]) for section in both]  # with prefix caching and without
+    if "native" in args.engines:
+        planned += [("native", "0.5B", ["sweep"]), ("native", "0.5B", ["mismatch"]), ("native", "1.5B", ["mismatch"])]
+        if args.model:
+            planned.append(("native", args.model.name, ["mismatch"]))
+        planned.append(("native", "0.5B", ["cycles"]))
+    known = [*args.models, args.model.name if args.model else ""]
+    planned = [(engine, model, sections) for engine, model, sections in planned if model in known and sections]
+    return [(engine, model, sections) for engine, model, sections in planned if set(sections) <= set(args.sections)]
+
+
+def main() -> int:
+    def names(of: tuple[str, ...]) -> Callable[[str], list[str]]:
+        def chosen(text: str) -> list[str]:
+            for name in text.split(","):
+                if name not in of:
+                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(of)}")
+            return text.split(",")
+
+        return chosen
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    parser.add_argument("--engines", type=names(("native", "vllm")), default=["native", "vllm"], help="of native,vllm")
+    parser.add_argument("--models", type=names(tuple(FULL.grid)), default=list(FULL.grid), help="of 0.5B,1.5B,7B")
+    parser.add_argument("--model", type=Path, help="a model folder: its mismatch too, and its tokenizer in start")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results", help="where results and plot go")
+    parser.add_argument("--missing", action="store_true", help="measure only what --out does not have")
+    parser.add_argument("--report", action="store_true", help="only tables and plot of what --out has")
+    parser.add_argument("--vllm-python", default=sys.executable, help="a Python with vLLM")
+    parser.add_argument("--vllm-path", help="folders to put on its PYTHONPATH")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes and counts, to try the script")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs in grid and mix")
+    parser.add_argument("--timeout-s", type=float, default=1800, help="for each process")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends with it
+    work, results, began = TINY if args.tiny else FULL, Results(args.out, args.tiny), time.monotonic()
+    if not args.report:
+        for engine, model, sections in jobs(args, work):
+            keys = [key for section in sections for key in keys_of(section, engine, model, work)]
+            if not (args.missing and all(key in results.entries for key in keys)):
+                measure(args, results, engine, model, sections)
+        if "start" in args.sections and "0.5B" in args.models:
+            start(args, results)
+        print(f"all of it: {time.monotonic() - began:.0f} s", flush=True)
+    print(tables(results.entries, work))
+    if picture := draw(results.entries, work, args.out / "gpu_rollout.png"):
+        print(f"\n{picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

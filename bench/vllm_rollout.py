@@ -1,0 +1,161 @@
+"""vLLM's side of gpu_rollout.py, in a process of its own: `grid`, `mix` or `start` of one model.
+
+Tuned for what it is asked: CUDA graphs up to the largest batch, a context no longer than needed, its own process for the engine,
+tokens in and out without a tokenizer. One thing is tried on the spot in each section and the faster way stands in the table: in
+`grid` `flat_logprobs` (fewer objects for the same log-probs; `mix` always has it), in `mix` how responses end: by `stop_token_ids`,
+which vLLM looks up in a list for every token, or by limits drawn from the same distribution, which cost it nothing.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rollout_work import Work, config_of, grid_prompts, mix_of, reporter, run_sections, wanted
+
+GRID_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024]
+MIX_SIZES = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 1025, 32)]  # the batch shrinks as responses end
+
+
+def start(job: dict, work: Work, *, max_model_len: int, sizes: list[int], prefix_caching: bool):
+    """The engine on dummy weights, its settings in words, and the seconds that took."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    settings = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": "bfloat16",
+        "max_num_seqs": work.max_sequences,
+        "max_num_batched_tokens": 16384,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": 0.85,
+        "enable_prefix_caching": prefix_caching,
+        "disable_log_stats": True,
+        "compilation_config": {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": max(sizes)},
+    }
+    if work.tiny:  # vLLM for the CPU
+        del settings["compilation_config"], settings["gpu_memory_utilization"]
+        settings |= {"enforce_eager": True, "max_num_batched_tokens": 256}
+    began = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(dir=Path(job["results"]).parent))
+    (folder / "config.json").write_text(json.dumps(config_of(job["model"], work)))
+    llm = LLM(str(folder), **settings)
+    environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    return llm, {**settings, **environment}, time.perf_counter() - began
+
+
+def params(flat: bool, **arguments):
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    if flat:
+        arguments["flat_logprobs"] = True
+    return SamplingParams(temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False, **arguments)
+
+
+def timed(llm, prompts: list[list[int]], sampling) -> tuple[float, int]:
+    """Seconds, and tokens made."""
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    began = time.perf_counter()
+    outputs = llm.generate(given, sampling, use_tqdm=False)
+    spent = time.perf_counter() - began
+    made = [out for request in outputs for out in request.outputs]
+    assert all(out.logprobs is not None and len(out.logprobs) == len(out.token_ids) for out in made), "log-probs are missing"
+    return spent, sum(len(out.token_ids) for out in made)
+
+
+def best_of(tries: dict, runs: int, measure) -> tuple[str, dict[str, list[float]], dict[str, list[int]]]:
+    """One run of each way, then the faster one until it has had `runs`; rates and tokens of all by name."""
+    rates: dict[str, list[float]] = {name: [] for name in tries}
+    tokens: dict[str, list[int]] = {name: [] for name in tries}
+
+    def once(name: str, run: int) -> None:
+        spent, made = measure(tries[name], run)
+        rates[name].append(made / spent)
+        tokens[name].append(made)
+
+    for number, name in enumerate(tries):
+        once(name, 1 + number)
+    best = max(rates, key=lambda name: rates[name][0])
+    for run in range(1, runs):
+        once(best, len(tries) + run)
+    return best, rates, tokens
+
+
+def grid(job: dict, work: Work, report) -> None:
+    name, vocabulary = job["model"], config_of(job["model"], work)["vocab_size"]
+    counts = [count for count in work.grid[name] if wanted(job, "grid", "vllm", name, str(count))]
+    if not counts:
+        return
+    longest = max(1024, work.prompt_tokens + work.new_tokens)
+    llm, settings, start_s = start(job, work, max_model_len=longest, sizes=GRID_SIZES, prefix_caching=False)
+    tries = {"log-probs as objects": False, "flat_logprobs": True}
+    for sequences in counts:
+        prompts = grid_prompts(vocabulary, sequences, work.prompt_tokens)
+        timed(llm, prompts, params(False, max_tokens=min(32, work.new_tokens)))  # to warm up
+        best, rates, tokens = best_of(
+            tries, job["runs"], lambda flat, run, prompts=prompts: timed(llm, prompts, params(flat, max_tokens=work.new_tokens))
+        )
+        assert all(made == sequences * work.new_tokens for runs in tokens.values() for made in runs), "a response ended early"
+        report(
+            "grid", "vllm", name, str(sequences), tokens=sequences * work.new_tokens, rates=rates[best], tried=rates, best=best,
+            start_s=start_s, settings=settings,
+        )  # fmt: skip
+        tries = {best: tries[best]}  # which way is faster does not depend on how many there are
+
+
+def mix(job: dict, work: Work, report) -> None:
+    name, vocabulary = job["model"], config_of(job["model"], work)["vocab_size"]
+    if not wanted(job, "mix", "vllm", name):
+        return
+    longest = work.mix_prompt_tokens[1] + work.mix_new_tokens[1]
+    llm, settings, start_s = start(job, work, max_model_len=longest, sizes=MIX_SIZES, prefix_caching=True)
+
+    def measure(by_limits: bool, run: int, count: int | None = None) -> tuple[float, int]:
+        asked = mix_of(vocabulary, work, run)
+        if by_limits:
+            pairs = [(prompt, length) for prompt, drawn in zip(asked.prompts, asked.drawn, strict=True) for length in drawn]
+            pairs = pairs[: count and count * work.mix_n]
+            sampling = [params(True, max_tokens=length) for _, length in pairs]
+            return timed(llm, [prompt for prompt, _ in pairs], sampling)
+        sampling = [params(True, n=work.mix_n, max_tokens=limit, stop_token_ids=asked.ends) for limit in asked.limits[:count]]
+        return timed(llm, asked.prompts[:count], sampling)
+
+    measure(False, run=0, count=64)  # to warm up
+    best, rates, tokens = best_of({"stop_token_ids": False, "drawn limits": True}, job["runs"], measure)
+    found = {"rates": rates[best], "tokens": tokens[best], "tried": rates, "best": best, "start_s": start_s}
+    report("mix", "vllm", name, **found, settings={"flat_logprobs": True, **settings})
+
+
+def first_token(job: dict, work: Work, report) -> None:
+    """Default settings, a whole model folder, one token for each of the prompts."""
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    llm = LLM(job["folder"], **({"enforce_eager": True, "max_model_len": 512} if work.tiny else {}))
+    chats = [[{"role": "user", "content": text}] for text in job["prompts"]]
+    outputs = llm.chat(chats, SamplingParams(temperature=1.0, max_tokens=1, logprobs=0), use_tqdm=False)
+    assert all(len(request.outputs[0].token_ids) == 1 for request in outputs)
+    report("first token", "vllm", job["model"], at=time.time())
+
+
+SECTIONS = {"grid": grid, "mix": mix, "start": first_token}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    # Not torch.cuda: a CUDA context in this process would make vLLM start its own another way.
+    from importlib.metadata import version
+
+    import vllm  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    versions = f"torch {version('torch')}, transformers {version('transformers')}"
+    about = f"{current_platform.get_device_name()}, vLLM {vllm.__version__}, {versions}"
+    print(about, flush=True)
+    run_sections(job, SECTIONS, reporter(job, about), "vllm")
+
+
+if __name__ == "__main__":
+    main()

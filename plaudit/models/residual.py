@@ -1,0 +1,40 @@
+"""The residual stream of a half-precision model, kept in fp32.
+
+Every layer adds to what came before, and in bf16 every sum is rounded to eight bits: over the layers of a model that is most of its
+rounding error, and it comes out different for every way of batching the same tokens. Here the sum stays in fp32, while products and
+attention run in half precision as before. The activations that training keeps are no larger: a norm would have made an fp32 copy.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Models whose layers are: x + attention(norm(x)), then x + mlp(norm(x)), with norms that compute in fp32.
+KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def keep_residual_precise(model: PreTrainedModel) -> None:
+    """From here on; no part of the model is changed or saved differently. Does nothing to models in fp32, or of other kinds."""
+    if model.dtype not in (torch.bfloat16, torch.float16) or not is_known(model) or is_precise(model):
+        return
+    decoder: Any = model.get_decoder()
+    decoder.embed_tokens.register_forward_hook(lambda module, arguments, output: output.float())
+    norms = [norm for layer in decoder.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    for norm in (*norms, decoder.norm):
+        norm.register_forward_hook(_in_weight_dtype)
+    decoder.rotary_emb.register_forward_hook(lambda module, arguments, output: tuple(x.to(model.dtype) for x in output))
+    model.residual_is_precise = True  # pyright: ignore
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    return type(model).__name__ in KNOWN and type(model).__module__.split(".")[0] == "transformers"
+
+
+def is_precise(model: PreTrainedModel) -> bool:
+    return getattr(model, "residual_is_precise", False)
+
+
+def _in_weight_dtype(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.to(module.weight.dtype)  # pyright: ignore

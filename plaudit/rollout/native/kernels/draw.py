@@ -1,0 +1,218 @@
+"""Logits → token, its log-probs, and the row's next state: what `plain.draw_and_advance` computes, with logits read once.
+
+`_race` reads a row's logits in tiles. The token that wins the argmax of z/τ + g (g Gumbel noise) is the first of a race in which
+token v arrives after a time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead of two. Top-k, top-p and
+min-p keep every token above some logit. So `_accept` looks whether the winner is kept; if not, no token below it is, and the race
+is run again among those above it. `_settle` brings the tiles together.
+"""
+
+# A launch takes more arguments than the kernel has.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plaudit.rollout.native.cache import next_power_of_2
+from plaudit.rollout.native.rows import AT_LIMIT, COLUMNS, ENDED, RUNNING, Draw
+
+TILE = 4096
+
+
+def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, draw: Draw) -> None:
+    B, V = logits_BV.shape
+    tiles = -(-V // TILE)
+    sums_BT4 = torch.empty(B, tiles, 4, dtype=torch.float32, device=logits_BV.device)
+    tokens_BT = torch.empty(B, tiles, dtype=torch.int32, device=logits_BV.device)
+    floor_B = logits_BV.topk(draw.top_k).values[:, -1].contiguous() if draw.top_k and draw.top_k < V else draw.numbers
+    has_floor = floor_B is not draw.numbers
+    options = {"GREEDY": draw.greedy, "FLOOR": has_floor}
+    _race[(B, tiles)](
+        logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, floor_B, sums_BT4, tokens_BT, V, tiles,
+        COLUMNS=COLUMNS, TILE=TILE, TEMPERED=draw.tempered, **options, num_warps=8,
+    )  # fmt: skip
+    if draw.truncated:
+        _accept[(B,)](
+            logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, floor_B, sums_BT4, tokens_BT, V, tiles,
+            COLUMNS=COLUMNS, TILE=TILE, MANY=next_power_of_2(tiles), FLOOR=has_floor, num_warps=8,
+        )  # fmt: skip
+    _settle[(B,)](
+        logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, sums_BT4, tokens_BT, draw.ends, results_B4, tiles,
+        COLUMNS=COLUMNS, MANY=next_power_of_2(tiles), ENDS=len(draw.ends), MANY_ENDS=next_power_of_2(len(draw.ends)),
+        TEMPERED=draw.tempered, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _mix(x):
+    """noise._mix, in unsigned integers."""
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x ^= x >> 15
+    return x
+
+
+@triton.jit
+def _position_key(key, written):
+    """noise.position_keys."""
+    x = key.to(tl.uint64) + (written + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _exponential(key, token):
+    """−log(1 − w) with the w of noise.gumbel."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    x = _mix((token.to(tl.uint32) * 0x9E3779B1) ^ low)
+    x = _mix(x + high)
+    w = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    w = tl.minimum(w, 0.99999994)
+    near_0 = w * (1.0 + w * (0.5 + w * (0.33333334 + w * 0.25)))
+    return tl.where(w < 0.015625, near_0, -tl.log(1.0 - w))
+
+
+@triton.jit
+def _race(
+    logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, TEMPERED: tl.constexpr, GREEDY: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """For one tile of one row: its greatest logit, Σ exp of them and of the tempered ones, the time and token of its winner."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    rows_ptr += row * COLUMNS
+    if tl.load(rows_ptr + 1) < 0:
+        return
+    token = tile * TILE + tl.arange(0, TILE)
+    inside = token < V
+    z = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
+    greatest = tl.max(z, 0)
+    base = tl.where(greatest == -float("inf"), 0.0, greatest)  # no token of this tile may be possible
+    odds = tl.exp(z - base)
+    total = tl.sum(odds, 0)
+    tempered_total = total
+    if GREEDY:
+        winner = tl.argmax(z, 0)
+        speed = greatest
+    else:
+        if TEMPERED:
+            odds = tl.exp((z - base) / tl.load(numbers_ptr))
+            tempered_total = tl.sum(odds, 0)
+        if FLOOR:
+            odds = tl.where(z >= tl.load(floor_ptr + row), odds, 0.0)
+        key = _position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3))
+        speeds = odds / _exponential(key, token)
+        winner = tl.argmax(speeds, 0)
+        # Compared between tiles as logarithms: tiles differ in what they are measured against.
+        speed = tl.log(tl.max(speeds, 0)) + greatest / tl.load(numbers_ptr)
+    place = (row * tiles + tile) * 4
+    tl.store(sums_ptr + place, greatest)
+    tl.store(sums_ptr + place + 1, total)
+    tl.store(sums_ptr + place + 2, tempered_total)
+    tl.store(sums_ptr + place + 3, speed)
+    # Of NaNs none is the greatest, and the place of none may be outside.
+    tl.store(tokens_ptr + row * tiles + tile, tl.minimum(tile * TILE + winner.to(tl.int32), V - 1))
+
+
+@triton.jit
+def _accept(
+    logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Put a token that top-p and min-p keep in the place of the winner, if they do not keep that."""
+    row = tl.program_id(0).to(tl.int64)
+    rows_ptr += row * COLUMNS
+    if tl.load(rows_ptr + 1) < 0:
+        return
+    logits_ptr += row * logits_stride
+    temperature = tl.load(numbers_ptr)
+    top_p = tl.load(numbers_ptr + 1)
+    log_min_p = tl.load(numbers_ptr + 2)
+    tile = tl.arange(0, MANY)
+    place = sums_ptr + (row * tiles + tile) * 4
+    greatest = tl.max(tl.load(place, mask=tile < tiles, other=-float("inf")), 0)
+    speed = tl.load(place + 3, mask=tile < tiles, other=-float("inf"))
+    tile_won = tl.argmax(speed, 0)
+    winner = tl.load(tokens_ptr + row * tiles + tile_won).to(tl.int32)
+    z_winner = tl.load(logits_ptr + winner)
+    least = -float("inf")
+    if FLOOR:
+        least = tl.load(floor_ptr + row)
+    total = 0.0
+    for start in range(0, V, TILE):
+        token = start + tl.arange(0, TILE)
+        z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+        total += tl.sum(tl.where(z >= least, tl.exp((z - greatest) / temperature), 0.0), 0)
+    # Whole numbers of 2^-40, as in sampler.keep_likely.
+    unit = 1099511627776.0 / total
+    allowed = (top_p.to(tl.float64) * 1099511627776.0).to(tl.int64)
+    key = _position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3))
+    kept = False
+    while not kept:
+        above = tl.zeros([TILE], tl.int64)
+        for start in range(0, V, TILE):
+            token = start + tl.arange(0, TILE)
+            z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+            above += tl.where(z > z_winner, (tl.exp((z - greatest) / temperature) * unit).to(tl.int64), 0)
+        likely = ((z_winner - greatest) / temperature >= log_min_p) & (tl.sum(above, 0) < allowed)
+        kept = likely | ~(z_winner < greatest)  # so that NaN ends it too
+        if not kept:
+            fastest = -1.0
+            bound = z_winner
+            for start in range(0, V, TILE):
+                token = start + tl.arange(0, TILE)
+                z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+                odds = tl.where(z > bound, tl.exp((z - greatest) / temperature), 0.0)
+                speeds = odds / _exponential(key, token)
+                fast = tl.max(speeds, 0)
+                if fast > fastest:
+                    fastest = fast
+                    winner = tl.minimum((start + tl.argmax(speeds, 0)).to(tl.int32), V - 1)
+            z_winner = tl.load(logits_ptr + winner)
+    tl.store(tokens_ptr + row * tiles + tile_won, winner)
+
+
+@triton.jit
+def _settle(
+    logits_ptr, logits_stride, rows_ptr, numbers_ptr, sums_ptr, tokens_ptr, ends_ptr, results_ptr, tiles,
+    COLUMNS: tl.constexpr, MANY: tl.constexpr, ENDS: tl.constexpr, MANY_ENDS: tl.constexpr, TEMPERED: tl.constexpr,
+    RUNNING: tl.constexpr, ENDED: tl.constexpr, AT_LIMIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    rows_ptr += row * COLUMNS
+    position = tl.load(rows_ptr + 1)
+    if position < 0:
+        tl.store(results_ptr + row * 4, 0)
+        return
+    tile = tl.arange(0, MANY)
+    place = sums_ptr + (row * tiles + tile) * 4
+    greatest = tl.load(place, mask=tile < tiles, other=-float("inf"))
+    all_greatest = tl.max(greatest, 0)
+    total = tl.load(place + 1, mask=tile < tiles, other=0.0)
+    untempered_total = tl.sum(total * tl.exp(greatest - all_greatest), 0)
+    speed = tl.load(place + 3, mask=tile < tiles, other=-float("inf"))
+    token = tl.load(tokens_ptr + row * tiles + tl.argmax(speed, 0)).to(tl.int64)
+    above = tl.load(logits_ptr + row * logits_stride + token) - all_greatest
+    untempered = above - tl.log(untempered_total)
+    logprob = untempered
+    if TEMPERED:
+        temperature = tl.load(numbers_ptr)
+        tempered = tl.load(place + 2, mask=tile < tiles, other=0.0)
+        tempered_total = tl.sum(tempered * tl.exp((greatest - all_greatest) / temperature), 0)
+        logprob = above / temperature - tl.log(tempered_total)
+    written = tl.load(rows_ptr + 3) + 1
+    end = tl.arange(0, MANY_ENDS)
+    is_end = tl.max((tl.load(ends_ptr + end, mask=end < ENDS, other=-1) == token).to(tl.int32), 0) > 0
+    status = tl.where(is_end, ENDED, tl.where(written >= tl.load(rows_ptr + 4), AT_LIMIT, RUNNING))
+    tl.store(rows_ptr, token)
+    tl.store(rows_ptr + 1, tl.where(status == RUNNING, position + 1, -1))
+    tl.store(rows_ptr + 3, written)
+    tl.store(results_ptr + row * 4, status)
+    tl.store(results_ptr + row * 4 + 1, token.to(tl.int32))
+    tl.store(results_ptr + row * 4 + 2, logprob.to(tl.int32, bitcast=True))
+    tl.store(results_ptr + row * 4 + 3, untempered.to(tl.int32, bitcast=True))

@@ -1,0 +1,656 @@
+"""The engine's Triton kernels, and the torch operations next door, compute what is written down here once more in float64.
+
+Without a GPU, Triton's interpreter runs the kernels, program by program: it shows wrong indices, masks and formulas, but not what a
+compiler or racing threads add. With a GPU the same tests run compiled. The interpreter knows no bfloat16; float16 stands for it.
+
+Unused memory holds NaN: whoever reads it is found out.
+"""
+
+import importlib
+import math
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from plaudit.rollout.engine import Sampling
+from plaudit.rollout.native import plain
+from plaudit.rollout.native.cache import CacheShape, CacheView, Heads, Rotation
+from plaudit.rollout.native.noise import gumbel, position_keys
+from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, draw_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = "plaudit.rollout.native.kernels"
+_ours: dict[str, ModuleType] = {}
+
+
+def _swapped(name: str) -> bool:
+    """Triton and what it decorates. Its binary part can be loaded only once, and serves both."""
+    return (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name.startswith(KERNELS)
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Triton is interpreted if it was asked to before its first import; other tests' imports may have come earlier, and child
+    processes should not be asked. So there is a Triton for this module's tests, which only they see."""
+    if DEVICE.type == "cuda":
+        yield
+        return
+    package = importlib.import_module("plaudit.rollout.native")
+    theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _swapped(name)}
+    sys.modules.update(_ours)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            yield
+    finally:
+        _ours.update({name: sys.modules.pop(name) for name in list(sys.modules) if _swapped(name)})
+        sys.modules.update(theirs)
+        vars(package).pop("kernels", None)
+        if KERNELS in theirs:
+            vars(package)["kernels"] = theirs[KERNELS]
+
+
+with interpreter():
+    triton = pytest.importorskip("triton", reason="kernels need Triton; the dev extra brings it to machines without a GPU")
+    tl = importlib.import_module("triton.language")
+    kernels = importlib.import_module(KERNELS)
+    _exponential, _position_key = kernels.draw._exponential, kernels.draw._position_key
+
+    @triton.jit
+    def _noise(keys_ptr, written_ptr, out_ptr, KEYS: tl.constexpr, TOKENS: tl.constexpr):
+        """The time at which each token arrives, for some keys."""
+        at = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+        token = tl.arange(0, TOKENS)
+        key = _position_key(tl.load(keys_ptr + at), tl.load(written_ptr + at))
+        tl.store(out_ptr + at[:, None] * TOKENS + token[None, :], _exponential(key[:, None], token[None, :]))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the logarithm of 0, on purpose, in the interpreter's numpy
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+both = pytest.mark.parametrize("ops", [plain, kernels], ids=["plain", "kernels"])
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreted() -> Iterator[None]:
+    with interpreter():
+        yield
+
+
+def test_the_interpreter_is_seen_by_these_tests_only(monkeypatch):
+    """A kernel that is interpreted, one that was compiled before, and an environment that says nothing of it."""
+    if DEVICE.type == "cuda":
+        pytest.skip("compiled here")
+    assert type(kernels.attention._attend).__name__ == type(tl.sum).__name__ == "InterpretedFunction"
+    others = ModuleType("triton")
+    before = {name: module for name, module in sys.modules.items() if _swapped(name)}
+    for name in before:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setitem(sys.modules, "triton", others)
+    with interpreter():
+        assert sys.modules["triton"] is triton
+        assert sys.modules[KERNELS] is kernels
+        assert triton.knobs.runtime.interpret
+    assert sys.modules["triton"] is others
+    assert KERNELS not in sys.modules
+    assert not triton.knobs.runtime.interpret
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def exact(x: Tensor) -> Tensor:
+    return x.detach().cpu().double()
+
+
+def close(ours: Tensor, reference: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+    """To within some roundings of the greatest number; NaN only where there should be."""
+    assert ours.dtype == dtype
+    size = reference.nan_to_num(0.0).abs().max().item() if reference.numel() else 0.0
+    rounding = ROUNDING[dtype] * times
+    torch.testing.assert_close(exact(ours), reference, rtol=rounding, atol=rounding * max(size, 1.0) / 2, equal_nan=True)
+
+
+def share_equal(a: Tensor, b: Tensor) -> float:
+    return (a == b).double().mean().item()
+
+
+# Between products ----------------------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * exact(weight)
+
+
+@both
+@each_dtype
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (2, 64), (4, 96), (3, 2050)])
+def test_add_norm(ops, dtype, tokens, width):
+    """Also of numbers as small as eps, which must count, and as large as half precision has."""
+    g = generator(width)
+    for size, eps in ((1.0, 1e-6), (1e-3, 1e-5), (100.0, 1e-6)):
+        x, delta = ((torch.randn(tokens, width, generator=g) * size).to(DEVICE, dtype) for _ in range(2))
+        weight = torch.randn(width, generator=g).to(DEVICE, dtype)
+        before = x.clone(), delta.clone()
+        normed, summed = ops.add_norm(x, None, weight, eps)
+        assert torch.equal(summed, x)
+        close(normed, norm(exact(x), weight, eps), dtype)
+        normed, summed = ops.add_norm(x, delta, weight, eps)
+        assert torch.equal(summed, x + delta)
+        close(normed, norm(exact(summed), weight, eps), dtype)
+        assert torch.equal(x, before[0])
+        assert torch.equal(delta, before[1])
+
+
+@both
+@each_dtype
+@pytest.mark.parametrize(("tokens", "half"), [(1, 1), (3, 100), (2, 1024), (2, 1500)])
+def test_swiglu(ops, dtype, tokens, half):
+    gate_up = (torch.randn(tokens, 2 * half, generator=generator(half)) * 3).to(DEVICE, dtype)
+    gate_up[:, 0] = -200.0  # whose exponential is infinite
+    gate, up = exact(gate_up).chunk(2, -1)
+    out = ops.swiglu(gate_up)
+    assert out.shape == (tokens, half)
+    close(out, gate / (1 + torch.exp(-gate)) * up, dtype)
+    assert torch.equal(out[:, 0].abs(), torch.zeros_like(out[:, 0]))
+
+
+def test_rounding_is_that_of_modules():
+    """In half precision, intermediate results are rounded where transformers rounds them; one rounding fewer changes 1 in 5."""
+    g, dtype = generator(0), torch.float16
+    x, delta, weight = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((8, 256), (8, 256), (256,)))
+    for theirs, ours in zip(plain.add_norm(x, delta, weight, 1e-6), kernels.add_norm(x, delta, weight, 1e-6), strict=True):
+        assert share_equal(theirs, ours) > 0.98
+    assert share_equal(plain.swiglu(x), kernels.swiglu(x)) > 0.98
+    heads, angles = Heads(6, 2, 64), torch.randn(32, 64, generator=g).to(DEVICE)
+    for norms in ((None, None), (weight[:64], weight[64:128])):
+        rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), *norms, 1e-6)
+        turned = []
+        for ops in (plain, kernels):
+            cache = cache_of(heads, 16, 8, 2, dtype, seed=0)
+            turned.append(torch.randn(8, 10 * 64, generator=generator(1)).to(DEVICE, dtype))
+            rows = torch.arange(8, dtype=torch.int32, device=DEVICE)
+            ops.rotate_and_write(turned[-1], heads, rotation, cache, 0, rows, torch.arange(8, device=DEVICE) * 3)
+        assert share_equal(*turned) > 0.98
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+SIZES = [16, 32, 48, 64, 80, 96, 128]
+LAYERS = 3
+
+
+def cache_of(heads: Heads, block_tokens: int, rows: int, blocks_per_row: int, dtype: torch.dtype, seed: int) -> CacheView:
+    """All NaN; rows' blocks lie anywhere, and some are nobody's."""
+    cache = CacheView(CacheShape(LAYERS, heads, dtype, DEVICE), rows, blocks_per_row, block_tokens=block_tokens)
+    blocks = rows * blocks_per_row + 2
+    cache.take_memory(blocks)
+    cache.memory.fill_(math.nan)
+    tables = torch.randperm(blocks, generator=generator(seed))[: rows * blocks_per_row].view(rows, blocks_per_row)
+    cache.tables.copy_(tables)
+    return cache
+
+
+def strided(numbers: list[int]) -> Tensor:
+    """As a column of something wider, which positions are; what lies around them would be far outside."""
+    wide = torch.full((len(numbers), 5), 1 << 40)
+    wide[:, 1] = torch.tensor(numbers)
+    return wide.to(DEVICE)[:, 1]
+
+
+class Tokens:
+    """Some tokens of some rows, each with a place of its own, or none (position −1)."""
+
+    def __init__(self, seed: int, dtype: torch.dtype):
+        pick = random.Random(seed)
+        kv = pick.choice([1, 2, 3, 5])
+        self.heads = Heads(kv * pick.choice([1, 2, 3, 5, 7, 8, 16]), kv, pick.choice(SIZES))
+        self.layer, rows, self.block = pick.randrange(LAYERS), pick.randint(1, 4), pick.choice([16, 32, 64])
+        blocks_per_row = pick.randint(1, 3)
+        self.longest = blocks_per_row * self.block
+        places = [(row, at) for row in range(rows) for at in range(self.longest)]
+        self.places = [*pick.sample(places, 5), (0, -1), (rows - 1, self.longest - 1)]
+        self.places = list(dict.fromkeys(self.places))
+        pick.shuffle(self.places)
+        self.rows = torch.tensor([row for row, _ in self.places], dtype=torch.int32, device=DEVICE)
+        self.positions = strided([at for _, at in self.places])
+        self.used = [at >= 0 for _, at in self.places]
+        self.cache = cache_of(self.heads, self.block, rows, blocks_per_row, dtype, seed)
+
+    def expected_memory(self, keys: Tensor, values: Tensor) -> Tensor:
+        """NaN but for these tokens' keys and values, one by one."""
+        memory = torch.full(self.cache.memory.shape, math.nan, dtype=torch.float64)
+        for i, (row, at) in enumerate(self.places):
+            if at >= 0:
+                block = int(self.cache.tables[row, at // self.block])
+                memory[block, self.layer, 0, :, at % self.block] = keys[i]
+                memory[block, self.layer, 1, :, at % self.block] = values[i]
+        return memory
+
+
+@both
+@each_dtype
+@pytest.mark.parametrize("seed", range(10))
+def test_rotate_and_write(ops, dtype, seed):
+    """Queries and keys turned, values as they are, keys and values in their places, and nothing else changed anywhere."""
+    tokens, g, with_norms = Tokens(seed, dtype), generator(seed), seed % 2 == 1
+    heads, size, count = tokens.heads, tokens.heads.size, len(tokens.places)
+    angles = torch.randn(2, tokens.longest, size, generator=g)  # real tables repeat their first half
+    norms = [torch.randn(size, generator=g).to(DEVICE, dtype) for _ in range(2)] if with_norms else [None, None]
+    rotation = Rotation(angles[0].cos().to(DEVICE, dtype), angles[1].sin().to(DEVICE, dtype), *norms, 0.01)
+    width = (heads.query + 2 * heads.kv) * size
+    wide = torch.full((count, width + 24), math.nan)
+    wide[:, :width] = torch.randn(count, width, generator=g)
+    wide = wide.to(DEVICE, dtype)
+    qkv, before = wide[:, :width], wide.clone()
+
+    ops.rotate_and_write(qkv, heads, rotation, tokens.cache, tokens.layer, tokens.rows, tokens.positions)
+
+    query, key, value = exact(before[:, :width]).view(count, -1, size).split([heads.query, heads.kv, heads.kv], 1)
+    if with_norms:
+        query, key = norm(query, norms[0], 0.01), norm(key, norms[1], 0.01)
+    at = tokens.positions.cpu().clamp(min=0)
+    cos, sin = exact(rotation.cos)[at, None], exact(rotation.sin)[at, None]
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    expected = torch.cat([turn(query), turn(key), value], 1)
+    used = torch.tensor(tokens.used)
+    close(qkv.view(count, -1, size).cpu()[used], expected[used], dtype, times=2)
+    assert torch.equal(qkv[:, -heads.kv * size :], before[:, :width][:, -heads.kv * size :]), "values"
+    assert wide[:, width:].isnan().all()
+    if ops is kernels:
+        assert torch.equal(qkv.cpu()[~used], before.cpu()[~used, :width]), "a row that nobody uses"
+    close(tokens.cache.memory, tokens.expected_memory(expected[:, heads.query : -heads.kv], value), dtype, times=2)
+
+
+@both
+@each_dtype
+@pytest.mark.parametrize("seed", range(8))
+def test_write(ops, dtype, seed):
+    """Keys and values as transformers hands them over, head by head, or token by token out of a product."""
+    tokens, g = Tokens(seed, dtype), generator(seed)
+    count, kv, size = len(tokens.places), tokens.heads.kv, tokens.heads.size
+    if seed % 2:
+        keys = torch.randn(kv, count, size, generator=g).to(DEVICE, dtype).transpose(0, 1)
+        values = torch.randn(count, 3, kv, size, generator=g).to(DEVICE, dtype)[:, 1]
+    else:
+        keys, values = torch.randn(count, 2 * kv, size, generator=g).to(DEVICE, dtype).split([kv, kv], 1)
+    ops.write(keys, values, tokens.cache, tokens.layer, tokens.rows, tokens.positions)
+    expected = tokens.expected_memory(exact(keys), exact(values))
+    torch.testing.assert_close(exact(tokens.cache.memory), expected, rtol=0, atol=0, equal_nan=True)
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+class Past:
+    """Queries, and a cache that holds numbers where they may look."""
+
+    def __init__(self, seed: int, dtype: torch.dtype):
+        pick, g = random.Random(1000 + seed), generator(seed)
+        kv = pick.choice([1, 1, 2, 3])
+        group, size = pick.choice([1, 2, 3, 5, 7, 8, 16, 20]), pick.choice(SIZES)
+        self.heads, self.block = Heads(kv * group, kv, size), pick.choice([16, 32, 64])
+        blocks_per_row, count = pick.choice([1, 3, 5, 6]), pick.randint(1, 3)
+        longest = blocks_per_row * self.block
+        # At the edges of blocks and of parts, and anywhere.
+        lengths = [1, longest, self.block, self.block + 1, 2 * self.block, pick.randint(1, longest), pick.randint(1, longest)]
+        self.lengths = [min(pick.choice(lengths), longest) for _ in range(count)] + [0]
+        pick.shuffle(self.lengths)
+        self.longest = max(*self.lengths, pick.randint(1, longest))
+        self.positions = strided([length - 1 for length in self.lengths])
+        self.layer, self.scale = pick.randrange(LAYERS), pick.choice([size**-0.5, 1.0])
+        self.window = pick.choice([None, None, 1, 5, self.block, self.block + 3, 10 * longest])
+        self.rows = len(self.lengths)
+        cache = self.cache = cache_of(self.heads, self.block, self.rows + 1, blocks_per_row, dtype, seed)
+        self.keys, self.values = (torch.randn(self.rows, kv, longest, size, generator=g).to(dtype) for _ in range(2))
+        for row, length in enumerate(self.lengths):
+            for at in range(length):
+                place = cache.memory[int(cache.tables[row, at // self.block]), self.layer, :, :, at % self.block]
+                place[0], place[1] = self.keys[row, :, at], self.values[row, :, at]
+        # Small, so that all count; or large, so that without care exponentials overflow.
+        self.size = pick.choice([0.1, 1.0, 1.0, 30.0 / (self.scale * size**0.5)])
+        query = (torch.randn(self.rows, self.heads.query + 2 * kv, size, generator=g) * self.size).to(DEVICE, dtype)
+        query[:, self.heads.query :] = math.nan
+        self.query = query[:, : self.heads.query]
+        if seed % 3 == 0:
+            self.query = self.query.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def expected(self) -> Tensor:
+        """Row by row and head by head; NaN for rows without a sequence."""
+        out = torch.full((self.rows, self.heads.query, self.heads.size), math.nan, dtype=torch.float64)
+        for row, length in enumerate(self.lengths):
+            first = 0 if self.window is None else max(0, length - self.window)
+            for head in range(self.heads.query if length else 0):
+                kv_head = head // (self.heads.query // self.heads.kv)
+                keys, values = (exact(x[row, kv_head, first:length]) for x in (self.keys, self.values))
+                out[row, head] = (keys @ exact(self.query[row, head]) * self.scale).softmax(0) @ values
+        return out.flatten(1)
+
+    def check(self, out: Tensor, dtype: torch.dtype) -> None:
+        used = torch.tensor(self.lengths) > 0
+        assert out.shape == (self.rows, self.heads.query * self.heads.size)
+        # Scores of 100 are off by 100 roundings of what they are made of.
+        times = max(1.0, self.size * self.scale * self.heads.size**0.5) * 2
+        close(out.cpu()[used], self.expected()[used], dtype, times=times if dtype == torch.float32 else 2)
+
+    def attend(self, ops: ModuleType) -> Tensor:
+        return ops.attend(
+            self.query, self.cache, self.layer, self.positions, scale=self.scale, window=self.window, longest=self.longest
+        )
+
+
+@pytest.mark.parametrize("seed", range(20))
+@each_dtype
+def test_attend(dtype, seed, monkeypatch):
+    """In one part and in many, with the same result; memory that holds nothing of a row's is not read."""
+    past = Past(seed, dtype)
+    pick = random.Random(seed)
+    monkeypatch.setattr(kernels.attention, "PROGRAMS", pick.choice([1, 1, 16, 512]))
+    monkeypatch.setattr(kernels.attention, "FEWEST_TOKENS", past.block)
+    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", past.block * pick.choice([1, 2, 8, 8]))
+    past.check(past.attend(kernels), dtype)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@each_dtype
+def test_plain_attend(dtype, seed):
+    """Which multiplies what it does not see by 0, and so needs numbers there."""
+    past = Past(seed, dtype)
+    past.cache.memory.nan_to_num_(nan=7.0)
+    past.check(past.attend(plain), dtype)
+
+
+def test_attend_splits_as_it_says(monkeypatch):
+    """So that the tests above have seen all ways: one part, several, and more than some sequences have."""
+    attention = kernels.attention
+    monkeypatch.setattr(attention, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(attention, "MOST_TOKENS", 64)
+    monkeypatch.setattr(attention, "PROGRAMS", 8)
+    assert attention.split_for(1, 2, 100) == (4, 32), "8 programs"
+    assert attention.split_for(8, 2, 100) == (2, 64), "no part longer than 64"
+    assert attention.split_for(1, 2, 30) == (2, 16), "nor shorter than 16"
+    assert attention.split_for(8, 2, 15) == (1, 16)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 64, 1024])
+@pytest.mark.parametrize("longest", [1, 100, 128, 1000, 4097, 131_072])
+def test_parts_are_whole_blocks_and_cover_everything(sequences, longest):
+    for kv_heads in (1, 2, 8):
+        parts, tokens = kernels.attention.split_for(sequences, kv_heads, longest)
+        assert parts * tokens >= longest
+        assert parts == 1 or tokens % 64 == 0
+        assert tokens <= max(1024, longest)
+
+
+# Noise ---------------------------------------------------------------------------------------------------------------
+
+
+def random_keys(count: int, seed: int) -> Tensor:
+    """Any 64 bits, and those at which arithmetic could go wrong."""
+    numbers = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, count, dtype=np.int64)
+    numbers[:6] = [0, 1, -1, 2**63 - 1, -(2**63), 2**32][:count]
+    return torch.from_numpy(numbers)
+
+
+def test_noise():
+    """Arrival times are those of noise.gumbel, to rounding; so thousands of draws give the same tokens, but for near ties."""
+    count, tokens, together = 4096, 128, 512
+    keys, written = random_keys(count, 0), torch.arange(count) * 3
+    out = torch.empty(count, tokens, device=DEVICE)
+    _noise[(count // together,)](keys.to(DEVICE), written.to(DEVICE), out, KEYS=together, TOKENS=tokens)
+    reference = gumbel(position_keys(keys, written), tokens)
+    torch.testing.assert_close(-exact(out).log(), exact(reference), rtol=0, atol=5e-6)
+    logits = torch.randn(count, tokens, generator=generator(0)) * 3
+    ours, scores = (logits.exp() / out.cpu()).argmax(-1), exact(logits) + exact(reference)
+    lost = scores.max(-1).values - scores.gather(1, ours[:, None])[:, 0]
+    assert lost.max() < 1e-5
+    assert (lost > 0).sum() <= 1
+
+
+# Draws ---------------------------------------------------------------------------------------------------------------
+
+TILE = 256
+END_TOKENS = frozenset(range(0, 1000, 3))
+SETTINGS = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "cold": {"temperature": 0.6},
+    "hot": {"temperature": 1.8},
+    "nearly greedy": {"temperature": 1e-3},
+    "top k": {"top_k": 7},
+    "top 1": {"top_k": 1},
+    "more than all": {"top_k": 100_000},
+    "top p": {"top_p": 0.8},
+    "little p": {"top_p": 0.05},
+    "no p": {"top_p": 0.0},
+    "min p": {"min_p": 0.1},
+    "top k and p": {"top_k": 20, "top_p": 0.5},
+    "top k and min p": {"temperature": 1.3, "top_k": 60, "min_p": 0.05},
+    "all": {"temperature": 0.7, "top_k": 50, "top_p": 0.7, "min_p": 0.02},
+    "all, hot": {"temperature": 1.5, "top_k": 100, "top_p": 0.9, "min_p": 0.002},
+}
+
+
+def likely(scaled: np.ndarray, sampling: Sampling, lenience: float) -> np.ndarray:
+    """Which tokens of a row may be drawn, by sorting; with some lenience (or severity) where rounding may decide."""
+    kept = np.isfinite(scaled)
+    if sampling.top_k is not None and sampling.top_k < len(scaled):
+        kept &= scaled >= np.sort(scaled)[-sampling.top_k]
+    if sampling.top_p < 1.0:
+        order = np.argsort(-np.where(kept, scaled, -np.inf), kind="stable")
+        mass = np.where(kept, np.exp(scaled - scaled.max()), 0.0)[order]
+        before = (np.cumsum(mass) - mass) / mass.sum()
+        needed = before < sampling.top_p + lenience
+        needed[0] = True
+        kept &= scaled >= scaled[order][needed].min()
+    if sampling.min_p > 0.0:
+        kept &= scaled - scaled.max() >= math.log(sampling.min_p) - lenience
+    kept[scaled == scaled.max()] = True
+    return kept
+
+
+def log_softmax(scaled: np.ndarray) -> np.ndarray:
+    above = scaled - scaled.max()
+    return above - np.log(np.exp(above).sum())
+
+
+LOGITS = {
+    "usual": lambda z: z * 3,
+    "flat": lambda z: z * 0,
+    "nearly flat": lambda z: z * 0.01,
+    "peaked": lambda z: z.index_fill(0, torch.tensor([len(z) // 2]), 60.0),
+    "ties": lambda z: (z * 2).round(),
+    "far below 0": lambda z: z * 5 - 90,
+    "impossible here and there": lambda z: (z * 2).masked_fill(torch.arange(len(z)) % 3 != 1, -math.inf),
+    "all but impossible": lambda z: z.masked_fill(torch.arange(len(z)) % 97 != 13, -1e30),
+}
+PLACES = {"nobody": (-1, 0, 3), "first": (5, 0, 9), "last": (7, 8, 9), "beyond": (0, 9, 4)}  # position, written, limit
+
+
+def state_of(count: int, seed: int) -> Tensor:
+    """Rows with different keys, at their limits and before, some that nobody uses."""
+    pick = random.Random(seed)
+    keys = random_keys(count, seed).tolist()
+    some = [(pick.randrange(2000), *pick.choice(list(PLACES.values())), keys[i]) for i in range(count)]
+    rows = [[token, position, key, written, limit] for token, position, written, limit, key in some]
+    return torch.tensor(rows, device=DEVICE)
+
+
+def logits_of(vocabulary: int, kinds: list[str], seed: int) -> Tensor:
+    """Part of something wider, that is NaN outside."""
+    wide = torch.full((len(kinds), vocabulary + 11), math.nan)
+    for i, kind in enumerate(kinds):
+        wide[i, :vocabulary] = LOGITS[kind](torch.randn(vocabulary, generator=generator(seed * 1000 + i)))
+    return wide.to(DEVICE)[:, :vocabulary]
+
+
+def drawn(ops: ModuleType, logits: Tensor, state: Tensor, sampling: Sampling, ends: frozenset[int]) -> tuple[Tensor, Tensor]:
+    """State and results after a step."""
+    state, results = state.clone(), torch.full((len(state), 4), 12345, dtype=torch.int32, device=DEVICE)
+    before = logits.clone()
+    ops.draw_and_advance(logits, state, results, draw_of(sampling, ends, DEVICE, {}))
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    return state, results
+
+
+def check_draws(ops: ModuleType, logits: Tensor, state: Tensor, ends: frozenset[int] = END_TOKENS, **settings) -> None:
+    """All that a step may say and change."""
+    sampling = Sampling(max_new_tokens=1, **settings)
+    after, results = (x.cpu() for x in drawn(ops, logits, state, sampling, ends))
+    before = state.cpu()
+    noise = exact(gumbel(position_keys(before[:, KEY], before[:, WRITTEN]), logits.shape[1])).numpy()
+    numbers = results[:, 2:].contiguous().view(torch.float32).tolist()
+    for i, z in enumerate(exact(logits).numpy()):
+        if before[i, POSITION] < 0:
+            assert torch.equal(after[i], before[i])
+            assert results[i, 0] == IDLE
+            continue
+        status, token = results[i, :2].tolist()
+        scaled = z / (settings.get("temperature") or 1.0)
+        greatest = np.abs(scaled[np.isfinite(scaled)]).max()
+        if sampling.temperature == 0.0:
+            assert token == z.argmax(), "the first of the best"
+        else:
+            # fp32 cannot tell what differs in its last digits: neither at the edge of what is kept, nor at the winner's heels.
+            scores, last_digits = scaled + noise[i], 1e-5 + 3e-7 * greatest
+            assert likely(scaled, sampling, 1e-5)[token], f"row {i}: {token} should not have been kept"
+            rivals = scores[likely(scaled, sampling, -1e-5)]
+            assert scores[token] >= rivals.max() - last_digits, f"row {i}: {token} did not win"
+        written = before[i, WRITTEN] + 1
+        expected = ENDED if token in ends else AT_LIMIT if written >= before[i, LIMIT] else RUNNING
+        assert status == expected
+        position = before[i, POSITION] + 1 if expected == RUNNING else -1
+        assert after[i].tolist() == [token, position, before[i, KEY], written, before[i, LIMIT]]
+        atol = 1e-5 if ops is kernels else 1e-5 + 3e-7 * greatest
+        assert numbers[i] == pytest.approx([log_softmax(scaled)[token], log_softmax(z)[token]], rel=3e-7, abs=atol)
+
+
+@both
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_draws(ops, settings, monkeypatch):
+    """All kinds of logits in one batch, over three tiles of which the last is not full."""
+    monkeypatch.setattr(kernels.draw, "TILE", TILE)
+    kinds = [*LOGITS, "usual", "usual", "nearly flat", "ties"]
+    seed = list(SETTINGS.values()).index(settings)
+    state = state_of(len(kinds), seed)
+    state[: len(LOGITS), POSITION] = state[: len(LOGITS), POSITION].clamp(min=0)
+    logits = logits_of(2 * TILE + 77, kinds, seed)
+    logits[state[:, POSITION] < 0] = math.nan
+    check_draws(ops, logits, state, **settings)
+
+
+some_settings = pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("plain", "greedy", "top p", "all")], ids=str)
+
+
+@both
+@some_settings
+def test_tiles_of_which_no_token_is_possible(ops, settings, monkeypatch):
+    """As where a vocabulary is padded, and the padding masked; or where but one token is allowed."""
+    monkeypatch.setattr(kernels.draw, "TILE", TILE)
+    logits, at = logits_of(3 * TILE - 5, ["usual"] * 4, 2), torch.arange(3 * TILE - 5, device=DEVICE)
+    for row, possible in zip(logits, (at < 9, at >= 2 * TILE, (at >= TILE) & (at < 2 * TILE), at == TILE + 3), strict=True):
+        row.masked_fill_(~possible, -math.inf)
+    state = state_of(4, 2)
+    state[:, POSITION] = 3
+    check_draws(ops, logits, state, **settings)
+
+
+@both
+@some_settings
+@pytest.mark.timeout(10)
+def test_logits_that_are_no_numbers_are_seen_in_the_log_probs(ops, settings, monkeypatch):
+    """What a model that has diverged gives: a token of the vocabulary, and NaN; but an end, whatever was asked for."""
+    monkeypatch.setattr(kernels.draw, "TILE", TILE)
+    logits, state = torch.full((2, TILE + 7), math.nan, device=DEVICE), state_of(2, 1)
+    logits[1, : TILE // 2] = 1.0
+    state[:, POSITION] = 3
+    _, results = drawn(ops, logits, state, Sampling(max_new_tokens=1, **settings), END_TOKENS)
+    assert all(0 <= token < TILE + 7 for token in results[:, 1].tolist())
+    assert results[:, 2:].contiguous().view(torch.float32).isnan().all()
+
+
+@both
+@some_settings
+@pytest.mark.parametrize("vocabulary", [1, 2, TILE - 1, TILE, TILE + 1])
+def test_vocabularies(ops, settings, vocabulary, monkeypatch):
+    monkeypatch.setattr(kernels.draw, "TILE", TILE)
+    check_draws(ops, logits_of(vocabulary, ["usual", "flat", "ties"], 1), state_of(3, 3), **settings)
+
+
+@both
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.699}, {0, 1}),
+        ({"top_p": 0.701}, {0, 1, 2}),
+        ({"min_p": 0.501}, {0, 1}),
+        ({"min_p": 0.499}, {0, 1, 2}),
+        ({"top_k": 2, "top_p": 0.57}, {0}),
+        ({"top_k": 2, "top_p": 0.573}, {0, 1}),
+        ({"top_p": 0.701, "min_p": 0.74}, {0, 1}),
+        ({"temperature": 0.5, "top_p": 0.534, "min_p": 0.1}, {0, 1}),
+    ],
+    ids=str,
+)
+def test_edges_of_what_is_kept(ops, settings, kept):
+    """Probabilities of 0.4, 0.3, 0.2, 0.1 (squared, by temperature 0.5: 16, 9, 4 and 1 in 30). All that may be drawn are."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1], device=DEVICE).log().repeat(20, 1)
+    state = state_of(20, 4)
+    state[:, POSITION] = 3
+    _, results = drawn(ops, logits, state, Sampling(max_new_tokens=1, **settings), frozenset())
+    assert set(results[:, 1].tolist()) == kept
+
+
+@both
+@pytest.mark.parametrize("ends", [frozenset(), frozenset([41]), frozenset([0, 41, 99]), frozenset(range(100))], ids=len)
+def test_ends_and_limits(ops, ends):
+    """Token 41 is the answer. An end token ends a row also at its limit; at the limit or beyond, it stops without one."""
+    logits = torch.zeros(4, 100, device=DEVICE)
+    logits[:, 41] = 100.0
+    state = torch.tensor([[9, 5, 1, 0, 2], [9, 5, 2, 1, 2], [9, 5, 3, 2, 2], [9, -1, 4, 0, 2]], device=DEVICE)
+    after, results = drawn(ops, logits, state, Sampling(max_new_tokens=1), ends)
+    usual = [RUNNING, AT_LIMIT, AT_LIMIT] if 41 not in ends else [ENDED] * 3
+    assert results[:, 0].tolist() == [*usual, IDLE]
+    assert after[:, POSITION].tolist() == [-1 if status != RUNNING else 6 for status in usual] + [-1]
+    assert after[:, TOKEN].tolist() == [41, 41, 41, 9]
+    assert after[:, WRITTEN].tolist() == [1, 2, 3, 0]
+    assert after[:, [KEY, LIMIT]].tolist() == state[:, [KEY, LIMIT]].tolist()
+
+
+@pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["all, hot"]], ids=str)
+def test_tiles_and_batches_do_not_matter(settings, monkeypatch):
+    """The same tokens from tiles of any size, and from a row alone."""
+    logits, state = logits_of(600, ["usual", "nearly flat"] * 4, 5), state_of(8, 5)
+    state[:, POSITION] = 3
+    sampling = Sampling(max_new_tokens=1, **settings)
+    tokens = []
+    for tile in (128, 1024):
+        monkeypatch.setattr(kernels.draw, "TILE", tile)
+        tokens.append(drawn(kernels, logits, state, sampling, frozenset())[1][:, 1].tolist())
+    assert tokens[0] == tokens[1]
+    alone = [drawn(kernels, logits[i : i + 1], state[i : i + 1], sampling, frozenset())[1][0, 1].item() for i in range(8)]
+    assert alone == tokens[0]
+
+
+def test_kernels_draw_what_plain_draws():
+    """Over as many rows as the interpreter has time for; the noise itself is compared above, for thousands."""
+    logits, state = logits_of(500, ["usual", "nearly flat", "ties"] * 40, 9), state_of(120, 9)
+    state[:, POSITION] = 3
+    ours, theirs = (drawn(ops, logits, state, Sampling(max_new_tokens=1, temperature=0.9), END_TOKENS) for ops in (kernels, plain))
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1][:, :2], theirs[1][:, :2])

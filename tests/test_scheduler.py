@@ -1,0 +1,543 @@
+"""Who runs where: the scheduler inside the engine's own loop, on a device that is made of lists.
+
+That device has a cache of tokens in place of keys and values. Before it writes a token it looks at all that its row can see, which
+must be the prompt and what the sample has written so far, each at its place. So whatever goes wrong while prompts are read in
+pieces, shared and copied, or while sequences grow, move, give up their memory and begin again, comes out here.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native.blocks import Blocks
+from plaudit.rollout.native.engine import _blocks_wanted, _Call
+from plaudit.rollout.native.graphs import rounded_rows
+from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, NOBODY, POSITION, RUNNING, TOKEN, WRITTEN
+from plaudit.rollout.native.scheduler import Piece, Scheduler
+from plaudit.rollout.native.scheduler import Sequence as Running
+from plaudit.seeding import stable_seed
+from plaudit.types import Sample
+
+SAMPLING = Sampling(max_new_tokens=4, seed=1, step=2)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What will be sampled: `length` tokens, all different, and none that occurs anywhere else."""
+
+    request: Request
+    index: int
+    length: int
+    by_host: bool = False
+    """The end is a stop string, which the device does not see."""
+
+    @property
+    def key(self) -> int:
+        key = stable_seed(SAMPLING.seed, SAMPLING.step, self.request.prompt_id, self.index)
+        return key - (1 << 64) if key >> 63 else key
+
+    @property
+    def limit(self) -> int:
+        return self.request.max_new_tokens or SAMPLING.max_new_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        first = 1_000_000 + 10_000 * int(self.request.prompt_id) + 100 * self.index
+        return list(range(first, first + self.limit + 2))  # one may be drawn too many, before the host sees a stop string
+
+    def seen_at(self, written: int) -> list[int]:
+        """What its newest token looks back on, itself included."""
+        return self.request.tokens.tolist() + self.tokens[:written]
+
+    @property
+    def status(self) -> str:
+        return "finished" if self.length <= self.limit else "truncated"
+
+
+@dataclass(frozen=True)
+class Setting:
+    answers: Sequence[Answer]
+    rows: int
+    block_tokens: int
+    more_blocks: int | None = None
+    """Than a sequence alone may need; default: as many as the engine would like to have."""
+    prefill_tokens: int = 1000
+    device: str = "cpu"
+
+    @property
+    def requests(self) -> list[Request]:
+        return list({id(answer.request): answer.request for answer in self.answers}.values())
+
+    @property
+    def per_row(self) -> int:
+        return -(-max(len(a.request.tokens) + a.limit for a in self.answers) // self.block_tokens)
+
+    @property
+    def blocks(self) -> int:
+        least = self.per_row + 1
+        if self.more_blocks is not None:
+            return least + self.more_blocks
+        return max(least, _blocks_wanted(self.requests, SAMPLING, self.rows, self.block_tokens))
+
+    @property
+    def most_steps(self) -> int:
+        """One token at a time, and one more each for steps under way."""
+        return sum(min(a.length, a.limit) + 1 for a in self.answers)
+
+    @property
+    def in_order(self) -> bool:
+        return self.device == "cpu" and self.per_row == 1
+
+
+# The device ----------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    def __init__(self, setting: Setting):
+        self.block_tokens, self.in_order = setting.block_tokens, setting.in_order
+        self.tables = np.full((setting.rows, setting.per_row), -1)
+        self.cells: list[list[int | None]] = [[None] * setting.block_tokens for _ in range(setting.blocks)]
+
+    def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
+        sources = [list(self.cells[source]) for source, _ in moves]
+        assert len({target for _, target in moves}) == len(moves)
+        for (_, target), cells in zip(moves, sources, strict=True):
+            self.cells[target] = cells[:tokens] + [None] * (self.block_tokens - tokens)
+
+    def set_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
+        self.tables[rows] = tables
+
+    def write(self, blocks: Sequence[int], position: int, token: int) -> None:
+        self.cells[blocks[position // self.block_tokens]][position % self.block_tokens] = token
+
+    def read(self, blocks: Sequence[int], tokens: int) -> list[int | None]:
+        return [self.cells[blocks[at // self.block_tokens]][at % self.block_tokens] for at in range(tokens)]
+
+
+class Rows:
+    def __init__(self, setting: Setting):
+        count = rounded_rows(setting.rows)
+        self.device = SimpleNamespace(type=setting.device)
+        self.state = [list(NOBODY) for _ in range(count)]
+        self.results_R4 = torch.zeros(count, 4, dtype=torch.int32)
+
+    def change(self, changes: Sequence[tuple[int, ...]]) -> None:
+        before = [list(state) for state in self.state]
+        for row, source, *state in changes:
+            self.state[row] = before[source] if source >= 0 else list(state)
+
+
+class Forward:
+    def __init__(self, setting: Setting):
+        self.setting, self.tokens_read, self.steps = setting, 0, 0
+        self.answers = {answer.key: answer for answer in setting.answers}
+        self.drawn: set[tuple[int, int]] = set()
+
+    def read(self, pieces: Sequence[Piece], cache: Cache) -> None:
+        assert sum(piece.end - piece.begin for piece in pieces) <= self.setting.prefill_tokens
+        assert all(piece.begin == 0 and piece.end == piece.job.to_read for piece in pieces[1:]), "what is cut comes first"
+        assert len({id(piece.job) for piece in pieces}) == len(pieces)
+        for piece in pieces:
+            assert piece.begin < piece.end
+            known = piece.job.tokens.tolist()
+            assert cache.read(piece.job.blocks, piece.begin) == known[: piece.begin], "what was read before is still there"
+            for at in range(piece.begin, piece.end):
+                cache.write(piece.job.blocks, at, known[at])
+            self.tokens_read += piece.end - piece.begin
+
+    def step(self, rows: Rows, count: int, cache: Cache, longest: int, draw: object) -> None:
+        self.steps += 1
+        assert self.steps <= self.setting.most_steps
+        used = [row for row in range(count) if rows.state[row][POSITION] >= 0]
+        for row in used:
+            cache.write(cache.tables[row], rows.state[row][POSITION], rows.state[row][TOKEN])
+        for row in used:
+            _, position, key, written, limit = rows.state[row]
+            answer = self.answers[key]
+            blocks = [row] if cache.in_order else cache.tables[row]
+            assert cache.read(blocks, position + 1) == answer.seen_at(written)
+            assert position < longest
+            assert limit == answer.limit
+        for row in range(count):
+            rows.results_R4[row] = torch.tensor(self._draw(rows.state[row]) if row in used else (IDLE, 0, 0, 0))
+
+    def _draw(self, state: list[int]) -> tuple[int, int, int, int]:
+        answer = self.answers[state[KEY]]
+        assert (answer.key, state[WRITTEN]) not in self.drawn, "what was drawn is kept, also by those that are put off"
+        self.drawn.add((answer.key, state[WRITTEN]))
+        state[TOKEN] = answer.tokens[state[WRITTEN]]
+        state[WRITTEN] += 1
+        ended = state[WRITTEN] == answer.length and not answer.by_host
+        status = ENDED if ended else AT_LIMIT if state[WRITTEN] >= state[LIMIT] else RUNNING
+        state[POSITION] = state[POSITION] + 1 if status == RUNNING else -1
+        return status, state[TOKEN], 0, 0
+
+
+class Stopping:
+    def __init__(self, answers: Sequence[Answer]):
+        self.last = {answer.tokens[answer.length - 1] for answer in answers if answer.by_host and answer.length <= answer.limit}
+
+    def stops(self, tokens: list[int]) -> bool:
+        return tokens[-1] in self.last
+
+    def text(self, tokens: list[int]) -> str:
+        return ""
+
+
+# The scheduler, watched ----------------------------------------------------------------------------------------------
+
+
+class Watched(Scheduler):
+    """Looks at itself after everything it does."""
+
+    def __init__(self, setting: Setting):
+        super().__init__(
+            setting.requests, SAMPLING, rows=setting.rows, blocks=setting.blocks, block_tokens=setting.block_tokens,
+            prefill_tokens=setting.prefill_tokens,
+        )  # fmt: skip
+        self.began: list[tuple[str, int]] = []
+        self.put_off: list[tuple[str, int]] = []
+        # Every step is one token further for someone. Between two steps all may have to be read again, in pieces.
+        longest_read = sum(-(-(len(a.request.tokens) + a.limit) // setting.prefill_tokens) for a in setting.answers)
+        self.turns_left = (1 + longest_read) * setting.most_steps
+
+    def next_pieces(self) -> list[Piece]:
+        self.turns_left -= 1
+        assert self.turns_left >= 0, "it goes in circles"
+        read = {id(job): job.read for job in self.reading}
+        pieces = super().next_pieces()
+        for piece in pieces:
+            assert piece.begin == read.get(id(piece.job), 0)
+        assert pieces or self.ready or self.running or self.reading, "there is always something to do"
+        self.look()
+        return pieces
+
+    def start(self) -> list[tuple[int, int]]:
+        before = list(self.rows)
+        copies = super().start()
+        for row, sequence in enumerate(self.rows):
+            if sequence is not before[row]:
+                assert before[row] is None
+                assert sequence is not None
+                assert sequence.device_row is None
+                self.began.append((sequence.request.prompt_id, sequence.index))
+        if self.ready:
+            job = self.ready[0]
+            in_its_last_block = len(job.sequences) == 1 and job.to_read % self.block_tokens
+            assert None not in self.rows or (not self.blocks.free and not in_its_last_block), "nothing waits without need"
+        self.look()
+        return copies
+
+    def make_room(self) -> None:
+        before, free = list(self.rows), self.blocks.free
+        super().make_room()
+        for sequence in before:
+            if sequence is not None and sequence.row is None:
+                self.put_off.append((sequence.request.prompt_id, sequence.index))
+                assert self.waiting[0].tokens.tolist() == sequence.request.tokens.tolist() + sequence.tokens
+        assert self.blocks.free >= free
+        self.look()
+
+    def grow(self) -> bool:
+        enough = super().grow()
+        self.look()
+        if enough:
+            for sequence in self._running():
+                if sequence.launched < sequence.limit:
+                    assert sequence.position < len(sequence.blocks) * self.block_tokens
+                    assert self.hands()[sequence.blocks[sequence.position // self.block_tokens]] == 1, "it writes where none reads"
+        return enough
+
+    def leave(self, sequence: Running) -> None:
+        super().leave(sequence)
+        self.look()
+
+    def close_up(self) -> None:
+        super().close_up()
+        assert all(sequence is not None for sequence in self.rows[: self.running])
+        self.look()
+
+    def put_in_order(self) -> list[tuple[int, int]]:
+        moves = super().put_in_order()
+        assert [sequence.blocks for sequence in self._running()] == [[row] for row in range(self.running)]
+        self.look()
+        return moves
+
+    def hands(self) -> Counter[int]:
+        """In how many each block is."""
+        holders = [*self._running(), *self.reading, *self.ready]
+        return Counter(block for holder in holders for block in holder.blocks)
+
+    def look(self) -> None:
+        running = self._running()
+        assert len(running) == self.running <= len(self.rows)
+        assert all(sequence.row == row for row, sequence in enumerate(self.rows) if sequence is not None)
+        assert len({id(sequence) for sequence in running}) == len(running)
+        assert not any(job.blocks or job.read for job in self.waiting)
+        assert self.blocks.free + len(self.hands()) == self.blocks.total
+
+    def _running(self) -> list[Running]:
+        return [sequence for sequence in self.rows if sequence is not None]
+
+
+@dataclass
+class Outcome:
+    scheduler: Watched
+    forward: Forward
+    samples: list[Sample] = field(default_factory=list)
+
+
+def simulate(setting: Setting) -> Outcome:
+    """A call of the engine; every sample must come, once, with its own tokens."""
+    scheduler, forward = Watched(setting), Forward(setting)
+    stopping = Stopping(setting.answers)
+    call = _Call(forward, scheduler, Rows(setting), Cache(setting), None, stopping, 7)  # pyright: ignore
+    outcome = Outcome(scheduler, forward)
+    outcome.samples += call.run(0 if setting.device == "cpu" else 1)
+    answers = {(a.request.prompt_id, a.index): a for a in setting.answers}
+    assert sorted((s.prompt_id, s.index) for s in outcome.samples) == sorted(answers)
+    for sample in outcome.samples:
+        answer = answers[sample.prompt_id, sample.index]
+        assert sample.tokens.tolist() == answer.tokens[: min(answer.length, answer.limit)]
+        assert sample.status == answer.status
+    assert not scheduler.busy
+    assert scheduler.blocks.free == scheduler.blocks.total
+    again = Counter(scheduler.put_off)
+    assert Counter(scheduler.began) == {name: 1 + again[name] for name in answers}
+    if not scheduler.preempted:
+        assert scheduler.began == list(answers), "first come, first served"
+        assert forward.tokens_read == sum(len(r.tokens) - 1 for r in setting.requests), "each prompt is read once"
+    return outcome
+
+
+def answers_of(*groups: tuple[int, int, int, Sequence[int]]) -> list[Answer]:
+    """From (prompt's length, samples, limit, lengths of the answers, the last of them for all others too)."""
+    made = []
+    for name, (prompt, n, limit, lengths) in enumerate(groups):
+        tokens = np.arange(1000 * (name + 1), 1000 * (name + 1) + prompt)
+        request = Request(str(name), tokens, n, limit)
+        made += [Answer(request, index, lengths[min(index, len(lengths) - 1)]) for index in range(n)]
+    return made
+
+
+# Settings of all kinds -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def answers(draw) -> list[Answer]:
+    made = []
+    for name in range(draw(st.integers(1, 7))):
+        prompt = draw(st.integers(1, 4) | st.integers(1, 40))
+        limit = draw(st.none() | st.integers(1, 20))
+        request = Request(str(name), np.arange(1000 * (name + 1), 1000 * (name + 1) + prompt), draw(st.integers(1, 6)), limit)
+        for index in range(request.n):
+            made.append(Answer(request, index, draw(st.integers(1, (limit or 4) + 1)), draw(st.booleans())))
+    return made
+
+
+budgets = st.integers(1, 12) | st.integers(1, 200)
+rows = st.integers(1, 7) | st.sampled_from([16, 33])
+few = st.integers(0, 3) | st.integers(0, 60)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(answers(), rows, st.sampled_from([1, 2, 3, 4, 8, 16]), few, budgets, st.sampled_from(["cpu", "cuda"]))
+def test_in_small_blocks(answers, rows, block_tokens, more_blocks, prefill_tokens, device):
+    simulate(Setting(answers, rows, block_tokens, more_blocks, prefill_tokens, device))
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(answers(), rows, st.integers(0, 9), budgets)
+def test_a_block_for_each_row(answers, rows, more_blocks, prefill_tokens):
+    """As on a CPU: nothing grows, and row i lies in block i."""
+    setting = Setting(answers, rows, 64, more_blocks, prefill_tokens)
+    assert setting.in_order
+    simulate(setting)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(answers(), rows, st.sampled_from([1, 4, 16, 64]), budgets, st.sampled_from(["cpu", "cuda"]))
+def test_with_blocks_for_everyone_nobody_is_put_off(answers, rows, block_tokens, prefill_tokens, device):
+    all_at_once = sum(-(-(len(a.request.tokens) + a.limit) // block_tokens) + 1 for a in answers)
+    outcome = simulate(Setting(answers, rows, block_tokens, all_at_once, prefill_tokens, device))
+    assert outcome.scheduler.preempted == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17])
+@pytest.mark.parametrize("block_tokens", [4, 64])
+def test_blocks_that_the_engine_wants_are_enough_for_prompts_of_their_own(rows, block_tokens, device):
+    answers = answers_of(*[(13, 1, 18, [length]) for length in (19, 1, 7, 19, 18, 3) * 6])
+    assert simulate(Setting(answers, rows, block_tokens, device=device)).scheduler.preempted == 0
+
+
+# One thing at a time -------------------------------------------------------------------------------------------------
+
+
+def test_requests_become_sequences():
+    scheduler = Scheduler(
+        [Request("a", np.arange(3), n=2, max_new_tokens=9), Request("b", np.arange(1))],
+        SAMPLING, rows=4, blocks=9, block_tokens=2, prefill_tokens=9,
+    )  # fmt: skip
+    made = [sequence for job in scheduler.waiting for sequence in job.sequences]
+    assert [(s.request.prompt_id, s.index, s.limit, s.position) for s in made] == [("a", 0, 9, 2), ("a", 1, 9, 2), ("b", 0, 4, 0)]
+    for sequence in made:
+        assert -(1 << 63) <= sequence.key < 1 << 63
+        assert sequence.key % (1 << 64) == stable_seed(1, 2, sequence.request.prompt_id, sequence.index)
+
+
+def scheduler_of(answers: list[Answer], rows: int = 8, block_tokens: int = 4, blocks: int = 100, prefill_tokens: int = 20):
+    setting = Setting(answers, rows, block_tokens)
+    return Scheduler(setting.requests, SAMPLING, rows=rows, blocks=blocks, block_tokens=block_tokens, prefill_tokens=prefill_tokens)
+
+
+def test_samples_of_a_prompt_share_its_full_blocks():
+    """Ten tokens are read: two full blocks of four, and half of a third, which all samples but one copy."""
+    scheduler = scheduler_of(answers_of((11, 3, 5, [6])))
+    (piece,) = scheduler.next_pieces()
+    assert (piece.begin, piece.end, piece.job.blocks) == (0, 10, [0, 1, 2])
+    copies = scheduler.start()
+    first, second, third = (sequence.blocks for sequence in scheduler.rows[:3])
+    assert (first, second, third) == ([0, 1, 3], [0, 1, 4], [0, 1, 2])
+    assert copies == [(2, 3), (2, 4)]
+    assert scheduler.blocks.free == 95
+    for sequence in scheduler.rows[:3]:
+        scheduler.leave(sequence)
+    assert scheduler.blocks.free == 100
+
+
+def test_pieces():
+    """What fits goes together; what is too long is cut, alone, before others are read."""
+    scheduler = scheduler_of(answers_of(*[(length, 1, 5, [6]) for length in (6, 13, 9, 46, 5, 1, 1, 30)]), prefill_tokens=20)
+    passes = []
+    while scheduler.waiting or scheduler.reading:
+        passes.append([(int(p.job.tokens[0]) // 1000 - 1, p.begin, p.end) for p in scheduler.next_pieces()])
+        scheduler.start()
+    assert passes[:2] == [[(0, 0, 5), (1, 0, 12)], [(2, 0, 8)]]
+    assert passes[2:5] == [[(3, 0, 20)], [(3, 20, 40)], [(3, 40, 45), (4, 0, 4)]]
+    assert passes[5:] == [[(7, 0, 20)], [(7, 20, 29)]]
+
+
+def test_prompts_are_not_read_before_there_are_rows_for_them():
+    scheduler = scheduler_of(answers_of((6, 2, 5, [6]), (6, 2, 5, [6]), (6, 2, 5, [6])), rows=3)
+    assert len(scheduler.next_pieces()) == 2, "two of one prompt, one of the next"
+    scheduler.start()
+    assert not scheduler.next_pieces()
+    scheduler.leave(scheduler.rows[1])
+    assert not scheduler.next_pieces(), "the row is for the second prompt's second"
+    scheduler.start()
+    assert [s.request.prompt_id for s in scheduler.rows] == ["0", "1", "1"]
+    scheduler.leave(scheduler.rows[0])
+    assert len(scheduler.next_pieces()) == 1
+
+
+def test_prompts_are_read_together_when_rows_fall_free():
+    """With many rows, not for each of them alone."""
+    scheduler = scheduler_of(answers_of(*[(6, 1, 5, [6])] * 100), rows=48, prefill_tokens=1000, blocks=1000)
+    scheduler.next_pieces()
+    scheduler.start()
+    assert scheduler.running == 48
+    read = []
+    for row in range(6):
+        scheduler.leave(scheduler.rows[row])
+        read.append(len(scheduler.next_pieces()))
+        scheduler.start()
+    assert read == [0, 0, 3, 0, 0, 3]
+
+
+def test_who_is_put_off():
+    """Prompts that none has begun to answer, the last first; then whoever has written least; and it goes on where it was."""
+    scheduler = scheduler_of(answers_of((6, 3, 9, [10]), (6, 1, 9, [10]), (30, 1, 9, [10])), rows=8, prefill_tokens=20)
+    scheduler.next_pieces()
+    scheduler.start()
+    assert len(scheduler.next_pieces()) == 1, "some of the long one"
+    for written, sequence in zip((3, 1, 4, 1), scheduler.rows, strict=False):
+        sequence.tokens = list(range(written))
+        sequence.launched = written
+    scheduler.make_room()
+    assert (scheduler.running, len(scheduler.waiting), len(scheduler.reading)) == (4, 1, 0)
+    assert scheduler.waiting[0].read == 0
+    scheduler.make_room()
+    scheduler.make_room()
+    assert [s.index for s in scheduler.rows if s is not None and s.request.prompt_id == "0"] == [0, 2]
+    assert [job.tokens.tolist()[:1] for job in scheduler.waiting] == [[1000], [2000], [3000]], "in their old order"
+    assert scheduler.waiting[0].tokens.tolist() == [*range(1000, 1006), 0]
+    assert scheduler.preempted == 3
+    scheduler.make_room()
+    with pytest.raises(AssertionError, match="one sequence always has room"):
+        scheduler.make_room()
+
+
+def test_a_prompt_that_is_being_read_keeps_what_it_has_while_rows_are_put_in_order():
+    """It is longer than all that runs beside it."""
+    answers = answers_of((1, 2, 9, [10]), (30, 1, 9, [10]), (1, 3, 9, [2, 3]))
+    outcome = simulate(Setting(answers, rows=5, block_tokens=64, prefill_tokens=4))
+    assert outcome.scheduler.preempted == 0
+
+
+@pytest.mark.parametrize("rows", [3, 5, 6, 7, 33])
+def test_a_gpu_step_may_have_more_rows_than_the_call(rows):
+    assert rounded_rows(rows) > rows
+    simulate(Setting(answers_of((9, rows, 9, [10])), rows=rows, block_tokens=8, device="cuda"))
+
+
+def test_far_more_samples_than_memory():
+    """One sequence has just enough; they still all come, and take turns."""
+    outcome = simulate(Setting(answers_of(*[(9, 4, 16, [17])] * 5), rows=6, block_tokens=4, more_blocks=0, prefill_tokens=5))
+    assert outcome.scheduler.preempted > 0
+    assert outcome.scheduler.put_off
+
+
+# Blocks alone --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_blocks(data):
+    """Against hands that hold them."""
+    total = data.draw(st.integers(1, 8))
+    blocks, hands = Blocks(total), Counter()
+    for _ in range(data.draw(st.integers(0, 30))):
+        held, free = sorted(+hands), sorted(set(range(total)) - set(+hands))
+        assert blocks.free == len(free)
+        can = ["take"] * bool(free) + ["share", "give back"] * bool(held) + ["exchange"] * bool(free and held)
+        match data.draw(st.sampled_from(can)):
+            case "take":
+                assert blocks.take() == free[0], "the lowest"
+                hands[free[0]] = 1
+            case "share":
+                block = data.draw(st.sampled_from(held))
+                assert blocks.share(block) == block
+                hands[block] += 1
+            case "give back":
+                block = data.draw(st.sampled_from(held))
+                blocks.give_back(block)
+                hands[block] -= 1
+            case "exchange":
+                block, other = data.draw(st.sampled_from(held)), data.draw(st.sampled_from(free))
+                blocks.exchange(block, other)
+                hands[other] = hands.pop(block)
+    for block in hands.elements():
+        blocks.give_back(block)
+    assert blocks.free == blocks.total == total
+    assert [blocks.take() for _ in range(total)] == list(range(total))
+
+
+def test_blocks_that_nobody_holds():
+    blocks = Blocks(2)
+    with pytest.raises(AssertionError):
+        blocks.give_back(0)
+    with pytest.raises(AssertionError):
+        blocks.share(1)
+    taken = blocks.take()
+    blocks.give_back(taken)
+    with pytest.raises(AssertionError):
+        blocks.give_back(taken)
