@@ -374,6 +374,29 @@ def test_plain_attend(dtype, seed):
     past.check(past.attend(plain), dtype)
 
 
+@pytest.mark.parametrize("seed", range(16))
+@each_dtype
+def test_rotate_and_attend(dtype, seed, monkeypatch):
+    """What rotating, writing and attending one after another give, each of which is checked above; in the cache too."""
+    past, pick, g = Past(seed, dtype), random.Random(seed), generator(seed)
+    heads, size = past.heads, past.heads.size
+    monkeypatch.setattr(kernels.attention, "PROGRAMS", pick.choice([1, 1, 16, 512]))
+    monkeypatch.setattr(kernels.attention, "FEWEST_TOKENS", past.block)
+    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", past.block * pick.choice([1, 2, 8, 8]))
+    angles = torch.randn(2, max(past.lengths), size, generator=g)
+    norms = [torch.randn(size, generator=g).to(DEVICE, dtype) for _ in range(2)] if seed % 2 else [None, None]
+    rotation = Rotation(angles[0].cos().to(DEVICE, dtype), angles[1].sin().to(DEVICE, dtype), *norms, 0.01)
+    qkv = torch.randn(past.rows, (heads.query + 2 * heads.kv) * size, generator=g).to(DEVICE, dtype)
+    options = {"scale": size**-0.5, "window": past.window, "longest": past.longest}
+    before, found = past.cache.memory.clone(), {}
+    for ops in (kernels, plain):
+        past.cache.memory.copy_(before if ops is kernels else before.nan_to_num(nan=7.0))
+        out = ops.rotate_and_attend(qkv.clone(), heads, rotation, past.cache, past.layer, past.positions, **options)
+        found[ops] = (out.cpu()[torch.tensor(past.lengths) > 0], past.cache.memory.nan_to_num(nan=7.0))
+    for ours, theirs in zip(found[kernels], found[plain], strict=True):
+        close(ours, exact(theirs), dtype, times=2)
+
+
 def test_attend_splits_as_it_says(monkeypatch):
     """So that the tests above have seen all ways: one part, several, and more than some sequences have."""
     attention = kernels.attention

@@ -17,8 +17,6 @@ from plaudit.rollout.native.scheduler import Piece
 class ReadStep:
     """Pieces of prompts, packed. Computes what training computes, and keeps the keys and values."""
 
-    reads_only = True
-
     def __init__(self, pieces: Sequence[Piece], cache: CacheView, ops: Any):
         self.cache, self.ops, device = cache, ops, cache.shape.device
         lengths, ends = [piece.end - piece.begin for piece in pieces], [piece.end for piece in pieces]
@@ -44,13 +42,13 @@ class ReadStep:
             table[: len(piece.job.blocks)] = piece.job.blocks
         self.cache = self.cache.seen_by(to_device(tables, self.cache.shape.device, torch.int32))
 
-    def keep_fused(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
+    def keep(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
         self.ops.rotate_and_write(qkv_TE, heads, rotation, self.cache, layer, self.rows_T, self.positions_T)
 
     def attend_fused(
         self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
     ) -> Tensor:
-        self.keep_fused(layer, qkv_TE, heads, rotation)
+        self.keep(layer, qkv_TE, heads, rotation)
         qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
         query_THD, key_TKD, value_TKD = qkv_THD.split([heads.query, heads.kv, heads.kv], 1)
         return self._attend(layer, query_THD, key_TKD, value_TKD, scale, window).reshape(len(qkv_TE), -1)
@@ -94,31 +92,22 @@ def _in_a_row(blocks: Tensor) -> tuple[Tensor, Tensor]:
 class DecodeStep:
     """The newest token of each of the first rows."""
 
-    reads_only = False
-
     def __init__(self, rows: Rows, count: int, cache: CacheView, longest: int, ops: Any):
         self.cache, self.longest, self.ops = cache, longest, ops
         self.tokens_T = rows.state_RC[:count, TOKEN]
         self.positions_T = rows.state_RC[:count, POSITION]
         self.rows_T = rows.indices_R[:count]
 
-    def keep_fused(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
-        self.ops.rotate_and_write(qkv_TE, heads, rotation, self.cache, layer, self.rows_T, self.positions_T)
-
     def attend_fused(
         self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
     ) -> Tensor:
-        self.keep_fused(layer, qkv_TE, heads, rotation)
-        query_BHD = qkv_TE.view(len(qkv_TE), -1, heads.size)[:, : heads.query]
-        return self._attend(layer, query_BHD, scale, window)
+        options = {"scale": scale, "window": window, "longest": self.longest}
+        return self.ops.rotate_and_attend(qkv_TE, heads, rotation, self.cache, layer, self.positions_T, **options)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """query [1, heads, B, d], key and value [1, kv heads, B, d] → [1, B, heads, d]."""
         query_BHD, key_BKD, value_BKD = (x[0].transpose(0, 1) for x in (query, key, value))
         self.ops.write(key_BKD, value_BKD, self.cache, layer, self.rows_T, self.positions_T)
-        return self._attend(layer, query_BHD, scaling, window).view(1, *query_BHD.shape)
-
-    def _attend(self, layer: int, query_BHD: Tensor, scale: float | None, window: int | None) -> Tensor:
-        scale = query_BHD.shape[-1] ** -0.5 if scale is None else scale
+        scale = query_BHD.shape[-1] ** -0.5 if scaling is None else scaling
         options = {"scale": scale, "window": window, "longest": self.longest}
-        return self.ops.attend(query_BHD, self.cache, layer, self.positions_T, **options)
+        return self.ops.attend(query_BHD, self.cache, layer, self.positions_T, **options).view(1, *query_BHD.shape)

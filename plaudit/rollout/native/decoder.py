@@ -9,7 +9,7 @@ they stay for training, saving and everything else. There is no second copy.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +17,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from plaudit.models.residual import is_known, is_precise
+from plaudit.rollout.native.attention import DecodeStep, ReadStep
 from plaudit.rollout.native.cache import Heads, Rotation, next_power_of_2
 from plaudit.rollout.native.packed import packed
 
 MOST_POSITIONS = 1 << 17  # that rotations are computed for before anyone needs them
-
-
-class Step(Protocol):
-    """How a pass attends: over pieces of prompts, or over one token of every sequence."""
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    ops: Any
-    reads_only: bool
-    """Nobody wants to know what comes out of the last layer, only its keys and values."""
-
-    def keep_fused(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None: ...
-
-    def attend_fused(
-        self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
-    ) -> Tensor: ...
 
 
 def addresses(model: PreTrainedModel) -> list[tuple[int, torch.dtype]]:
@@ -59,7 +44,7 @@ class ModuleDecoder:
     def unpack(self) -> None:
         pass
 
-    def hidden(self, step: Step) -> Tensor:
+    def hidden(self, step: ReadStep | DecodeStep) -> Tensor:
         arguments = {"input_ids": step.tokens_T[None], "position_ids": step.positions_T.clamp(min=0)[None], "kv": step}
         return self.model.get_decoder()(**arguments, use_cache=False).last_hidden_state[0]  # pyright: ignore
 
@@ -147,7 +132,7 @@ class FusedDecoder:
         for product in (product for layer in self.layers for product in layer.products):
             product.packed = None
 
-    def hidden(self, step: Step) -> Tensor:
+    def hidden(self, step: ReadStep | DecodeStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps
         assert self.rotation is not None
         x_TD, delta_TD = nn.functional.embedding(step.tokens_T, self.embedding), None
@@ -157,9 +142,9 @@ class FusedDecoder:
             rotation = Rotation(*self.rotation, *layer.head_norms, eps)
             normed_TD, x_TD = ops.add_norm(x_TD, delta_TD, layer.norms[0], eps)
             qkv_TE = layer.qkv(normed_TD)
-            if step.reads_only and layer is self.layers[-1]:
-                step.keep_fused(index, qkv_TE, self.heads, rotation)
-                return x_TD
+            if isinstance(step, ReadStep) and layer is self.layers[-1]:
+                step.keep(index, qkv_TE, self.heads, rotation)
+                return x_TD  # nobody wants to know what comes out of the last layer, only its keys and values
             attended_TE = step.attend_fused(index, qkv_TE, self.heads, rotation, layer.scale, layer.window)
             normed_TD, x_TD = ops.add_norm(x_TD, layer.out(attended_TE), layer.norms[1], eps)
             delta_TD = layer.down(ops.swiglu(layer.gate_up(normed_TD)))

@@ -72,6 +72,16 @@ def attend(
     return scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None, None], scale=scale).reshape(B, -1)
 
 
+def rotate_and_attend(
+    qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, positions_B: Tensor,
+    *, scale: float, window: int | None, longest: int,
+) -> Tensor:  # fmt: skip
+    """The two above, for tokens that are each the newest of their row."""
+    rotate_and_write(qkv_BE, heads, rotation, cache, layer, torch.arange(len(qkv_BE), device=qkv_BE.device), positions_B)
+    query_BHD = qkv_BE.view(len(qkv_BE), -1, heads.size)[:, : heads.query]
+    return attend(query_BHD, cache, layer, positions_B, scale=scale, window=window, longest=longest)
+
+
 def _past(cache: CacheView, layer: int, rows: int, longest: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the first rows: [row, kv head, position, size]; views, where rows lie in order."""
     assert cache.memory is not None

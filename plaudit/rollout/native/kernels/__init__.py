@@ -1,7 +1,7 @@
 """The engine's operations as Triton kernels, for a GPU. `plain.py` next door says in torch what each of them computes."""
 
-from plaudit.rollout.native.kernels.attention import attend
+from plaudit.rollout.native.kernels.attention import attend, rotate_and_attend
 from plaudit.rollout.native.kernels.draw import draw_and_advance
 from plaudit.rollout.native.kernels.layers import add_norm, rotate_and_write, swiglu, write
 
-__all__ = ["add_norm", "attend", "draw_and_advance", "rotate_and_write", "swiglu", "write"]
+__all__ = ["add_norm", "attend", "draw_and_advance", "rotate_and_attend", "rotate_and_write", "swiglu", "write"]

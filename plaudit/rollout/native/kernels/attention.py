@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence to its past in the cache.
+"""Attention of one new token per sequence to its past in the cache, after its own key and value have been put there.
 
 A program reads a stretch of one sequence's keys and values for one key-value head, once for all query heads that share it, block by
 block through the sequence's table. Long sequences are split among programs; their parts meet in a second kernel:
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plaudit.rollout.native.cache import CacheView, next_power_of_2
+from plaudit.rollout.native.cache import CacheView, Heads, Rotation, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 FEWEST_QUERY_ROWS = 16  # that tensor cores take
@@ -43,6 +43,21 @@ def split_for(sequences: int, kv_heads: int, longest: int) -> Split:
 def attend(
     query_BHD: Tensor, cache: CacheView, layer: int, positions_B: Tensor, *, scale: float, window: int | None, longest: int
 ) -> Tensor:
+    return _launch(query_BHD, cache, layer, positions_B, scale, window, longest)
+
+
+def rotate_and_attend(
+    qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, positions_B: Tensor,
+    *, scale: float, window: int | None, longest: int,
+) -> Tensor:  # fmt: skip
+    query_BHD = qkv_BE.view(len(qkv_BE), -1, heads.size)[:, : heads.query]
+    return _launch(query_BHD, cache, layer, positions_B, scale, window, longest, rotation)
+
+
+def _launch(
+    query_BHD: Tensor, cache: CacheView, layer: int, positions_B: Tensor,
+    scale: float, window: int | None, longest: int, rotation: Rotation | None = None,
+) -> Tensor:  # fmt: skip
     B, heads, size = query_BHD.shape
     split = split_for(B, cache.kv_heads, longest)
     group = heads // cache.kv_heads
@@ -52,14 +67,18 @@ def attend(
     else:
         parts = torch.empty(B, heads, split.parts, size, dtype=torch.float32, device=query_BHD.device)
         sums = torch.empty(B, heads, split.parts, 2, dtype=torch.float32, device=query_BHD.device)
+    turn = rotation or Rotation(query_BHD, query_BHD)  # tables that nobody reads
+    norm = turn.query_norm is not None
     _attend[(B, cache.kv_heads, split.parts)](
-        query_BHD, query_BHD.stride(0), query_BHD.stride(1),
+        query_BHD, query_BHD.stride(0), query_BHD.stride(1), turn.cos, turn.sin,
+        turn.query_norm if norm else turn.cos, turn.key_norm if norm else turn.cos, turn.eps,
         cache.anchor, cache.base, cache.tables, cache.tables.stride(0),
         cache.strides[0], layer * cache.strides[1], cache.strides[2],
         positions_B, positions_B.stride(0), out_BE, parts, sums, scale * LOG2_E, window or 0, split.parts, split.tokens,
-        HEADS=heads, GROUP=group, ROWS=max(FEWEST_QUERY_ROWS, next_power_of_2(group)),
+        HEADS=heads, KV=cache.kv_heads, GROUP=group, ROWS=max(FEWEST_QUERY_ROWS, next_power_of_2(group)),
         D=size, WIDTH=next_power_of_2(size), BLOCK=cache.block_tokens,
-        SPLIT=split.parts > 1, WINDOW=window is not None, num_warps=WARPS, num_stages=STAGES,
+        ROTATE=rotation is not None, NORM=norm, SPLIT=split.parts > 1, WINDOW=window is not None,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if split.parts > 1:
         _combine[(B, heads)](
@@ -70,12 +89,32 @@ def attend(
 
 
 @triton.jit
+def _rotated(
+    place, at, inside, position, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Heads [rows, size] that begin at `place`, turned by their position: x cos ± x' sin, x' the other half of the head."""
+    other = (at + D // 2) % D
+    x = tl.load(place + at, mask=inside, other=0.0).to(tl.float32)
+    x_other = tl.load(place + other, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        weight = tl.load(norm_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+        weight_other = tl.load(norm_ptr + other, mask=at < D, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        x_other = ((x_other * scale).to(dtype).to(tl.float32) * weight_other).to(dtype).to(tl.float32)
+    cos = tl.load(cos_ptr + position * D + at, mask=at < D, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * D + at, mask=at < D, other=0.0).to(tl.float32)
+    sin = tl.where(at < D // 2, -sin, sin)
+    return ((x * cos).to(dtype).to(tl.float32) + (x_other * sin).to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _attend(
-    query_ptr, query_stride, query_head_stride,
+    query_ptr, query_stride, query_head_stride, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, eps,
     anchor_ptr, base_ptr, tables_ptr, tables_stride, block_stride, layer_offset, value_offset,
     positions_ptr, positions_stride, out_ptr, parts_ptr, sums_ptr, scale, window, parts, part_tokens,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -94,11 +133,30 @@ def _attend(
     at = tl.arange(0, WIDTH)
     token = tl.arange(0, BLOCK)
     head = kv_head * GROUP + row
-    query_place = query_ptr + sequence * query_stride + head[:, None] * query_head_stride + at[None, :]
-    query = tl.load(query_place, mask=(row[:, None] < GROUP) & (at[None, :] < D), other=0.0)
+    inside = (row[:, None] < GROUP) & (at[None, :] < D)
+    query_place = query_ptr + sequence * query_stride + head[:, None] * query_head_stride
     # The hint makes wide loads possible.
     keys_ptr = anchor_ptr + tl.multiple_of(tl.load(base_ptr), 16) + layer_offset + kv_head * (BLOCK * D)
     table_ptr = tables_ptr + sequence * tables_stride
+    if ROTATE:
+        position = (length - 1).to(tl.int64)
+        query = _rotated(query_place, at[None, :], inside, position, cos_ptr, sin_ptr, query_norm_ptr, eps, D, NORM, dtype)
+        if end == length:
+            # Keys and values stand behind the queries. The new ones go to the cache, and are read there like all others.
+            new_place = query_ptr + sequence * query_stride + (HEADS + kv_head) * query_head_stride
+            one = tl.arange(0, 1)[:, None] * query_head_stride
+            valid_size = at[None, :] < D
+            new_key = _rotated(
+                new_place + one, at[None, :], valid_size, position, cos_ptr, sin_ptr, key_norm_ptr, eps, D, NORM, dtype
+            )
+            new_value = tl.load(new_place + one + KV * query_head_stride + at[None, :], mask=valid_size, other=0.0)
+            new_block = tl.load(table_ptr + position // BLOCK).to(tl.int64)
+            slot = keys_ptr + new_block * block_stride + (position % BLOCK) * D + at[None, :]
+            tl.store(slot, new_key, mask=valid_size)
+            tl.store(slot + value_offset, new_value, mask=valid_size)
+            tl.debug_barrier()
+    else:
+        query = tl.load(query_place + at[None, :], mask=inside, other=0.0)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -122,7 +180,6 @@ def _attend(
         value = tl.load(value_place, mask=valid[:, None] & (at[None, :] < D), other=0.0)
         out = out * fade[:, None] + tl.dot(weight.to(dtype), value, input_precision="ieee")
         best = new_best
-    inside = (row[:, None] < GROUP) & (at[None, :] < D)
     if not SPLIT:
         out = out / total[:, None]
         tl.store(out_ptr + (sequence * HEADS + head[:, None]) * D + at[None, :], out.to(dtype), mask=inside)

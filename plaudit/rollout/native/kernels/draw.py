@@ -74,7 +74,7 @@ def _exponential(key, token):
     w = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
     w = tl.minimum(w, 0.99999994)
     near_0 = w * (1.0 + w * (0.5 + w * (0.33333334 + w * 0.25)))
-    return tl.where(w < 0.015625, near_0, -tl.log(1.0 - w))
+    return tl.where(w < 0.015625, near_0, -0.6931471805599453 * tl.log2(1.0 - w))
 
 
 @triton.jit

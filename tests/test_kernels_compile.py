@@ -1,0 +1,102 @@
+"""The kernels compile for GPUs, which takes no GPU: what the interpreter lets pass, a compiler may not.
+
+Compiled in a process of its own, because other tests may have Triton interpreted. And looked at: the cache must be read sixteen
+bytes at a time, past the registers, or attention takes twice as long.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need Triton; the dev extra brings it to machines without a GPU")
+
+COMPILE = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from plaudit.rollout.native.kernels import attention, draw, layers
+
+WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "layer_offset", "value_offset", "qkv_stride",
+        "logits_stride", "part_tokens"}
+WHOLE = {"base_ptr": "i64", "rows_ptr": "i64", "positions_ptr": "i64", "tables_ptr": "i32", "tokens_ptr": "i32", "ends_ptr": "i64",
+         "results_ptr": "i32", "numbers_ptr": "fp32", "floor_ptr": "fp32", "logits_ptr": "fp32", "sums_ptr": "fp32"}
+FRACTIONS = {"eps", "scale"}
+
+
+def type_of(name, dtype, types):
+    if name in types:
+        return types[name]
+    if name in FRACTIONS:
+        return "fp32"
+    return "*" + WHOLE.get(name, dtype) if name.endswith("_ptr") else "i32"
+
+
+def compiled(kernel, dtype, capability, constants, options, **types):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else type_of(name, dtype, types) for name in names}
+    wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in WIDE}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, wide)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    found.append({
+        "kernel": kernel.fn.__name__, "dtype": dtype, "capability": capability, "constants": constants,
+        "cubin": len(built.asm["cubin"]), "shared": built.metadata.shared,
+        "copies": sorted(set(re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)[,;]", built.asm["ptx"]))),
+    })
+
+
+found = []
+for capability in (80, 90):
+    shapes = (("bf16", 128, 28, 4), ("bf16", 64, 14, 2), ("fp32", 64, 4, 4))
+    for dtype, size, heads, kv in shapes if capability == 90 else shapes[:1]:
+        attend = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "ROWS": 16, "D": size, "WIDTH": size, "BLOCK": 64}
+        tuned = {"num_warps": attention.WARPS, "num_stages": attention.STAGES}
+        for rotate, norm, split, window in ((True, False, False, False), (True, True, True, True), (False, False, True, False)):
+            constants = attend | {"ROTATE": rotate, "NORM": norm, "SPLIT": split, "WINDOW": window}
+            parts = {"parts_ptr": "*fp32" if split else "*" + dtype, "sums_ptr": "*fp32" if split else "*" + dtype}
+            compiled(attention._attend, dtype, capability, constants, tuned, **parts)
+        combine = {"HEADS": heads, "D": size, "WIDTH": size, "MANY": 4}
+        compiled(attention._combine, dtype, capability, combine, {"num_warps": 2}, parts_ptr="*fp32")
+        compiled(layers._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True}, {}, x_ptr="*fp32", summed_ptr="*fp32")
+        compiled(layers._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
+        rows = {"rows_ptr": "*i32"}
+        rotate = {"QUERY": heads, "KV": kv, "D": size, "HALF": size // 2, "BLOCK": 64, "AT_ONCE": 4, "NORM": True}
+        compiled(layers._rotate_and_write, dtype, capability, rotate, {"num_warps": 2}, **rows)
+        write = {"KV": kv, "HEADS": kv, "D": size, "WIDTH": size, "BLOCK": 64}
+        compiled(layers._write, dtype, capability, write, {"num_warps": 2}, **rows)
+    row = {"COLUMNS": 5, "TILE": 4096}
+    for tempered, greedy, floor in ((False, False, False), (True, False, True), (False, True, False)):
+        race = row | {"TEMPERED": tempered, "GREEDY": greedy, "FLOOR": floor}
+        compiled(draw._race, "fp32", capability, race, {"num_warps": 8})
+    compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": True}, {"num_warps": 8})
+    statuses = {"RUNNING": 1, "ENDED": 2, "AT_LIMIT": 3}
+    settle = {"COLUMNS": 5, "MANY": 64, "ENDS": 3, "MANY_ENDS": 4, "TEMPERED": True} | statuses
+    compiled(draw._settle, "fp32", capability, settle, {"num_warps": 1})
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_all_compile(found):
+    assert {entry["kernel"] for entry in found} == {
+        "_attend", "_combine", "_add_norm", "_swiglu", "_rotate_and_write", "_write", "_race", "_accept", "_settle"
+    }  # fmt: skip
+    assert all(entry["cubin"] > 1000 for entry in found)
+    assert all(entry["shared"] < 99_000 for entry in found), "or some GPUs could not run it"
+
+
+def test_the_cache_is_read_in_wide_pieces(found):
+    for entry in found:
+        if entry["kernel"] == "_attend":
+            assert "0x10" in entry["copies"], entry
