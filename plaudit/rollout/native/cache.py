@@ -5,6 +5,7 @@ attention wants a sequence in one piece, a block is as long as the longest seque
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from plaudit.errors import PlauditError
 
 GPU_BLOCK_TOKENS = 64
 
@@ -81,16 +84,31 @@ class CacheView:
     def block_bytes(self) -> int:
         return self.shape.bytes_per_token * self.block_tokens
 
-    def take_memory(self, blocks: int) -> None:
-        heads = self.shape.heads
+    def take_memory(self, blocks: int, least: int = 1) -> int:
+        """Memory for so many blocks, or for as many as others have left us, if that is enough for the least; returns how many."""
+        heads, device = self.shape.heads, self.shape.device
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < (blocks + 1) * self.block_bytes:
+            torch.cuda.empty_cache()  # what training keeps for later
+            free = torch.cuda.mem_get_info(device)[0]
+            there = blocks if free >= (blocks + 1) * self.block_bytes else int(0.9 * free) // self.block_bytes
+            if there < min(blocks, least):
+                raise PlauditError(
+                    f"{there * self.block_bytes / 1e9:.1f} GB of GPU memory are free, and keys and values of one sequence take "
+                    f"{least * self.block_bytes / 1e9:.1f}: lower max_new_tokens or max_prompt_tokens, or make others take less"
+                )
+            if there < blocks:
+                warnings.warn(
+                    f"others take so much GPU memory that only {there * self.block_bytes / 1e9:.1f} GB instead of "
+                    f"{blocks * self.block_bytes / 1e9:.1f} are there for keys and values: sampling takes longer, and a repeated "
+                    "run may put other sequences side by side",
+                    stacklevel=2,
+                )
+                blocks = there
         size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
-        if self.shape.device.type == "cpu":
-            self.memory = _lazily_zero(size, self.shape.dtype)
-        else:
-            if torch.cuda.mem_get_info(self.shape.device)[0] < blocks * self.block_bytes:
-                torch.cuda.empty_cache()  # what training keeps for later
-            self.memory = torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
+        on_cpu = device.type == "cpu"
+        self.memory = _lazily_zero(size, self.shape.dtype) if on_cpu else torch.empty(size, dtype=self.shape.dtype, device=device)
         self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
+        return blocks
 
     def return_memory(self) -> None:
         self.memory = None

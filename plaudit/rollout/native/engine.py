@@ -128,8 +128,7 @@ class NativeEngine(Engine):
             self.forward.graphs.forget()
         blocks = max(per_row + 1, min(_blocks_wanted(requests, sampling, rows, block_tokens), self._room() // cache.block_bytes))
         cache.in_order = per_row == 1 and self.device.type == "cpu"
-        cache.take_memory(blocks)
-        return cache, blocks
+        return cache, cache.take_memory(blocks, least=per_row + 1)
 
     def _room(self) -> int:
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
