@@ -44,6 +44,7 @@ def compiled(kernel, dtype, capability, constants, options, **types):
     found.append({
         "kernel": kernel.fn.__name__, "dtype": dtype, "capability": capability, "constants": constants,
         "cubin": len(built.asm["cubin"]), "shared": built.metadata.shared,
+        "order": [line[0] for line in re.findall(r"(st[.]global|bar[.]sync|cp[.]async[.]c[ag])()", built.asm["ptx"])],
         "copies": sorted(set(re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)[,;]", built.asm["ptx"]))),
     })
 
@@ -94,6 +95,15 @@ def test_all_compile(found):
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
     assert all(entry["shared"] < 99_000 for entry in found), "or some GPUs could not run it"
+
+
+def test_a_new_key_is_written_before_it_is_read(found):
+    """By other threads of the program: there is a barrier between the stores and the copies that begin the loop."""
+    for entry in found:
+        if entry["kernel"] == "_attend" and entry["constants"]["ROTATE"]:
+            before = entry["order"][: entry["order"].index("cp.async.cg")]
+            last_store = max(i for i, what in enumerate(before) if what == "st.global")
+            assert "bar.sync" in before[last_store:], entry
 
 
 def test_the_cache_is_read_in_wide_pieces(found):

@@ -31,7 +31,7 @@ from plaudit.recipe import Lora, Model
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native import forward
-from plaudit.rollout.native.cache import CacheView
+from plaudit.rollout.native.cache import CacheView, blocks_that_fit
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.noise import gumbel, position_keys
@@ -586,7 +586,9 @@ def test_sequences_that_give_up_their_memory_go_on_later(policy, monkeypatch, ro
 def memory_taken(monkeypatch) -> list[int]:
     """Blocks, call by call."""
     taken, take_memory = [], CacheView.take_memory
-    monkeypatch.setattr(CacheView, "take_memory", lambda self, blocks: taken.append(blocks) or take_memory(self, blocks))
+    monkeypatch.setattr(
+        CacheView, "take_memory", lambda self, blocks, **more: taken.append(blocks) or take_memory(self, blocks, **more)
+    )
     return taken
 
 
@@ -970,3 +972,58 @@ def test_more_keys_than_queries(window, kv_heads, scale):
     expected = torch.cat([slow_attention(q, k, v, scale or 8**-0.5, window) for q, k, v in parts])
     assert found.shape == expected.shape
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_one_call_at_a_time(llama):
+    """Two would share rows and cache."""
+    engine, requests, sampling = engine_of(llama), mixed_requests(), Sampling(max_new_tokens=8)
+    expected = [s for _, s in sample(engine, requests, sampling)]
+    first = engine.generate(requests, sampling)
+    begun = next(first)
+    with pytest.raises(PlauditError, match="a call of this engine is under way"):
+        next(engine.generate(requests, sampling))
+    rest = {(s.prompt_id, s.index): s for s in (begun, *first)}
+    assert same([rest[s.prompt_id, s.index] for s in expected], expected), "and the first has not been disturbed"
+    unfinished = engine.generate(requests, sampling)
+    next(unfinished)
+    unfinished.close()
+    assert same([s for _, s in sample(engine, requests, sampling)], expected)
+
+
+def test_a_window_in_a_llamas_config_means_nothing(tiny_models, tmp_path, llama):
+    """Its modules do not look at it. (Converted models carry such keys.)"""
+    folder = shutil.copytree(tiny_models["llama"], tmp_path / "stray")
+    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    stray, sampling = load(folder), Sampling(max_new_tokens=12)
+    assert_right(stray, engine_of(stray), mixed_requests(), sampling)
+
+
+def test_a_second_engine_takes_no_second_copy(tiny_models):
+    policy = load(tiny_models["qwen2"])
+    first, second = engine_of(policy), engine_of(policy)
+    for engine in (first, second, first):
+        sample(engine, mixed_requests(), Sampling(max_new_tokens=4))
+    decoders = [engine.forward.decoder for engine in (first, second)]
+    products = [[product.weight.data_ptr() for layer in d.layers for product in layer.products] for d in decoders]
+    assert products[0] == products[1]
+    where = policy.model.model.layers[1].self_attn.q_proj.weight.data_ptr()
+    policy.model.model.norm.weight.data = policy.model.model.norm.weight.data.clone()
+    sample(first, mixed_requests(), Sampling(max_new_tokens=4))
+    assert policy.model.model.layers[1].self_attn.q_proj.weight.data_ptr() == where, "only what has moved is looked for again"
+
+
+def test_memory_that_others_take():
+    assert blocks_that_fit(100, 10, block_bytes=1000, free=200_000) == 100
+    with pytest.warns(UserWarning, match=r"sampling takes longer"):
+        assert blocks_that_fit(100, 10, block_bytes=1000, free=50_000) == 46
+    with pytest.raises(PlauditError, match=r"lower max_new_tokens"):
+        blocks_that_fit(100, 10, block_bytes=1000, free=9_000)
+
+
+def test_a_bad_stop_string_takes_no_memory(llama):
+    engine = engine_of(llama)
+    with pytest.raises(PlauditError, match="special token"):
+        list(engine.generate(mixed_requests(), Sampling(max_new_tokens=4, stop=("x<|im_end|>",))))
+    assert engine._cache is None
+    assert len(sample(engine, mixed_requests(), Sampling(max_new_tokens=4))) == 14

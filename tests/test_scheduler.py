@@ -21,8 +21,7 @@ from plaudit.rollout.native.blocks import Blocks
 from plaudit.rollout.native.engine import _blocks_wanted, _Call
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, NOBODY, POSITION, RUNNING, TOKEN, WRITTEN
-from plaudit.rollout.native.scheduler import Piece, Scheduler
-from plaudit.rollout.native.scheduler import Sequence as Running
+from plaudit.rollout.native.scheduler import Piece, Running, Scheduler
 from plaudit.seeding import stable_seed
 from plaudit.types import Sample
 

@@ -3,7 +3,7 @@
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys+values, f MLP
-                  with gradient checkpointing             T · b · (L · h + one layer's share)
+                  with gradient checkpointing             T · (4 L · h + b · one layer's share), the residual stream being in fp32
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
 
 The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 0.5B and 1.5B estimates are 1–5 % above them.
@@ -56,7 +56,7 @@ def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: 
     kv = getattr(text, "num_key_value_heads", heads) * (getattr(text, "head_dim", None) or hidden // heads)
     layer = tokens_per_micro_batch * size * (13 * hidden + 2 * kv + 4 * mlp)
     whole = layers * layer
-    checkpointed = layer + layers * tokens_per_micro_batch * size * hidden
+    checkpointed = layer + layers * tokens_per_micro_batch * 4 * hidden
     return MemoryPlan(
         parameters=parameters,
         trainable=trainable,

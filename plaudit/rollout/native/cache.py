@@ -18,6 +18,8 @@ from torch import Tensor
 from plaudit.errors import PlauditError
 
 GPU_BLOCK_TOKENS = 64
+FREE_SHARE = 0.92  # of what is free, at most: activations need some
+COPIED_AT_ONCE = 32  # blocks, which lie in memory a second time while they are copied
 
 
 def next_power_of_2(n: int) -> int:
@@ -87,23 +89,10 @@ class CacheView:
     def take_memory(self, blocks: int, least: int = 1) -> int:
         """Memory for so many blocks, or for as many as others have left us, if that is enough for the least; returns how many."""
         heads, device = self.shape.heads, self.shape.device
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < (blocks + 1) * self.block_bytes:
+        self.memory = None
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < blocks * self.block_bytes / FREE_SHARE:
             torch.cuda.empty_cache()  # what training keeps for later
-            free = torch.cuda.mem_get_info(device)[0]
-            there = blocks if free >= (blocks + 1) * self.block_bytes else int(0.9 * free) // self.block_bytes
-            if there < min(blocks, least):
-                raise PlauditError(
-                    f"{there * self.block_bytes / 1e9:.1f} GB of GPU memory are free, and keys and values of one sequence take "
-                    f"{least * self.block_bytes / 1e9:.1f}: lower max_new_tokens or max_prompt_tokens, or make others take less"
-                )
-            if there < blocks:
-                warnings.warn(
-                    f"others take so much GPU memory that only {there * self.block_bytes / 1e9:.1f} GB instead of "
-                    f"{blocks * self.block_bytes / 1e9:.1f} are there for keys and values: sampling takes longer, and a repeated "
-                    "run may put other sequences side by side",
-                    stacklevel=2,
-                )
-                blocks = there
+            blocks = blocks_that_fit(blocks, least, self.block_bytes, torch.cuda.mem_get_info(device)[0])
         size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
         on_cpu = device.type == "cpu"
         self.memory = _lazily_zero(size, self.shape.dtype) if on_cpu else torch.empty(size, dtype=self.shape.dtype, device=device)
@@ -117,14 +106,32 @@ class CacheView:
             torch.cuda.empty_cache()
 
     def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
-        """The first tokens of blocks to others, all at once."""
+        """The first tokens of blocks to others. On a CPU all at once: there, one may go where another comes from."""
         assert self.memory is not None
-        sources, targets = to_device(np.array(moves).T, self.shape.device)
-        self.memory[targets, ..., :tokens, :] = self.memory[sources, ..., :tokens, :]
+        together = len(moves) if self.shape.device.type == "cpu" else COPIED_AT_ONCE
+        for some in (moves[start : start + together] for start in range(0, len(moves), together)):
+            sources, targets = to_device(np.array(some).T, self.shape.device)
+            self.memory[targets, ..., :tokens, :] = self.memory[sources, ..., :tokens, :]
 
     def set_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
         device = self.shape.device
         self.tables.index_copy_(0, to_device(np.array(rows), device), to_device(tables, device, torch.int32))
+
+
+def blocks_that_fit(wanted: int, least: int, block_bytes: int, free: int) -> int:
+    there, gigabytes = int(FREE_SHARE * free) // block_bytes, block_bytes / 1e9
+    if there < min(wanted, least):
+        raise PlauditError(
+            f"{free / 1e9:.1f} GB of GPU memory are free, and keys and values of one sequence take {least * gigabytes:.1f}: "
+            "lower max_new_tokens or max_prompt_tokens, or make others take less"
+        )
+    if there < wanted:
+        warnings.warn(
+            f"others take so much GPU memory that {there * gigabytes:.1f} GB instead of {wanted * gigabytes:.1f} are for keys "
+            "and values: sampling takes longer, and a repeated run may put other sequences side by side",
+            stacklevel=2,
+        )
+    return min(wanted, there)
 
 
 def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

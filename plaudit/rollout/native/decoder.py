@@ -60,8 +60,11 @@ class _Fused:
 
     @staticmethod
     def _together(parameters: list[Tensor]) -> Tensor:
+        first, rows = parameters[0].detach(), sum(len(p) for p in parameters)
         if len(parameters) == 1:
-            return parameters[0].detach()
+            return first
+        if _side_by_side(parameters):  # another engine has done it
+            return first.as_strided((rows, *first.shape[1:]), first.stride())
         with torch.inference_mode(False):  # training goes on with this tensor
             whole = torch.cat([parameter.detach() for parameter in parameters])
         for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
@@ -70,6 +73,16 @@ class _Fused:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return linear(x_TD, self.weight, self.bias) if self.packed is None else self.packed(x_TD)
+
+
+def _side_by_side(parameters: list[Tensor]) -> bool:
+    at = parameters[0].data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == parameters[0].untyped_storage().data_ptr()
+        if not same or parameter.data_ptr() != at or not parameter.is_contiguous():
+            return False
+        at += parameter.numel() * parameter.element_size()
+    return True
 
 
 class _Layer:
@@ -82,8 +95,9 @@ class _Layer:
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         self.head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
         self.scale, self.eps = attention.scaling, eps
-        # Mistral's layers ask the config, Qwen's know for themselves.
-        self.window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        # Qwen's layers know it, Mistral's ask the config; Llama's have none, whatever the config says.
+        asks = type(attention).__name__ == "MistralAttention"
+        self.window: int | None = attention.config.sliding_window if asks else getattr(attention, "sliding_window", None)
 
     @property
     def products(self) -> tuple[_Fused, ...]:
@@ -109,6 +123,7 @@ class FusedDecoder:
         moved = self._at != addresses(self.model)
         if moved:
             decoder: Any = self.model.get_decoder()
+            self.layers = []  # before there are others
             self.layers = [_Layer(layer, self.model.config.rms_norm_eps) for layer in decoder.layers]
             self.embedding, self.norm = decoder.embed_tokens.weight, decoder.norm.weight
             self._at = addresses(self.model)

@@ -28,17 +28,16 @@ from plaudit.rollout.native.cache import GPU_BLOCK_TOKENS, CacheView, next_power
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, NOBODY, Draw, Memory, Rows, draw_of
-from plaudit.rollout.native.scheduler import Scheduler
-from plaudit.rollout.native.scheduler import Sequence as Running
+from plaudit.rollout.native.scheduler import Running, Scheduler
 from plaudit.rollout.native.stopping import Stopping
 from plaudit.rollout.native.verify import verify_decode
 from plaudit.types import Sample
 
 # Prompt tokens read in one pass: enough to keep the device busy, few enough that running sequences do not wait long.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
-# At most, of what weights and trainer leave of all memory: not of what is free, for batches must not depend on what else runs.
-# A CPU has others to think of.
-CACHE_SHARE = {"cpu": 0.5, "cuda": 0.9}
+# At most, of what weights and trainer leave of all memory: not of what is free, for batches should not depend on what else runs.
+# The rest is for activations; a CPU has others to think of.
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 STEPS_UNDER_WAY = {"cpu": 0, "cuda": 1}
 ROUND_LENGTH = 64
 
@@ -73,30 +72,35 @@ class NativeEngine(Engine):
         self._cache: CacheView | None = None
         self._draw_memory: Memory = {}
         self.preempted = 0
-        """Sequences of the last call that had to give up their memory for a while."""
+        """How often, in the last call, a prompt or a sequence had to give up its memory for a while."""
+        self._busy = False
         verify_decode(self.forward)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
         requests = [request for request in requests if request.n]
         if not requests:
             return
-        longest = self._longest(requests, sampling)
-        self.forward.begin(longest)
-        rows = min(sum(r.n for r in requests), self.max_sequences)
-        cache, blocks = self._take_cache(rows, longest, requests, sampling)
-        stopping = Stopping(self.tokenizer, self.end_tokens, sampling.stop)
-        draw = draw_of(sampling, stopping.end_tokens, self.device, self._draw_memory)
-        prefill_tokens = PREFILL_TOKENS[self.device.type]
-        scheduler = Scheduler(
-            requests, sampling, rows=rows, blocks=blocks, block_tokens=cache.block_tokens, prefill_tokens=prefill_tokens
-        )
-        call = _Call(self.forward, scheduler, self._rows_for(rows), cache, draw, stopping, self.version)
+        longest, stopping = self._longest(requests, sampling), Stopping(self.tokenizer, self.end_tokens, sampling.stop)
+        if self._busy:
+            raise PlauditError("a call of this engine is under way: take its samples, or close it, before the next one")
+        self._busy = True
         try:
+            self.forward.begin(longest)
+            rows = min(sum(r.n for r in requests), self.max_sequences)
+            cache, blocks = self._take_cache(rows, longest, requests, sampling)
+            draw = draw_of(sampling, stopping.end_tokens, self.device, self._draw_memory)
+            prefill_tokens = PREFILL_TOKENS[self.device.type]
+            scheduler = Scheduler(
+                requests, sampling, rows=rows, blocks=blocks, block_tokens=cache.block_tokens, prefill_tokens=prefill_tokens
+            )
+            call = _Call(self.forward, scheduler, self._rows_for(rows), cache, draw, stopping, self.version)
             yield from call.run(STEPS_UNDER_WAY[self.device.type])
-        finally:
             self.preempted = scheduler.preempted
+        finally:
+            self._busy = False
             self.forward.end()
-            cache.return_memory()
+            if self._cache is not None:
+                self._cache.return_memory()
 
     # Room
 
@@ -271,7 +275,7 @@ class _Call:
 
 
 def _blocks_wanted(requests: Sequence[Request], sampling: Sampling, rows: int, block_tokens: int) -> int:
-    """With which no sequence ever has to wait for memory: those of the longest samples, as many as there are rows."""
+    """With which few sequences, if any, have to wait for memory: those of the longest samples, as many as there are rows."""
     needs = []
     for request in requests:
         shared, written = divmod(len(request.tokens) - 1, block_tokens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plaudit.errors import RecipeError
+from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.logprobs import logits_of
 from plaudit.rollout.native.attention import DecodeStep, ReadStep
 from plaudit.rollout.native.cache import CacheShape, CacheView, Heads
@@ -35,7 +35,9 @@ class Forward:
 
     def begin(self, longest: int) -> None:
         """A call of the engine: since the last one the weights may have changed, or lie elsewhere."""
-        if self.model.dtype != self.shape.dtype or self.model.device != self.shape.device:
+        if self.model.device != self.shape.device:
+            raise PlauditError(f"the model was moved to {self.model.device} after its engine was made: make another")
+        if self.model.dtype != self.shape.dtype:
             self.shape = _cache_shape(self.model)
         if self.decoder.refresh(longest):
             self.graphs.forget()
@@ -74,6 +76,7 @@ class Forward:
     def logits(self, rows: Rows, count: int, cache: CacheView, longest: int) -> Tensor:
         """Of the next tokens, without drawing any."""
         self._for_sampling()
+        longest = rounded_length(longest) if self.shape.device.type == "cuda" else longest
         return self._logits(self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops)))
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:

@@ -23,30 +23,38 @@ class Graphs:
         """Do the step. The first time as it stands, and it is captured then; on a CPU always."""
         if graph := self._graphs.get(key):
             return graph.replay()
-        step()  # really: it counts, and it compiles kernels and makes libraries take the memory they work in
-        if self.device.type == "cuda" and not self._refused:
-            self._capture(key, step)
-        return None
-
-    def _capture(self, key: Hashable, step: Callable[[], None]) -> None:
+        if self.device.type != "cuda" or self._refused:
+            return step()
+        # Really, not only to be captured: the step counts, kernels are compiled, libraries take the memory they work in.
+        if waits := _what_waits(step):
+            self._refused = True  # and never tried: a capture that fails leaves the process in pieces
+            warnings.warn(f"sampling is slower than it could be: the model waits for the GPU in every step ({waits})", stacklevel=2)
+            return None
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # only captured, nothing runs
-                step()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a module that waits for the device, say
-            self._refused = True
-            reason = " ".join(str(error).split())[:200]
-            warnings.warn(f"sampling is slower than it could be: the model's steps make no CUDA graph ({reason})", stacklevel=2)
-            return
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # only captured, nothing runs
+            step()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
+        return None
 
     def forget(self) -> None:
         """What they read has moved."""
         self._graphs.clear()
         self._pool = None
+
+
+def _what_waits(step: Callable[[], None]) -> str:
+    """Do the step; what in it makes the host wait for the device, if anything."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    found = [w for w in caught if "synchroniz" in str(w.message)]
+    return f"{found[0].filename}:{found[0].lineno}" if found else ""
 
 
 def rounded_rows(count: int) -> int:

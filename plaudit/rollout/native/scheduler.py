@@ -4,12 +4,12 @@ A prompt's keys and values are computed for all its tokens but the last, in piec
 are full, and each begins as if the prompt's last token had just been written: so the first token of a response is a decode step
 like any other, and so is the next one of a sequence that had to give up its memory, for which what it has written is read again.
 
-All decisions depend on the requests and on what was sampled, never on time or on free memory: a run that is repeated puts the same
-sequences side by side, and so computes the same bits.
+All decisions depend on the requests, on what was sampled and on how many blocks there are, never on time: a run that is repeated
+puts the same sequences side by side, and so computes the same bits.
 """
 
 from collections import deque
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from plaudit.seeding import stable_seed
 
 
 @dataclass(eq=False)
-class Sequence:
+class Running:
     """A sample in the making."""
 
     request: Request
@@ -49,7 +49,7 @@ class Job:
     """Something to read, and the sequences that go on from there."""
 
     tokens: np.ndarray
-    sequences: deque[Sequence]
+    sequences: deque[Running]
     read: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -69,13 +69,13 @@ class Piece:
 
 class Scheduler:
     def __init__(
-        self, requests: Many[Request], sampling: Sampling, *, rows: int, blocks: int, block_tokens: int, prefill_tokens: int
+        self, requests: Sequence[Request], sampling: Sampling, *, rows: int, blocks: int, block_tokens: int, prefill_tokens: int
     ):
         self.sampling, self.block_tokens, self.prefill_tokens = sampling, block_tokens, prefill_tokens
         self.waiting = deque(Job(request.tokens, self._sequences(request)) for request in requests)
         self.reading: deque[Job] = deque()
         self.ready: deque[Job] = deque()
-        self.rows: list[Sequence | None] = [None] * rows
+        self.rows: list[Running | None] = [None] * rows
         self.blocks = Blocks(blocks)
         self.running = 0
         self.changed: set[int] = set()
@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def make_room(self) -> None:
-        """Take memory from what can best do without: prompts that nobody has begun to answer, then whoever began last."""
+        """Take memory from what can best do without: the prompt read last, then the sequence that has written least."""
         self.preempted += 1
         for jobs in (self.ready, self.reading):
             if jobs:
@@ -202,7 +202,7 @@ class Scheduler:
         known = np.concatenate([victim.request.tokens, np.asarray(victim.tokens, dtype=victim.request.tokens.dtype)])
         self.waiting.appendleft(Job(known, deque([victim])))
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Running) -> None:
         assert sequence.row is not None
         self.rows[sequence.row] = None
         self.changed.add(sequence.row)
@@ -221,7 +221,7 @@ class Scheduler:
 
     def put_in_order(self) -> list[tuple[int, int]]:
         """Where a sequence is one block: give row i block i. Returns which block's contents have to go where, all at once."""
-        owners: dict[int, Job | Sequence] = {s.blocks[0]: s for s in self.rows if s is not None}
+        owners: dict[int, Job | Running] = {s.blocks[0]: s for s in self.rows if s is not None}
         owners |= {job.blocks[0]: job for job in (*self.reading, *self.ready) if job.blocks}
         before = [(owner, block) for block, owner in owners.items()]
         for row, sequence in enumerate(self.rows[: self.running]):
@@ -241,15 +241,15 @@ class Scheduler:
 
     # Parts
 
-    def _sequences(self, request: Request) -> deque[Sequence]:
+    def _sequences(self, request: Request) -> deque[Running]:
         limit = request.max_new_tokens or self.sampling.max_new_tokens
         made = deque()
         for index in range(request.n):
             key = stable_seed(self.sampling.seed, self.sampling.step, request.prompt_id, index)
-            made.append(Sequence(request, index, limit, key - (1 << 64) if key >> 63 else key))
+            made.append(Running(request, index, limit, key - (1 << 64) if key >> 63 else key))
         return made
 
-    def _put(self, row: int, sequence: Sequence) -> None:
+    def _put(self, row: int, sequence: Running) -> None:
         self.rows[row] = sequence
         sequence.row = row
         self.changed.add(row)

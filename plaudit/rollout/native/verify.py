@@ -19,7 +19,7 @@ from plaudit.rollout.native.rows import COLUMNS, POSITION, TOKEN, Rows
 from plaudit.rollout.native.scheduler import Job, Piece
 from plaudit.types import Example
 
-READ, WRITTEN = 5, 4
+READ, WRITTEN = GPU_BLOCK_TOKENS - 2, 5  # into a second block
 # Log-probs may differ by this share of their spread: rounding is far below it, another past far above.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_HALF = 0.25
@@ -32,6 +32,8 @@ def verify_decode(forward: Forward) -> None:
         forward.begin(READ + WRITTEN)
         expected, found = _both_ways(forward)
         forward.end()
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"{model.name_or_path}: the native engine cannot sample {name}: {reason}") from None
@@ -46,16 +48,17 @@ def verify_decode(forward: Forward) -> None:
 @torch.inference_mode()
 def _both_ways(forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     model, device = forward.model, forward.shape.device
-    tokens = np.arange(10, 10 + READ + WRITTEN)
+    tokens = (10 + np.arange(READ + WRITTEN)) % len(forward.head)
     was_training = model.training
     model.eval()
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool))], device)
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
     expected = logits_of(hidden_TD, forward.head)[READ:]
 
-    cache, rows = CacheView(forward.shape, 1, 1, block_tokens=GPU_BLOCK_TOKENS), Rows(1, device)
-    cache.take_memory(1)
-    forward.read([Piece(Job(tokens, deque(), blocks=[0]), 0, READ)], cache)
+    cache, rows = CacheView(forward.shape, 1, 2, block_tokens=GPU_BLOCK_TOKENS), Rows(1, device)
+    cache.take_memory(2)
+    cache.set_tables([0], np.array([[1, 0]], dtype=np.int32))
+    forward.read([Piece(Job(tokens, deque(), blocks=[1, 0]), 0, READ)], cache)
     found = []
     for position in range(READ, READ + WRITTEN):
         state = [0] * COLUMNS

@@ -21,6 +21,7 @@ from plaudit.rollout.native.cache import CacheView, Heads, Rotation, next_power_
 LOG2_E = 1.4426950408889634
 FEWEST_QUERY_ROWS = 16  # that tensor cores take
 WARPS, STAGES = 2, 3
+MOST_PARTS = 32
 PROGRAMS, FEWEST_TOKENS, MOST_TOKENS = 512, 128, 1024  # wanted at least; of a part
 
 
@@ -36,7 +37,7 @@ def split_for(sequences: int, kv_heads: int, longest: int) -> Split:
     """Enough programs to fill the device, and none that goes on long after the others; not so many that a part is tiny."""
     wanted = next_power_of_2(-(-PROGRAMS // (sequences * kv_heads)))
     longest = next_power_of_2(longest)
-    parts = max(min(wanted, longest // FEWEST_TOKENS), longest // MOST_TOKENS, 1)
+    parts = max(min(max(min(wanted, longest // FEWEST_TOKENS), longest // MOST_TOKENS), MOST_PARTS), 1)
     return Split(parts, longest // parts)
 
 
