@@ -4,6 +4,7 @@
     python bench/gpu_rollout.py --sections grid,mix --engines native --models 0.5B,1.5B --out DIR
     python bench/gpu_rollout.py --sections sweep --missing --out DIR       # only what DIR does not have yet
     python bench/gpu_rollout.py --report --out DIR                         # tables and plot again, without a GPU
+    python bench/gpu_rollout.py --sections check                           # is what the native engine samples right?
     python bench/gpu_rollout.py --device cpu --tiny --out DIR              # tries the whole script; its numbers mean nothing
 
 Every number is written to DIR/gpu_rollout.json as soon as it is measured, under a key that says what it is; measuring a thing again
@@ -21,13 +22,22 @@ Random weights of Qwen2.5 shapes in bf16; temperature 1; the log-prob of every s
               vLLM: a short one to warm up, then --runs with the faster of two ways to return log-probs. Floor: decode steps that
               read every weight once, and keys and values of all sequences at their mean length, at a copy's bandwidth.
     mix       256 prompts of 32…2048 tokens × 8 samples, limits of 16…2048 new tokens (all log-uniform), and end tokens that end a
-              response with probability 1/500 a token. Each run has prompts of its own. vLLM with prefix caching.
+              response with probability 1/500 a token. Each run has prompts of its own. vLLM: with prefix caching; a short run to
+              warm up, one with half of the prompts for each of two ways to end responses, then --runs with the faster way.
     sweep     native, 0.5B: decoding alone by batch and length, from the difference of two calls. A plot.
     mismatch  native: mean |sampler's log-prob − trainer's log-prob| for random weights, after 30 steps of SFT, and for --model.
+              vLLM, 0.5B: the same for what it samples from the same random weights and prompts, against plaudit's trainer. And how
+              far sampler and trainer are from the same weights in fp32, which is bf16's own rounding.
     cycles    native, 0.5B: 50 × (32 prompts × 8 samples × 128 tokens, then a GRPO update on all of them with random rewards):
-              seconds and memory of the last five against the first five.
+              seconds and memory of the last five against the first five, after 10 to warm up.
     start     from the start of the process `plaudit sample` to its first line (8 prompts, one token each) with empty compilation
               caches, and again with those filled; vLLM: a process that makes an LLM with default settings for the same folder.
+    check     native (not among the default sections): tiny models of four kinds, with LoRA and as plain modules, in fp32 and bf16:
+              greedy tokens against `generate`, log-probs against whole passes, sampling twice, stop strings, little memory,
+              training in between. A line for each; the exit code is 1 if one failed.
+
+`start` and vLLM's `mismatch` need a model folder on disk. The first native process makes it besides, or one that does nothing else
+(and sees to it that the process timed by `start` is not the first to read torch from the disk).
 """
 
 import argparse
@@ -44,10 +54,11 @@ from pathlib import Path
 
 from rollout_cpu import PROMPTS, VLLM_EAGER
 from rollout_tables import NAMES, draw, line_of, tables
-from rollout_work import FULL, TINY, Work, keys_of
+from rollout_work import FOLDER_OF, FULL, TINY, Work, keys_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = ("grid", "mix", "sweep", "mismatch", "cycles", "start")
+CHECKED = "tiny"  # the models of `check`
 VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 LINGER_S = 30  # for a process that has measured everything to end by itself
 
@@ -77,6 +88,9 @@ class Results:
             if cause:
                 self.entries[key] = {"key": key, "section": "failed", "cause": cause}
         self._write()
+
+    def forget(self, section: str) -> None:
+        self.entries = {key: entry for key, entry in self.entries.items() if entry["section"] != section}
 
     def _write(self) -> None:
         aside = self.file.with_name(f".{self.file.name}.aside")
@@ -164,13 +178,25 @@ def measure(args: argparse.Namespace, results: Results, engine: str, model: str,
     return failure
 
 
-def start(args: argparse.Namespace, results: Results) -> None:
+def has_folder(args: argparse.Namespace, results: Results, folder: Path) -> bool:
+    """There is a model folder, now if not before."""
+    return folder.exists() or not measure(args, results, "native", FOLDER_OF, ["folder"], folder=str(folder))
+
+
+def mismatch_of_vllm(args: argparse.Namespace, results: Results, folder: Path) -> None:
+    """vLLM samples the folder's model; another process says what the trainer makes of these samples."""
+    given = {"folder": str(folder), "samples": str(folder.with_name("samples.json"))}
+    if has_folder(args, results, folder) and not measure(args, results, "vllm", FOLDER_OF, ["mismatch"], **given):
+        measure(args, results, "native", FOLDER_OF, ["judge"], **given)
+
+
+def start(args: argparse.Namespace, results: Results, folder: Path) -> None:
     """Seconds to the first token, cold and warm."""
-    model, prompts = "0.5B", PROMPTS[:8]
+    model, prompts = FOLDER_OF, PROMPTS[:8]
+    if not has_folder(args, results, folder):
+        return
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        if measure(args, results, "native", model, ["folder"], folder=str(scratch / "model")):
-            return
         rows = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
         (scratch / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for engine in args.engines:
@@ -182,12 +208,12 @@ def start(args: argparse.Namespace, results: Results) -> None:
                 began, out, first = time.time(), scratch / f"{engine}-{case}.jsonl", []
                 if engine == "native":
                     command = [
-                        sys.executable, "-m", "plaudit", "sample", str(scratch / "model"), str(scratch / "prompts.jsonl"),
+                        sys.executable, "-m", "plaudit", "sample", str(folder), str(scratch / "prompts.jsonl"),
                         "--out", str(out), "--max-new-tokens", "1", "--device", args.device,
                     ]  # fmt: skip
                 else:
                     job = {"sections": ["start"], "model": model, "device": args.device, "tiny": args.tiny, "results": str(out)}
-                    job |= {"skip": [], "folder": str(scratch / "model"), "prompts": prompts}
+                    job |= {"skip": [], "folder": str(folder), "prompts": prompts}
                     (scratch / "job.json").write_text(json.dumps(job))
                     command = [str(args.vllm_python), str(Path(__file__).with_name("vllm_rollout.py")), str(scratch / "job.json")]
 
@@ -227,13 +253,12 @@ def jobs(args: argparse.Namespace, work: Work) -> list[tuple[str, str, list[str]
             planned.append(("native", model, both))
         if "vllm" in args.engines:
             planned += [("vllm", model, [section]) for section in both]  # with prefix caching and without
-    if "native" in args.engines:
-        planned += [("native", "0.5B", ["sweep"]), ("native", "0.5B", ["mismatch"]), ("native", "1.5B", ["mismatch"])]
-        if args.model:
-            planned.append(("native", args.model.name, ["mismatch"]))
-        planned.append(("native", "0.5B", ["cycles"]))
-    known = [*args.models, args.model.name if args.model else ""]
-    planned = [(engine, model, sections) for engine, model, sections in planned if model in known and sections]
+    planned += [("native", "0.5B", ["sweep"]), ("native", "0.5B", ["mismatch"]), ("native", "1.5B", ["mismatch"])]
+    if args.model:
+        planned.append(("native", args.model.name, ["mismatch"]))
+    planned += [("vllm", FOLDER_OF, ["mismatch"]), ("native", "0.5B", ["cycles"])]
+    known = [*args.models, CHECKED, args.model.name if args.model else ""]
+    planned = [job for job in [("native", CHECKED, ["check"]), *planned] if job[0] in args.engines and job[1] in known and job[2]]
     return [(engine, model, sections) for engine, model, sections in planned if set(sections) <= set(args.sections)]
 
 
@@ -248,7 +273,9 @@ def main() -> int:
         return chosen
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    parser.add_argument(
+        "--sections", type=names((*SECTIONS, "check")), default=list(SECTIONS), help=f"of {','.join(SECTIONS)},check"
+    )
     parser.add_argument("--engines", type=names(("native", "vllm")), default=["native", "vllm"], help="of native,vllm")
     parser.add_argument("--models", type=names(tuple(FULL.grid)), default=list(FULL.grid), help="of 0.5B,1.5B,7B")
     parser.add_argument("--model", type=Path, help="a model folder: its mismatch too, and its tokenizer in start")
@@ -264,18 +291,40 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends with it
     work, results, began = TINY if args.tiny else FULL, Results(args.out, args.tiny), time.monotonic()
+    right = True
     if not args.report:
-        for engine, model, sections in jobs(args, work):
-            keys = [key for section in sections for key in keys_of(section, engine, model, work)]
-            if not (args.missing and all(key in results.entries for key in keys)):
-                measure(args, results, engine, model, sections)
-        if "start" in args.sections and "0.5B" in args.models:
-            start(args, results)
+        with tempfile.TemporaryDirectory() as scratch:
+            right = measure_all(args, results, work, Path(scratch) / "model")
         print(f"all of it: {time.monotonic() - began:.0f} s", flush=True)
     print(tables(results.entries, work))
     if picture := draw(results.entries, work, args.out / "gpu_rollout.png"):
         print(f"\n{picture}")
-    return 0
+    return 0 if right else 1
+
+
+def measure_all(args: argparse.Namespace, results: Results, work: Work, folder: Path) -> bool:
+    """False if a check failed."""
+    planned = []
+    for engine, model, sections in jobs(args, work):
+        keys = [key for section in sections for key in keys_of(section, engine, model, work)]
+        if not (args.missing and all(key in results.entries for key in keys)):
+            planned.append((engine, model, sections))
+    starts, right = "start" in args.sections and FOLDER_OF in args.models, True
+    needs_folder = starts or any((engine, sections) == ("vllm", ["mismatch"]) for engine, _, sections in planned)
+    for engine, model, sections in planned:
+        if (engine, sections) == ("vllm", ["mismatch"]):
+            mismatch_of_vllm(args, results, folder)
+            continue
+        if sections == ["check"]:
+            results.forget("check")
+        makes_folder = engine == "native" and needs_folder and not folder.exists()
+        more = {"folder": str(folder)} if makes_folder else {}
+        failure = measure(args, results, engine, model, [*sections, *(["folder"] if makes_folder else [])], **more)
+        if sections == ["check"]:
+            right = not failure and all(entry["passed"] for entry in results.entries.values() if entry["section"] == "check")
+    if starts:
+        start(args, results, folder)
+    return right
 
 
 if __name__ == "__main__":

@@ -1,34 +1,61 @@
 """plaudit's side of gpu_rollout.py, in a process of its own: the sections of one model, handed over as they are measured."""
 
+import copy
 import gc
 import json
+import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from rollout_cpu import PROMPTS
-from rollout_work import Work, config_of, grid_prompts, kv_bytes, mix_of, reporter, run_sections, wanted
+from rollout_work import (
+    FOLDER_OF,
+    RANDOM,
+    Work,
+    config_of,
+    grid_prompts,
+    kv_bytes,
+    mismatch_prompts,
+    mix_of,
+    reporter,
+    run_sections,
+    wanted,
+)
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
 
 import plaudit
 from plaudit.data.pack import micro_batches
+from plaudit.data.templates import load_template, load_tokenizer, template_of
 from plaudit.files import digest_of
 from plaudit.models import attention
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy
+from plaudit.models.lora import merged_weights
+from plaudit.models.policy import Policy, load_model, load_policy
 from plaudit.models.residual import keep_residual_precise
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import Algorithm, Model, Optim
+from plaudit.prepare.tiny_model import make_tiny_model
+from plaudit.recipe import Algorithm, Lora, Model, Optim
 from plaudit.recipe.rl import RLTrain
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
+from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.rollout.native.noise import gumbel, position_keys
+from plaudit.rollout.native.sampler import keep_likely
+from plaudit.seeding import stable_seed
 from plaudit.train.experience import experiences, updates
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Trainer
@@ -184,8 +211,6 @@ def mismatch(job: dict, work: Work, report) -> None:
     """How far the log-probs that tokens were sampled with are from those that the trainer gives them."""
     name = job["model"]
     if job["model_path"] and name == Path(job["model_path"]).name:
-        from plaudit.data.templates import template_of
-
         recipe = Model(path=job["model_path"], dtype="bfloat16")
         template = template_of(recipe)
         policy = load_policy(recipe, template, torch.device(job["device"]))
@@ -195,14 +220,13 @@ def mismatch(job: dict, work: Work, report) -> None:
         return
     model = build(name, work, job["device"], training=True)
     engine = NativeEngine(model, None, max_sequences=work.mismatch_samples)
-    rng, vocabulary = np.random.default_rng(4), model.config.vocab_size
-    lengths = rng.integers(work.mismatch_prompt_tokens[0], work.mismatch_prompt_tokens[1] + 1, work.mismatch_samples)
-    prompts = [rng.integers(0, vocabulary, length).tolist() for length in lengths]
-    measure_mismatch(model, engine, prompts, work, report, name, "random weights")
+    vocabulary = model.config.vocab_size
+    prompts = mismatch_prompts(vocabulary, work)
+    measure_mismatch(model, engine, prompts, work, report, name, RANDOM)
 
     # A few tokens are most of the text, as in language: so what is learnt in a few steps is a distribution with peaks.
     whole = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
-    rows_ST = (rng.zipf(2.0, (64, whole)) - 1) % vocabulary
+    rows_ST = (np.random.default_rng(5).zipf(2.0, (64, whole)) - 1) % vocabulary
     examples = [Example(row.astype(np.int32), np.arange(whole) > 0) for row in rows_ST]
     trainer = Trainer(Policy(model, template=None), Optim(lr=SFT_LR), seed=0, max_skipped_steps=0)  # pyright: ignore
     targets, loss = sum(e.num_targets for e in examples), float("nan")
@@ -211,35 +235,68 @@ def mismatch(job: dict, work: Work, report) -> None:
         lr = SFT_LR * min(1.0, (step + 1) / 5)
         loss = trainer.update(batches, lambda b: (nll(target_logprobs(model, b).logprobs_N, targets), {}), lr)["loss"]
     engine.sync(work.mismatch_sft_steps)
-    prompts = [row[:length].tolist() for row, length in zip(rows_ST, lengths, strict=False)]
+    prompts = [row[: len(prompt)].tolist() for row, prompt in zip(rows_ST, prompts, strict=False)]
     case = f"after {work.mismatch_sft_steps} steps of SFT"
     measure_mismatch(model, engine, prompts, work, report, name, case, sft_loss=loss)
 
 
-@torch.no_grad()
 def measure_mismatch(model, engine: NativeEngine, prompts: list[list[int]], work: Work, report, *name: str, **more) -> None:
     requests = requests_of(prompts, work.mismatch_samples // len(prompts))
     asked = {request.prompt_id: request.tokens for request in requests}
     samples = list(engine.generate(requests, Sampling(work.mismatch_new_tokens, seed=0, step=0)))
-    learnt = []
-    for sample in samples:
-        prompt = asked[sample.prompt_id]
-        tokens = np.concatenate([prompt, sample.tokens])
-        mask = np.arange(len(tokens)) >= len(prompt)
-        learnt.append(Experience(tokens, mask, np.zeros(len(sample)), sample.sampler_logprobs))
+    learnt = [experience_of(asked[sample.prompt_id], sample.tokens, sample.sampler_logprobs) for sample in samples]
+    report("mismatch", "native", *name, **distances(model, learnt, work), **more)
+
+
+def experience_of(prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> Experience:
+    whole = np.concatenate([prompt, tokens])
+    return Experience(whole, np.arange(len(whole)) >= len(prompt), np.zeros(len(tokens)), logprobs)
+
+
+@torch.no_grad()
+def distances(model: PreTrainedModel, learnt: list[Experience], work: Work) -> dict[str, float]:
+    """Between the sampler's log-probs, the trainer's, and those of the same weights in fp32."""
     model.eval()
-    apart, entropies = [], []
+    precise = in_fp32(model)
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     for batch in micro_batches(learnt, work.tokens_per_micro_batch, model.device):
         logprobs_N, entropy_N = target_logprobs(model, batch, entropy="measured")
         assert batch.targets is not None
         assert entropy_N is not None
-        apart.append((logprobs_N - batch.targets.sampler_logprobs_N).float().cpu())
-        entropies.append(entropy_N.float().cpu())
-    apart_N = torch.cat(apart)
-    report(
-        "mismatch", "native", *name, mean=apart_N.abs().mean().item(), largest=apart_N.abs().max().item(),
-        bias=apart_N.mean().item(), entropy=torch.cat(entropies).mean().item(), tokens=len(apart_N), samples=len(samples), **more,
-    )  # fmt: skip
+        columns["trainer"].append(logprobs_N.float().cpu())
+        columns["sampler"].append(batch.targets.sampler_logprobs_N.float().cpu())
+        columns["fp32"].append(target_logprobs(precise, batch).logprobs_N.cpu())
+        columns["entropy"].append(entropy_N.float().cpu())
+    trainer_N, sampler_N, fp32_N, entropy_N = (torch.cat(columns[name]) for name in ("trainer", "sampler", "fp32", "entropy"))
+    apart_N = trainer_N - sampler_N
+    return {
+        "mean": apart_N.abs().mean().item(), "largest": apart_N.abs().max().item(), "bias": apart_N.mean().item(),
+        "from_fp32": (sampler_N - fp32_N).abs().mean().item(), "trainer_from_fp32": (trainer_N - fp32_N).abs().mean().item(),
+        "entropy": entropy_N.mean().item(), "tokens": len(apart_N), "samples": len(learnt),
+    }  # fmt: skip
+
+
+def in_fp32(model: PreTrainedModel, how: str = attention.NAME, weights: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """Another model with the same weights. (Not a copy: hooks that keep its residual precise would round its rotations.)"""
+    assert torch.get_float32_matmul_precision() == "highest", "that would not be fp32"
+    with torch.device(model.device):
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=how)
+    made.load_state_dict({name: weight.float() for name, weight in (weights or model.state_dict()).items()})
+    return made.eval().requires_grad_(False)
+
+
+def judge(job: dict, work: Work, report) -> None:
+    """What the trainer says of samples that vLLM has drawn from the folder's model."""
+    model = load_model(Model(path=job["folder"], dtype="bfloat16"), torch.device(job["device"]))
+    own = build(job["model"], work, job["device"]).state_dict()
+    same = all(torch.equal(weight, own[name]) for name, weight in model.state_dict().items())  # as native was measured with
+    given = json.loads(Path(job["samples"]).read_text())
+    learnt = [
+        experience_of(np.array(prompt), np.array(sample["tokens"]), np.array(sample["logprobs"], dtype=np.float32))
+        for prompt, sample in zip(given["prompts"], given["samples"], strict=True)
+    ]
+    more = {name: given[name] for name in ("about", "settings", "start_s")}
+    report("mismatch", "vllm", job["model"], RANDOM, **distances(model, learnt, work), same_weights=same, **more)
 
 
 def cycles(job: dict, work: Work, report) -> None:
@@ -304,24 +361,294 @@ def scored(requests: list[Request], samples: list[Sample], seed: int) -> list[Sc
 
 
 def folder(job: dict, work: Work, report) -> None:
-    """A model folder for `start`: random weights with a tokenizer that fits."""
-    from plaudit.data.templates import load_tokenizer
-    from plaudit.prepare.tiny_model import make_tiny_model
-
+    """A model folder for `start` and for vLLM: the random weights that are measured, with a tokenizer that fits."""
     out, source = Path(job["folder"]), job["model_path"]
     if not source:
         rows = Path(__file__).parent.parent / "recipes/first/train.jsonl"
         make_tiny_model([rows], source := out.with_name("tokenizer"))
     tokenizer = load_tokenizer(str(source))
-    model = build(job["model"], work, job["device"])
+    model = build(FOLDER_OF, work, job["device"])
     assert len(tokenizer) <= model.config.vocab_size, "the tokenizer has more tokens than the model"
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    report("folder", "native", job["model"])
+    aside = out.with_name("unfinished")
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.rename(out)
+    report("folder", "native", FOLDER_OF)
 
 
-SECTIONS = {"grid": grid, "mix": mix, "sweep": sweep, "mismatch": mismatch, "cycles": cycles, "folder": folder}
+# Is it right? ---------------------------------------------------------------------------------------------------------
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
+CLOSE = {"float32": (1e-4, 1e-3), "bfloat16": (0.03, 0.15)}  # log-probs: on average, at the most
+WINDOWED = "mistral with a window of 24"
+LENGTHS = (3, 120, 1, 33, 70, 8, 57)
+Verdict = tuple[bool, str]
+
+
+@dataclass(frozen=True)
+class Subject:
+    policy: Policy
+    engine: NativeEngine
+    right: PreTrainedModel
+    """The same weights in fp32, in transformers' modules with its own attention."""
+    dtype: str
+
+    @property
+    def close(self) -> float:
+        return CLOSE[self.dtype][1]
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[Request, Sample]]:
+        """By request, then by index, each beside its request."""
+        samples = {(s.prompt_id, s.index): s for s in self.engine.generate(requests, sampling)}
+        assert len(samples) == sum(request.n for request in requests), "samples are missing"
+        return [(request, samples[request.prompt_id, index]) for request in requests for index in range(request.n)]
+
+
+def subject_of(
+    folder: Path, dtype: str, device: torch.device, *, lora: bool = False, modules: bool = False, ends: int = 5, **settings
+) -> Subject:
+    """Fresh weights hardly look at what they read, and seldom end: larger ones, and more tokens that end a response."""
+    recipe = Model(path=str(folder), dtype=dtype, lora=Lora(rank=4, alpha=8.0, dropout=0.5) if lora else None)  # pyright: ignore
+    policy = load_policy(recipe, load_template(load_tokenizer(str(folder)), None), device)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+            elif parameter.ndim == 2:
+                parameter.mul_(6.0)
+    policy.model.generation_config.eos_token_id = list(range(40, 40 + ends)) or None  # pyright: ignore
+    right, fits = right_of(policy), FusedDecoder.fits
+    if modules:
+        FusedDecoder.fits = staticmethod(lambda model: False)
+    try:
+        engine = NativeEngine(policy.model, policy.template.tokenizer, **settings)
+    finally:
+        FusedDecoder.fits = staticmethod(fits)
+    assert isinstance(engine.forward.decoder, ModuleDecoder if modules or lora else FusedDecoder)
+    return Subject(policy, engine, right, dtype)
+
+
+def right_of(policy: Policy) -> PreTrainedModel:
+    right = in_fp32(policy.model, "eager", merged_weights(policy.model) if policy.peft else None)
+    right.generation_config = copy.deepcopy(policy.model.generation_config)
+    return right
+
+
+def prompts_of(lengths: Sequence[int], n: int = 1) -> list[Request]:
+    rng = np.random.default_rng(6)
+    return [Request(f"p{i}", rng.integers(50, 300, length).astype(np.int32), n) for i, length in enumerate(lengths)]
+
+
+@torch.no_grad()
+def right_logits(right: PreTrainedModel, request: Request, tokens: np.ndarray) -> Tensor:
+    """[t, V], by one pass over prompt and response."""
+    whole = torch.from_numpy(np.concatenate([request.tokens, tokens]).astype(np.int64)).to(right.device)
+    return right(input_ids=whole[None], use_cache=False).logits[0, len(request.tokens) - 1 : -1].float().cpu()  # pyright: ignore
+
+
+def at(values_TV: Tensor, tokens: np.ndarray) -> Tensor:
+    return values_TV.gather(-1, torch.from_numpy(tokens.astype(np.int64))[:, None])[:, 0]
+
+
+def race(right: PreTrainedModel, request: Request, index: int, tokens: np.ndarray, sampling: Sampling) -> Tensor:
+    """[t, V]: what each token must have been the largest of, noise included."""
+    logits = right_logits(right, request, tokens)
+    if sampling.temperature == 0.0:
+        return logits
+    key = stable_seed(sampling.seed, sampling.step, request.prompt_id, index)
+    keys = torch.tensor(key - (1 << 64) if key >> 63 else key).expand(len(tokens))
+    likely = keep_likely(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return likely + gumbel(position_keys(keys, torch.arange(len(tokens))), logits.shape[1])
+
+
+def off(subject: Subject, drawn: list[tuple[Request, Sample]], sampling: Sampling, right: PreTrainedModel | None = None) -> Verdict:
+    """Are log-probs those of a whole pass, and tokens those of their keys?"""
+    errors, short, truncated = [], [], bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
+    for request, s in drawn:
+        logits = right_logits(right or subject.right, request, s.tokens)
+        for found, temperature in ((s.sampler_logprobs, sampling.temperature or 1.0), (s.untempered_logprobs, 1.0)):
+            errors.append((at((logits / temperature).log_softmax(-1), s.tokens) - torch.from_numpy(found)).abs())
+        perturbed = race(right or subject.right, request, s.index, s.tokens, sampling)
+        short.append(perturbed.max(-1).values - at(perturbed, s.tokens))
+    mean, largest, missed = torch.cat(errors).mean().item(), torch.cat(errors).max().item(), torch.cat(short).max().item()
+    passed, words = (
+        mean <= CLOSE[subject.dtype][0] and largest <= subject.close,
+        f"{len(torch.cat(short))} tokens: log-probs off by",
+    )
+    words = f"{words} {mean:.1e}, at the most {largest:.1e}"
+    if truncated and subject.dtype != "float32":  # rounding may put the last token that is kept behind the first that is not
+        return passed, words
+    return passed and missed <= subject.close, f"{words}; keys by {missed:.1e}"
+
+
+def other_tokens(
+    subject: Subject, request: Request, index: int, a: np.ndarray, b: np.ndarray, sampling: Sampling
+) -> tuple[bool, bool]:
+    """Do two responses differ; and more than rounding explains, where they first do?"""
+    if np.array_equal(a, b):
+        return False, False
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if first is None:
+        return True, True
+    best = race(subject.right, request, index, a[: first + 1], sampling)[first]
+    return True, bool((best.max() - best[torch.tensor([int(a[first]), int(b[first])])]).max() > subject.close)
+
+
+def alike(subject: Subject, pairs: Sequence[tuple[Request, int, np.ndarray, np.ndarray]], sampling: Sampling) -> Verdict:
+    found = [other_tokens(subject, request, index, a, b, sampling) for request, index, a, b in pairs]
+    ties, wrong = sum(differs and not bad for differs, bad in found), sum(bad for _, bad in found)
+    return not wrong, f"{len(found) - ties - wrong} of {len(found)} the same" + (f", {ties} from a tie on" if ties else "")
+
+
+def check_right(make: Callable[..., Subject]) -> Verdict:
+    """Greedy tokens against `generate`; log-probs of sampled ones against a whole pass."""
+    subject, requests = make(max_sequences=7), prompts_of(LENGTHS, n=2)
+    greedy, pairs = Sampling(max_new_tokens=20, temperature=0.0), []
+    drawn = subject.sample(requests, greedy)
+    by_prompt = {request.prompt_id: s for request, s in drawn}
+    for request in requests:
+        given = torch.from_numpy(request.tokens.astype(np.int64))[None].to(subject.right.device)
+        more = {"attention_mask": torch.ones_like(given), "pad_token_id": 0}
+        out: Tensor = subject.right.generate(given, do_sample=False, max_new_tokens=20, **more)  # pyright: ignore
+        written = out[0, len(request.tokens) :].cpu().numpy()
+        pairs.append((request, 0, written, by_prompt[request.prompt_id].tokens))
+    same, words = alike(subject, pairs, greedy)
+    sampling = Sampling(max_new_tokens=24, temperature=0.7)
+    near_greedy, found_greedy = off(subject, drawn, greedy)
+    near, found = off(subject, subject.sample(requests, sampling), sampling)
+    return same and near_greedy and near, f"greedy: {words}, {found_greedy}; sampled: {found}"
+
+
+def check_repeats(make: Callable[..., Subject], how: dict) -> Verdict:
+    """The same tokens and log-probs, to the bit, when asked again and by another engine."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        requests, sampling, subject = prompts_of(LENGTHS, n=3), Sampling(max_new_tokens=24, temperature=0.9, **how), make()
+        runs = [one.sample(requests, sampling) for one in (subject, subject, make())]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    equal = [
+        all(
+            np.array_equal(a.tokens, b.tokens) and np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+            for (_, a), (_, b) in pairs
+        )
+        for pairs in (list(zip(runs[0], run, strict=True)) for run in runs[1:])
+    ]
+    near, words = off(subject, runs[0], sampling)
+    return all(
+        equal
+    ) and near, f"again: {'equal' if equal[0] else 'NOT EQUAL'}, by another engine: {'equal' if equal[1] else 'NOT EQUAL'}; {words}"
+
+
+def check_stops(make: Callable[..., Subject]) -> Verdict:
+    """Responses end with the token that completes a stop string, and those beside them go on."""
+    subject, requests, sampling = make(max_sequences=5), prompts_of(LENGTHS, n=2), Sampling(max_new_tokens=40, temperature=0.8)
+    tokenizer, whole = subject.policy.template.tokenizer, subject.sample(requests, sampling)
+    pieces = [[s.text[i : i + size] for _, s in whole for i in range(3, len(s.text) - size)] for size in (1, 2)]
+    plain = [[piece for piece in some if piece.isascii() and piece.isprintable()] for some in pieces]  # no halves of characters
+    stop = tuple(Counter(some).most_common(1)[0][0] for some in plain)
+    stopped = subject.sample(requests, Sampling(max_new_tokens=40, temperature=0.8, stop=stop))
+    pairs, ended, wrong = [], 0, []
+    for (request, a), (_, b) in zip(whole, stopped, strict=True):
+        how: dict = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        written = [str(tokenizer.decode(a.tokens[: i + 1], **how)) for i in range(len(a))]
+        end = next((i + 1 for i, text in enumerate(written) if any(s in text for s in stop)), None)
+        pairs.append((request, a.index, a.tokens[:end], b.tokens))
+        if end and np.array_equal(a.tokens[:end], b.tokens):
+            ended += 1
+            if b.status != "finished" or not b.text.endswith(stop):
+                wrong.append(b.text)
+    same, words = alike(subject, pairs, sampling)
+    return same and ended > 0 and not wrong, f"{words}; {ended} ended by {stop}" + (f"; wrong: {wrong}" if wrong else "")
+
+
+def check_preempted(make: Callable[..., Subject]) -> Verdict:
+    """With memory for the longest sequence and no more, the same responses."""
+    requests, sampling = prompts_of((40, 33, 8, 57, 3, 70), n=3), Sampling(max_new_tokens=150, temperature=0.9)
+    subject = make(ends=0)
+    plenty, before = subject.sample(requests, sampling), subject.engine.preempted
+    subject.engine._room = lambda: 0
+    scarce = subject.sample(requests, sampling)
+    near, found = off(subject, scarce, sampling)
+    pairs = [(request, a.index, a.tokens, b.tokens) for (request, a), (_, b) in zip(plenty, scarce, strict=True)]
+    same, words = alike(subject, pairs, sampling)
+    put_off = subject.engine.preempted
+    return same and near and put_off > before == 0, f"put off {put_off} times (before: {before}): {words}; {found}"
+
+
+def check_training(make: Callable[..., Subject]) -> Verdict:
+    """Sample, learn, sample, …: always with the weights of the last update."""
+    subject, requests = make(max_sequences=7), prompts_of(LENGTHS, n=2)
+    trainer = Trainer(subject.policy, Optim(lr=3e-3), seed=0, max_skipped_steps=0)
+    model, passed, words = subject.policy.model, True, []
+    written = prompts_of((40,))[0].tokens  # as if it had been: only to see that weights change
+
+    def logprobs_now() -> Tensor:
+        return at(right_logits(right_of(subject.policy), requests[0], written).log_softmax(-1), written)
+
+    at_first = logprobs_now()
+    for step in range(4):
+        sampling = Sampling(max_new_tokens=24, step=step)
+        drawn = subject.sample(requests, sampling)
+        near, found = off(subject, drawn, sampling, right_of(subject.policy))
+        learnt = [experience_of(request.tokens, s.tokens, s.sampler_logprobs) for request, s in drawn]
+        targets = sum(e.num_targets for e in learnt)
+        for _ in range(3):
+            batches = micro_batches(learnt, 512, model.device)
+            trainer.update(batches, lambda b, n=targets: (nll(target_logprobs(model, b).logprobs_N, n), {}), 3e-3)
+        changed = (logprobs_now() - at_first).abs().mean().item()
+        subject.engine.sync(step + 1)
+        passed = passed and near and changed > CLOSE[subject.dtype][0] and {s.version for _, s in drawn} == {step}
+        words.append(f"{found.split('; keys')[0]}; weights of {3 * step} updates; then changed by {changed:.2f}")
+    return passed, " | ".join(words)
+
+
+def checks(folder: Path, device: torch.device) -> Iterator[tuple[str, Callable[[], Verdict]]]:
+    def making(kind: str, dtype: str, **more) -> Callable[..., Subject]:
+        return partial(subject_of, folder / kind, dtype, device, **more)
+
+    small_blocks = {} if device.type == "cuda" else {"block_tokens": 8}  # a GPU has small ones anyway
+    for dtype in CLOSE:
+        for kind in (*KINDS, WINDOWED):
+            yield f"{kind}, {dtype}", partial(check_right, making(kind, dtype))
+        yield f"LoRA, {dtype}", partial(check_right, making("qwen2", dtype, lora=True))
+        yield f"modules as they are, {dtype}", partial(check_right, making("qwen3", dtype, modules=True))
+        for how in ({"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.95, "min_p": 0.01}):
+            name = " ".join(f"{name}={value}" for name, value in how.items())
+            yield f"{name} twice, {dtype}", partial(check_repeats, making("llama", dtype), how)
+        yield f"stop strings, {dtype}", partial(check_stops, making("llama", dtype))
+        yield f"little memory, {dtype}", partial(check_preempted, making("qwen2", dtype, **small_blocks))
+        yield f"training in between, {dtype}", partial(check_training, making("qwen3", dtype))
+        yield f"training in between, LoRA, {dtype}", partial(check_training, making("llama", dtype, lora=True))
+
+
+def check(job: dict, work: Work, report) -> None:
+    """Tiny models of every kind: is what the engine samples right on this device?"""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused where torch must be deterministic
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in KINDS:
+            rows = Path(__file__).parent.parent / "recipes/first/train.jsonl"
+            make_tiny_model([rows], folder / kind, kind=kind, hidden_size=64, vocabulary=320)
+        shutil.copytree(folder / "mistral", folder / WINDOWED)
+        config = json.loads((folder / WINDOWED / "config.json").read_text())
+        (folder / WINDOWED / "config.json").write_text(json.dumps({**config, "sliding_window": 24}))
+        for case, look in checks(folder, torch.device(job["device"])):
+            began = time.perf_counter()
+            try:
+                passed, found = look()
+            except Exception as error:  # the others are looked at all the same
+                traceback.print_exc()
+                passed, found = False, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            report("check", "native", job["model"], case, passed=bool(passed), found=found, seconds=time.perf_counter() - began)
+
+
+SECTIONS = {
+    "grid": grid, "mix": mix, "sweep": sweep, "mismatch": mismatch, "judge": judge, "cycles": cycles, "folder": folder,
+    "check": check,
+}  # fmt: skip
 
 
 def main() -> None:

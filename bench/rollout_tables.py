@@ -30,11 +30,15 @@ def line_of(entry: dict) -> str:
             found = f"{entry['rate']:,.0f} tokens/s" if entry["rate"] else f"does not fit ({entry['settings']['cache_gb']:.0f} GB)"
         case "mismatch":
             found = f"mean {entry['mean']:.5f}, largest {entry['largest']:.3f}, entropy {entry['entropy']:.2f}"
+            if "from_fp32" in entry:
+                found += f"; from fp32 {entry['from_fp32']:.5f}, the trainer {entry['trainer_from_fp32']:.5f}"
         case "cycles":
             sample_s, update_s = (entry["columns"][name][-1] for name in ("sample_s", "update_s"))
             found = f"{entry['cycles']} cycles, the last one {sample_s:.2f} s of sampling and {update_s:.2f} s of training"
         case "start":
             found = f"{entry['first_token_s']:.1f} s to the first token, {entry['whole_s']:.1f} s in all"
+        case "check":
+            return f"{'pass' if entry['passed'] else 'FAIL'}  {entry['case']}: {entry['found']} ({entry['seconds']:.1f} s)"
         case "bandwidth":
             found = f"{entry['bytes_per_s'] / 1e12:.2f} TB/s read and written, copying {entry['bytes'] / 1e9:.1f} GB"
         case _:
@@ -60,7 +64,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def tables(entries: Entries, work: Work) -> str:
     parts = ["\n(--tiny: these numbers mean nothing)"] if work.tiny else []
-    for part in (grid, mix, sweep, mismatch, cycles, start):
+    for part in (grid, mix, sweep, mismatch, cycles, start, check):
         if any(entry["section"] == part.__name__ for entry in entries.values()):
             parts.append(f"\n## {part.__name__}\n{part(entries, work)}\n{about(entries, part.__name__)}")
     failures = [f"{key.removeprefix('failed/')}: {e['cause']}" for key, e in entries.items() if e["section"] == "failed"]
@@ -76,8 +80,8 @@ def about(entries: Entries, section: str) -> str:
     for entry in chosen:
         if entry["engine"] == "vllm" and "settings" in entry:
             name = f"vLLM {entry['model']} {entry['case']}".strip()
-            tried = ", ".join(f"{way} {max(rates):,.0f}" for way, rates in entry["tried"].items())
-            lines.append(f"{name}: {entry['start_s']:.0f} s to start; best of {tried}")
+            tried = ", ".join(f"{way} {max(rates):,.0f}" for way, rates in entry.get("tried", {}).items())
+            lines.append(f"{name}: {entry['start_s']:.0f} s to start{f'; best of {tried}' if tried else ''}")
     settings = [entry["settings"] for entry in chosen if entry["engine"] == "vllm" and "settings" in entry]
     lines += dict.fromkeys("vLLM's settings: " + ", ".join(f"{name}={value}" for name, value in one.items()) for one in settings)
     return "\n" + "\n".join(lines)
@@ -128,9 +132,17 @@ def mismatch(entries: Entries, work: Work) -> str:
     rows = []
     for entry in (entry for entry in entries.values() if entry["section"] == "mismatch"):
         numbers = [f"{entry['mean']:.5f}", f"{entry['largest']:.3f}", f"{entry['bias']:+.6f}", f"{entry['entropy']:.2f}"]
+        numbers += [f"{entry[name]:.5f}" if name in entry else "" for name in ("from_fp32", "trainer_from_fp32")]
         held = "≤" if entry["mean"] <= REQUIRED_MISMATCH else ">"
-        rows.append([entry["model"], entry["case"], *numbers, f"{entry['tokens']:,}", f"{held} {REQUIRED_MISMATCH:g}"])
-    return table(["model", "", "mean abs. difference", "largest", "mean difference", "entropy, nats", "tokens", "required"], rows)
+        required = f"{held} {REQUIRED_MISMATCH:g}" if entry["engine"] == "native" else ""
+        case = entry["case"] if entry.get("same_weights", True) else f"{entry['case']}, others than native's"
+        rows.append([NAMES[entry["engine"]], entry["model"], case, *numbers, f"{entry['tokens']:,}", required])
+    head = ["engine", "model", "", "mean abs. difference", "largest", "mean difference", "entropy, nats"]
+    head += ["sampler from fp32", "trainer from fp32", "tokens", "required"]
+    said = (
+        "Differences: of the sampler's log-probs and the trainer's; from fp32: mean abs. difference from the same weights in fp32."
+    )
+    return f"{table(head, rows)}\n\n{said}"
 
 
 def cycles(entries: Entries, work: Work) -> str:
@@ -141,10 +153,15 @@ def cycles(entries: Entries, work: Work) -> str:
         for name, unit in {"cycle_s": "s", **CYCLE_ROWS}.items():
             first, last = statistics.mean(columns[name][:5]), statistics.mean(columns[name][-5:])
             change = 100 * (last - first) / first
-            within = "yes" if abs(change) <= REQUIRED_STEADY else "no"
+            within = "yes" if change <= REQUIRED_STEADY else "no"  # faster or smaller is fine
+            middle, spread = columns[name][5:-5], ""
+            if unit == "s" and middle:
+                lowest, highest = min(middle), max(middle)
+                spread = f"{highest - lowest:.3f} s ({100 * (highest - lowest) / statistics.mean(middle):.1f} %)"
             label = {"cycle_s": "sampling + update", "sample_s": "sampling", "update_s": "update"}.get(name, name)
-            rows.append([label, f"{first:.3f} {unit}", f"{last:.3f} {unit}", f"{change:+.2f} %", within])
-        parts.append(table(["", "first five", "last five", "change", f"within {REQUIRED_STEADY:g} %"], rows))
+            rows.append([label, f"{first:.3f} {unit}", f"{last:.3f} {unit}", f"{change:+.2f} %", within, spread])
+        head = ["", "first five", "last five", "change", f"at most {REQUIRED_STEADY:g} % more"]
+        parts.append(table([*head, f"highest − lowest of the {max(0, entry['cycles'] - 10)} between"], rows))
         means = {name: statistics.mean(values) for name, values in columns.items()}
         phases = {"sampling": "as the first sample comes", "sampled": "when sampling is over", "trained": "after an update"}
         used = [[f"GB in use, {what}", *(f"{means[f'{phase} {of}']:.2f}" for phase in phases)] for of, what in MEMORIES.items()]
@@ -164,6 +181,12 @@ def start(entries: Entries, work: Work) -> str:
         if any(found):
             rows.append([name, *(f"{e['first_token_s']:.1f} s ({e['whole_s']:.1f} s)" if e else "not measured" for e in found)])
     return table(["", "cold: to the first token (whole command)", "warm"], rows)
+
+
+def check(entries: Entries, work: Work) -> str:
+    found = [entry for entry in entries.values() if entry["section"] == "check"]
+    failed = [f"FAILED: {entry['case']}: {entry['found']}" for entry in found if not entry["passed"]]
+    return "\n".join([f"{len(found) - len(failed)} of {len(found)} checks passed.", *failed])
 
 
 def draw(entries: Entries, work: Work, file: Path) -> Path | None:

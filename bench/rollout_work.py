@@ -20,6 +20,8 @@ SHAPES = {  # Qwen2.5: layers, hidden, heads, kv heads, MLP, vocabulary, tied em
     "7B": (28, 3584, 28, 4, 18944, 152064, False),
 }
 TINY_SHAPE = (2, 128, 4, 2, 256, 1000)
+RANDOM = "random weights"
+FOLDER_OF = "0.5B"  # the model of `start` and of vLLM's `mismatch`, which need it on disk
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Work:
     mix_prompt_tokens: tuple[int, int] = (32, 2048)
     mix_new_tokens: tuple[int, int] = (16, 2048)
     mix_end_every: int = 500
+    mix_warm_prompts: int = 32
+    mix_warm_tokens: int = 64
     # sweep: the time of `sweep_new[1]` new tokens less that of `sweep_new[0]`
     sweep_sequences: tuple[int, ...] = (32, 128, 512, 1024, 2048)
     sweep_lengths: tuple[int, ...] = (256, 1024, 4096, 8192)
@@ -51,7 +55,7 @@ class Work:
     mismatch_sft_steps: int = 30
     # cycles
     cycles: int = 50
-    cycle_warm: int = 3
+    cycle_warm: int = 10
     cycle_prompts: int = 32
     cycle_n: int = 8
     cycle_prompt_tokens: int = 128
@@ -73,6 +77,8 @@ TINY = Work(
     mix_prompt_tokens=(4, 32),
     mix_new_tokens=(2, 16),
     mix_end_every=10,
+    mix_warm_prompts=2,
+    mix_warm_tokens=4,
     sweep_sequences=(2, 4, 8),
     sweep_lengths=(32, 64, 128),
     sweep_n=2,
@@ -82,7 +88,7 @@ TINY = Work(
     mismatch_prompt_tokens=(4, 16),
     mismatch_new_tokens=16,
     mismatch_sft_steps=5,
-    cycles=10,
+    cycles=20,
     cycle_warm=1,
     cycle_prompts=4,
     cycle_n=2,
@@ -167,6 +173,13 @@ def mix_of(vocabulary: int, work: Work, run: int) -> Mix:
     )
 
 
+def mismatch_prompts(vocabulary: int, work: Work) -> list[list[int]]:
+    """The same for every engine."""
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(work.mismatch_prompt_tokens[0], work.mismatch_prompt_tokens[1] + 1, work.mismatch_samples)
+    return [rng.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
 def log_uniform(rng: np.random.Generator, low: int, high: int, count: int) -> np.ndarray:
     return np.exp(rng.uniform(np.log(low), np.log(high), count)).round().astype(int)
 
@@ -216,9 +229,10 @@ def wanted(job: dict, *key: str) -> bool:
 
 def keys_of(section: str, engine: str, model: str, work: Work) -> list[str]:
     """Of the entries that a section of an engine and model comes to."""
+    mismatch = [RANDOM, f"after {work.mismatch_sft_steps} steps of SFT"] if engine == "native" else [RANDOM]
     cases = {
         "grid": [str(sequences) for sequences in work.grid.get(model, ())],
         "sweep": [f"{sequences}x{length}" for sequences in work.sweep_sequences for length in work.sweep_lengths],
-        "mismatch": ["random weights", f"after {work.mismatch_sft_steps} steps of SFT"] if model in work.grid else ["as it is"],
+        "mismatch": mismatch if model in work.grid else ["as it is"],
     }.get(section, [""])
     return ["/".join(part for part in (section, engine, model, case) if part) for case in cases]

@@ -1,9 +1,10 @@
-"""vLLM's side of gpu_rollout.py, in a process of its own: `grid`, `mix` or `start` of one model.
+"""vLLM's side of gpu_rollout.py, in a process of its own: `grid`, `mix`, `mismatch` or `start` of one model.
 
 Tuned for what it is asked: CUDA graphs up to the largest batch, a context no longer than needed, its own process for the engine,
 tokens in and out without a tokenizer. One thing is tried on the spot in each section and the faster way stands in the table: in
 `grid` `flat_logprobs` (fewer objects for the same log-probs; `mix` always has it), in `mix` how responses end: by `stop_token_ids`,
-which vLLM looks up in a list for every token, or by limits drawn from the same distribution, which cost it nothing.
+which vLLM looks up in a list for every token, or by limits drawn from the same distribution, which cost it nothing. There half of
+the prompts are enough to choose.
 """
 
 import json
@@ -13,18 +14,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollout_work import Work, config_of, grid_prompts, mix_of, reporter, run_sections, wanted
+from rollout_work import Work, config_of, grid_prompts, mismatch_prompts, mix_of, reporter, run_sections, wanted
 
 GRID_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024]
-MIX_SIZES = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 1025, 32)]  # the batch shrinks as responses end
+# The batch shrinks as responses end. (Capturing takes a good part of the start.)
+MIX_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024]
+MISMATCH_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
 
 
-def start(job: dict, work: Work, *, max_model_len: int, sizes: list[int], prefix_caching: bool):
-    """The engine on dummy weights, its settings in words, and the seconds that took."""
+def start(job: dict, work: Work, *, max_model_len: int, sizes: list[int], prefix_caching: bool, folder: str | None = None):
+    """The engine (without a folder: on dummy weights), its settings in words, and the seconds that took."""
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     settings = {
-        "load_format": "dummy",
+        "load_format": "auto" if folder else "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "dtype": "bfloat16",
@@ -40,10 +43,11 @@ def start(job: dict, work: Work, *, max_model_len: int, sizes: list[int], prefix
         del settings["compilation_config"], settings["gpu_memory_utilization"]
         settings |= {"enforce_eager": True, "max_num_batched_tokens": 256}
     began = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(dir=Path(job["results"]).parent))
-    (folder / "config.json").write_text(json.dumps(config_of(job["model"], work)))
-    llm = LLM(str(folder), **settings)
-    environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    if folder is None:
+        folder = tempfile.mkdtemp(dir=Path(job["results"]).parent)
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(job["model"], work)))
+    environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}  # vLLM adds its own
+    llm = LLM(folder, **settings)
     return llm, {**settings, **environment}, time.perf_counter() - began
 
 
@@ -55,14 +59,20 @@ def params(flat: bool, **arguments):
     return SamplingParams(temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False, **arguments)
 
 
-def timed(llm, prompts: list[list[int]], sampling) -> tuple[float, int]:
-    """Seconds, and tokens made."""
+def sampled(llm, prompts: list[list[int]], sampling) -> tuple[float, list]:
+    """Seconds, and what came out."""
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     began = time.perf_counter()
     outputs = llm.generate(given, sampling, use_tqdm=False)
     spent = time.perf_counter() - began
     made = [out for request in outputs for out in request.outputs]
     assert all(out.logprobs is not None and len(out.logprobs) == len(out.token_ids) for out in made), "log-probs are missing"
+    return spent, made
+
+
+def timed(llm, prompts: list[list[int]], sampling) -> tuple[float, int]:
+    """Seconds, and tokens made."""
+    spent, made = sampled(llm, prompts, sampling)
     return spent, sum(len(out.token_ids) for out in made)
 
 
@@ -113,20 +123,47 @@ def mix(job: dict, work: Work, report) -> None:
     longest = work.mix_prompt_tokens[1] + work.mix_new_tokens[1]
     llm, settings, start_s = start(job, work, max_model_len=longest, sizes=MIX_SIZES, prefix_caching=True)
 
-    def measure(by_limits: bool, run: int, count: int | None = None) -> tuple[float, int]:
+    def measure(way: str, run: int, count: int | None = None, longest: int | None = None) -> tuple[float, int]:
+        """Tokens a second, and how many they were; of the first prompts, and of responses up to a length, if it is said."""
         asked = mix_of(vocabulary, work, run)
-        if by_limits:
+        if way == "drawn limits":
             pairs = [(prompt, length) for prompt, drawn in zip(asked.prompts, asked.drawn, strict=True) for length in drawn]
             pairs = pairs[: count and count * work.mix_n]
-            sampling = [params(True, max_tokens=length) for _, length in pairs]
-            return timed(llm, [prompt for prompt, _ in pairs], sampling)
-        sampling = [params(True, n=work.mix_n, max_tokens=limit, stop_token_ids=asked.ends) for limit in asked.limits[:count]]
-        return timed(llm, asked.prompts[:count], sampling)
+            prompts, limits, more = [prompt for prompt, _ in pairs], [length for _, length in pairs], {}
+        else:
+            prompts, limits, more = asked.prompts[:count], asked.limits[:count], {"n": work.mix_n, "stop_token_ids": asked.ends}
+        spent, made = timed(llm, prompts, [params(True, max_tokens=min(limit, longest or limit), **more) for limit in limits])
+        print(f"{way}: {made} tokens of {len(prompts)} requests in {spent:.1f} s", flush=True)  # to the log
+        return made / spent, made
 
-    measure(False, run=0, count=64)  # to warm up
-    best, rates, tokens = best_of({"stop_token_ids": False, "drawn limits": True}, job["runs"], measure)
-    found = {"rates": rates[best], "tokens": tokens[best], "tried": rates, "best": best, "start_s": start_s}
+    ways = ("stop_token_ids", "drawn limits")
+    for way in ways:  # to warm up: everything is compiled and captured by now, so short responses will do
+        measure(way, 0, count=work.mix_warm_prompts, longest=work.mix_warm_tokens)
+    # Which way is better, by half of the prompts; none that the timed runs, which have the native engine's, will see again.
+    tried = {way: measure(way, job["runs"] + 1 + i, count=work.mix_prompts // 2)[0] for i, way in enumerate(ways)}
+    best = max(ways, key=lambda way: tried[way])
+    rates, tokens = zip(*(measure(best, 1 + run) for run in range(job["runs"])), strict=True)
+    found = {"rates": rates, "tokens": tokens, "best": best, "start_s": start_s}
+    found["tried"] = {f"{way} (half of the prompts)": [rate] for way, rate in tried.items()}
     report("mix", "vllm", name, **found, settings={"flat_logprobs": True, **settings})
+
+
+def mismatch(job: dict, work: Work, report) -> None:
+    """Samples of a model folder with their log-probs, into a file: the trainer's side computes what it says of the same tokens."""
+    longest = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
+    sizes, prompts = MISMATCH_SIZES, mismatch_prompts(config_of(job["model"], work)["vocab_size"], work)
+    llm, settings, start_s = start(job, work, max_model_len=longest, sizes=sizes, prefix_caching=False, folder=job["folder"])
+    _, made = sampled(llm, prompts, params(False, max_tokens=work.mismatch_new_tokens))
+    assert all(len(out.token_ids) == work.mismatch_new_tokens for out in made), "a response ended early"
+    samples = [
+        {
+            "tokens": list(out.token_ids),
+            "logprobs": [step[token].logprob for step, token in zip(out.logprobs, out.token_ids, strict=True)],
+        }
+        for out in made
+    ]
+    found = {"about": about(), "settings": settings, "start_s": start_s, "prompts": prompts, "samples": samples}
+    Path(job["samples"]).write_text(json.dumps(found))
 
 
 def first_token(job: dict, work: Work, report) -> None:
@@ -140,11 +177,11 @@ def first_token(job: dict, work: Work, report) -> None:
     report("first token", "vllm", job["model"], at=time.time())
 
 
-SECTIONS = {"grid": grid, "mix": mix, "start": first_token}
+SECTIONS = {"grid": grid, "mix": mix, "mismatch": mismatch, "start": first_token}
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+def about() -> str:
+    """Machine and versions."""
     # Not torch.cuda: a CUDA context in this process would make vLLM start its own another way.
     from importlib.metadata import version
 
@@ -152,9 +189,13 @@ def main() -> None:
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     versions = f"torch {version('torch')}, transformers {version('transformers')}"
-    about = f"{current_platform.get_device_name()}, vLLM {vllm.__version__}, {versions}"
-    print(about, flush=True)
-    run_sections(job, SECTIONS, reporter(job, about), "vllm")
+    return f"{current_platform.get_device_name()}, vLLM {vllm.__version__}, {versions}"
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    print(about(), flush=True)
+    run_sections(job, SECTIONS, reporter(job, about()), "vllm")
 
 
 if __name__ == "__main__":
