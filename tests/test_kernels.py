@@ -677,3 +677,33 @@ def test_kernels_draw_what_plain_draws():
     ours, theirs = (drawn(ops, logits, state, Sampling(max_new_tokens=1, temperature=0.9), END_TOKENS) for ops in (kernels, plain))
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1][:, :2], theirs[1][:, :2])
+
+
+# The engine with kernels ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind):
+    """As on a GPU, but for graphs: the same samples as with torch's operations, with rows that come and go and blocks that are shared."""
+    from plaudit.models.policy import load_model
+    from plaudit.recipe import Model
+    from plaudit.rollout.engine import Request
+    from plaudit.rollout.native import forward
+    from plaudit.rollout.native.engine import NativeEngine
+
+    model = load_model(Model(path=str(tiny_models[kind]), dtype="float32"), DEVICE)
+    requests = [Request(f"p{i}", np.arange(length) % 300, n=2, max_new_tokens=3 + i) for i, length in enumerate((20, 1, 5))]
+    sampling = Sampling(max_new_tokens=8, temperature=0.8, top_p=0.9, seed=3)
+
+    def samples() -> dict:
+        engine = NativeEngine(model, None, max_sequences=4, block_tokens=16)
+        return {(s.prompt_id, s.index): s for s in engine.generate(requests, sampling)}
+
+    monkeypatch.setattr(forward, "_operations", lambda device: plain)
+    expected = samples()
+    monkeypatch.setattr(forward, "_operations", lambda device: kernels)
+    found = samples()
+    assert found.keys() == expected.keys()
+    for key, sample in found.items():
+        assert sample.tokens.tolist() == expected[key].tokens.tolist()
+        assert np.abs(sample.sampler_logprobs - expected[key].sampler_logprobs).max() < 1e-5
