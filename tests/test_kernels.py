@@ -684,7 +684,7 @@ def test_kernels_draw_what_plain_draws():
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind):
-    """As on a GPU, but for graphs: the same samples as with torch's operations, with rows that come and go and blocks that are shared."""
+    """As on a GPU, but for graphs: the samples that torch gives, with rows that come and go and blocks that are shared."""
     from plaudit.models.policy import load_model
     from plaudit.recipe import Model
     from plaudit.rollout.engine import Request
