@@ -5,7 +5,9 @@ What it shares with other engines is in the contract, and who runs where in test
 
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from plaudit.rollout.native import forward
 from plaudit.rollout.native.cache import CacheView, blocks_that_fit
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.rollout.native.graphs import Graphs
 from plaudit.rollout.native.noise import gumbel, position_keys
 from plaudit.rollout.native.packed import packing_pays
 from plaudit.rollout.native.sampler import keep_likely
@@ -1027,3 +1030,75 @@ def test_a_bad_stop_string_takes_no_memory(llama):
         list(engine.generate(mixed_requests(), Sampling(max_new_tokens=4, stop=("x<|im_end|>",))))
     assert engine._cache is None
     assert len(sample(engine, mixed_requests(), Sampling(max_new_tokens=4))) == 14
+
+
+# Graphs, with a device that only pretends ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(monkeypatch) -> list[str]:
+    """What happens on it."""
+    did: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            did.append("replay")
+
+        def pool(self) -> str:
+            return "pool"
+
+    @contextmanager
+    def capture(graph, pool, capture_error_mode):
+        did.append(f"capture in {pool}")
+        yield
+        did.append("captured")
+
+    def set_sync_debug_mode(mode) -> None:
+        text = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+        warnings.warn(text, stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
+    return did
+
+
+def test_a_step_is_done_then_captured_then_replayed(pretended):
+    graphs = Graphs(torch.device("cuda"), trusted=True)
+    for key in ("a", "a", "a", "b"):
+        graphs.run(key, lambda key=key: pretended.append(f"step {key}"))
+    once, later = ["step a", "capture in None", "step a", "captured"], ["step b", "capture in pool", "step b", "captured"]
+    assert pretended == [*once, "replay", "replay", *later]
+    graphs.forget()
+    graphs.run("a", lambda: pretended.append("again"))
+    assert pretended[-3:] == ["capture in None", "again", "captured"]
+
+
+def test_a_module_is_captured_if_it_does_not_wait(pretended):
+    graphs = Graphs(torch.device("cuda"), trusted=False)
+    for _ in range(3):
+        graphs.run("a", lambda: pretended.append("step"))
+    assert pretended == ["step", "step", "capture in None", "step", "captured", "replay"], "what only begins may wait"
+
+
+def test_a_module_that_waits_is_never_captured(pretended):
+    graphs = Graphs(torch.device("cuda"), trusted=False)
+
+    def step() -> None:
+        pretended.append("step")
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for key in ("a", "a", "a", "b"):
+            graphs.run(key, step)
+    assert pretended == ["step"] * 4
+    assert [str(w.message)[:44] for w in caught if "sampling" in str(w.message)] == ["sampling is slower than it could be: the mod"]
+
+
+def test_a_cpu_has_no_graphs(pretended):
+    graphs = Graphs(torch.device("cpu"), trusted=True)
+    for _ in range(2):
+        graphs.run("a", lambda: pretended.append("step"))
+    assert pretended == ["step"] * 2

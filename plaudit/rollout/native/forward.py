@@ -24,8 +24,8 @@ class Forward:
     def __init__(self, model: PreTrainedModel):
         self.model, self.shape = model, _cache_shape(model)
         self.ops = _operations(self.shape.device)
-        self.graphs = Graphs(self.shape.device)
         self.decoder = FusedDecoder(model, self.shape.heads) if FusedDecoder.fits(model) else ModuleDecoder(model)
+        self.graphs = Graphs(self.shape.device, trusted=isinstance(self.decoder, FusedDecoder))
         self._packed_head: Callable[[Tensor], Tensor] | None = None
         self._steps = 0
 

@@ -13,21 +13,28 @@ from plaudit.rollout.native.cache import next_power_of_2
 
 
 class Graphs:
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, *, trusted: bool):
+        """`trusted`: no step waits for the device. Of others it is found out first: a capture that fails breaks the process."""
+        self.device, self.trusted = device, trusted
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._run_once: set[Hashable] = set()
         self._pool = None
         self._refused = False
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Do the step. The first time as it stands, and it is captured then; on a CPU always."""
+        """Do the step: as it stands the first time or two, and it is captured then; on a CPU always."""
         if graph := self._graphs.get(key):
             return graph.replay()
         if self.device.type != "cuda" or self._refused:
             return step()
+        if not self.trusted and key not in self._run_once:
+            self._run_once.add(key)  # the first time, much may wait that does not do so later
+            return step()
         # Really, not only to be captured: the step counts, kernels are compiled, libraries take the memory they work in.
-        if waits := _what_waits(step):
-            self._refused = True  # and never tried: a capture that fails leaves the process in pieces
+        if self.trusted:
+            step()
+        elif waits := _what_waits(step):
+            self._refused = True
             warnings.warn(f"sampling is slower than it could be: the model waits for the GPU in every step ({waits})", stacklevel=2)
             return None
         graph = torch.cuda.CUDAGraph()
@@ -40,6 +47,7 @@ class Graphs:
     def forget(self) -> None:
         """What they read has moved."""
         self._graphs.clear()
+        self._run_once.clear()
         self._pool = None
 
 
@@ -53,7 +61,7 @@ def _what_waits(step: Callable[[], None]) -> str:
             step()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    found = [w for w in caught if "synchroniz" in str(w.message)]
+    found = [w for w in caught if "called a synchronizing" in str(w.message)]  # not what torch says of the mode itself
     return f"{found[0].filename}:{found[0].lineno}" if found else ""
 
 
