@@ -8,7 +8,7 @@
     python bench/gpu_rollout.py --device cpu --tiny --out DIR              # tries the whole script; its numbers mean nothing
 
 Every number is written to DIR/gpu_rollout.json as soon as it is measured, under a key that says what it is; measuring a thing again
-replaces it and nothing else. So the sections can be run one by one, on a machine that is lent for minutes, and a run that is cut
+replaces it and nothing else. So the sections can be run one by one, in minutes each, and a run that is cut
 short loses what it was measuring and no more. Each engine and model has a process of its own, with its output in DIR/logs; one that
 fails is said to have failed and the others go on.
 

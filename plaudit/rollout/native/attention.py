@@ -18,7 +18,7 @@ class ReadStep:
     """Pieces of prompts, packed. Computes what training computes, and keeps the keys and values."""
 
     def __init__(self, pieces: Sequence[Piece], cache: CacheView, ops: Any):
-        self.cache, self.ops, device = cache, ops, cache.shape.device
+        self.cache, self.ops, device = cache.seen_by(_tables(pieces, cache.shape.device)), ops, cache.shape.device
         lengths, ends = [piece.end - piece.begin for piece in pieces], [piece.end for piece in pieces]
         self.tokens_T = to_device(np.concatenate([p.job.tokens[p.begin : p.end] for p in pieces]), device)
         self.positions_T = to_device(np.concatenate([np.arange(p.begin, p.end) for p in pieces]), device)
@@ -32,15 +32,6 @@ class ReadStep:
             blocks = to_device(piece.job.blocks, device) if piece.begin else None
             self._past.append((length, blocks, piece.end))
         self._continues = any(piece.begin for piece in pieces)
-        self._tables(pieces)
-
-    def _tables(self, pieces: Sequence[Piece]) -> None:
-        """Tables of their own: none of these has a row yet."""
-        width = max(len(piece.job.blocks) for piece in pieces)
-        tables = np.zeros((len(pieces), width), dtype=np.int32)
-        for table, piece in zip(tables, pieces, strict=True):
-            table[: len(piece.job.blocks)] = piece.job.blocks
-        self.cache = self.cache.seen_by(to_device(tables, self.cache.shape.device, torch.int32))
 
     def keep(self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
         self.ops.rotate_and_write(qkv_TE, heads, rotation, self.cache, layer, self.rows_T, self.positions_T)
@@ -81,6 +72,14 @@ class ReadStep:
                 values.append(value[:end])
             at += length
         return torch.cat(keys), torch.cat(values)
+
+
+def _tables(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """Of the pieces' own: none of them has a row yet."""
+    tables = np.zeros((len(pieces), max(len(piece.job.blocks) for piece in pieces)), dtype=np.int32)
+    for table, piece in zip(tables, pieces, strict=True):
+        table[: len(piece.job.blocks)] = piece.job.blocks
+    return to_device(tables, device, torch.int32)
 
 
 def _in_a_row(blocks: Tensor) -> tuple[Tensor, Tensor]:
