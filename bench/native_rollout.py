@@ -296,7 +296,24 @@ def judge(job: dict, work: Work, report) -> None:
         for prompt, sample in zip(given["prompts"], given["samples"], strict=True)
     ]
     more = {name: given[name] for name in ("about", "settings", "start_s")}
-    report("mismatch", "vllm", job["model"], RANDOM, **distances(model, learnt, work), same_weights=same, **more)
+    found = distances(model, learnt, work)
+    found["from_transformers"] = from_transformers(job["folder"], learnt, job["device"])
+    report("mismatch", "vllm", job["model"], RANDOM, **found, same_weights=same, **more)
+
+
+@torch.no_grad()
+def from_transformers(folder: str, learnt: list[Experience], device: str) -> float:
+    """Mean abs. difference from transformers' own model and logits in bf16: what a trainer has that does nothing about it."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    plain.to(device)  # pyright: ignore[reportArgumentType]
+    apart = []
+    for one in learnt:
+        tokens_T = torch.tensor(one.tokens, dtype=torch.long, device=device)
+        logits_TV = plain(tokens_T[None]).logits[0, :-1].float()
+        logprobs_T = torch.log_softmax(logits_TV, -1).gather(1, tokens_T[1:, None])[:, 0]
+        made = len(one.sampler_logprobs)
+        apart.append((logprobs_T[-made:].cpu() - torch.from_numpy(one.sampler_logprobs)).abs())
+    return torch.cat(apart).mean().item()
 
 
 def cycles(job: dict, work: Work, report) -> None:

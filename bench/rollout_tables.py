@@ -132,15 +132,17 @@ def mismatch(entries: Entries, work: Work) -> str:
     rows = []
     for entry in (entry for entry in entries.values() if entry["section"] == "mismatch"):
         numbers = [f"{entry['mean']:.5f}", f"{entry['largest']:.3f}", f"{entry['bias']:+.6f}", f"{entry['entropy']:.2f}"]
-        numbers += [f"{entry[name]:.5f}" if name in entry else "" for name in ("from_fp32", "trainer_from_fp32")]
+        also = ("from_transformers", "from_fp32", "trainer_from_fp32")
+        numbers += [f"{entry[name]:.5f}" if name in entry else "" for name in also]
         held = "≤" if entry["mean"] <= REQUIRED_MISMATCH else ">"
         required = f"{held} {REQUIRED_MISMATCH:g}" if entry["engine"] == "native" else ""
         case = entry["case"] if entry.get("same_weights", True) else f"{entry['case']}, others than native's"
         rows.append([NAMES[entry["engine"]], entry["model"], case, *numbers, f"{entry['tokens']:,}", required])
     head = ["engine", "model", "", "mean abs. difference", "largest", "mean difference", "entropy, nats"]
-    head += ["sampler from fp32", "trainer from fp32", "tokens", "required"]
+    head += ["from plain transformers", "sampler from fp32", "trainer from fp32", "tokens", "required"]
     said = (
-        "Differences: of the sampler's log-probs and the trainer's; from fp32: mean abs. difference from the same weights in fp32."
+        "Differences: of the sampler's log-probs and the trainer's; from …: mean abs. difference from transformers' model as it "
+        "is, in bf16, and from the same weights in fp32."
     )
     return f"{table(head, rows)}\n\n{said}"
 

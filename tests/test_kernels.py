@@ -152,6 +152,23 @@ def test_add_norm(ops, dtype, tokens, width):
         assert torch.equal(delta, before[1])
 
 
+@each_dtype
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_add_norm_of_parts(dtype, parts):
+    """Parts of a product are added up in fp32 and rounded once, as the product in one piece is."""
+    g = generator(parts)
+    x, parts_PTD = torch.randn(3, 96, generator=g).to(DEVICE), torch.randn(parts, 3, 96, generator=g).to(DEVICE)
+    weight = torch.randn(96, generator=g).to(DEVICE, dtype)
+    ours, theirs = kernels.add_norm(x, parts_PTD, weight, 1e-6), plain.add_norm(x, parts_PTD.sum(0).to(dtype), weight, 1e-6)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_parts_of_products():
+    """A product with few tiles is split, one that fills the device is not."""
+    assert [kernels.parts_of_product(*shape) for shape in ((1, 896), (256, 1536), (256, 3584), (512, 3584))] == [4, 4, 2, 1]
+
+
 @both
 @each_dtype
 @pytest.mark.parametrize(("tokens", "half"), [(1, 1), (3, 100), (2, 1024), (2, 1500)])

@@ -61,7 +61,7 @@ for capability in (80, 90):
             compiled(attention._attend, dtype, capability, constants, tuned, **parts)
         combine = {"HEADS": heads, "D": size, "WIDTH": size, "MANY": 4}
         compiled(attention._combine, dtype, capability, combine, {"num_warps": 2}, parts_ptr="*fp32")
-        compiled(layers._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True}, {}, x_ptr="*fp32", summed_ptr="*fp32")
+        compiled(layers._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, {}, x_ptr="*fp32", summed_ptr="*fp32")
         compiled(layers._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
         rows = {"rows_ptr": "*i32"}
         rotate = {"QUERY": heads, "KV": kv, "D": size, "HALF": size // 2, "BLOCK": 64, "AT_ONCE": 4, "NORM": True}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plaudit.errors import PlauditError
 
-GPU_BLOCK_TOKENS = 64
+GPU_BLOCK_NUMBERS, GPU_BLOCK_TOKENS = 4096, (16, 64)  # of a key-value head; at least and at most
 FREE_SHARE = 0.92  # of what is free, at most: activations need some
 COPIED_AT_ONCE = 32  # blocks, which lie in memory a second time while they are copied
 
@@ -52,6 +52,12 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.layers * self.heads.kv * self.heads.size * self.dtype.itemsize
+
+    @property
+    def gpu_block_tokens(self) -> int:
+        """As many as a program of `kernels.attention` best reads at once."""
+        fewest, most = GPU_BLOCK_TOKENS
+        return min(max(GPU_BLOCK_NUMBERS // next_power_of_2(self.heads.size), fewest), most)
 
 
 class CacheView:

@@ -21,6 +21,7 @@ from plaudit.rollout.native.attention import DecodeStep, ReadStep
 from plaudit.rollout.native.cache import Heads, Rotation, next_power_of_2
 from plaudit.rollout.native.packed import packed
 
+ALIGNED = 8  # numbers that fast products read at once
 MOST_POSITIONS = 1 << 17  # that rotations are computed for before anyone needs them
 
 
@@ -73,6 +74,15 @@ class _Fused:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return linear(x_TD, self.weight, self.bias) if self.packed is None else self.packed(x_TD)
+
+    def in_parts(self, x_TI: Tensor, parts: int) -> Tensor:
+        """Products over parts of the inner dimension, fp32 [parts, T, D], for whoever adds them up anyway; or the whole, [T, D]."""
+        half = x_TI.is_cuda and x_TI.element_size() == 2
+        if parts == 1 or not half or self.bias is not None or x_TI.shape[1] % (parts * ALIGNED):
+            return self(x_TI)
+        x_PTI = x_TI.unflatten(1, (parts, -1)).transpose(0, 1)
+        weight_PID = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)
+        return torch.bmm(x_PTI, weight_PID, out_dtype=torch.float32)
 
 
 def _side_by_side(parameters: list[Tensor]) -> bool:
@@ -150,17 +160,17 @@ class FusedDecoder:
     def hidden(self, step: ReadStep | DecodeStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps
         assert self.rotation is not None
-        x_TD, delta_TD = nn.functional.embedding(step.tokens_T, self.embedding), None
+        x_TD, delta = nn.functional.embedding(step.tokens_T, self.embedding), None
         if is_precise(self.model):
             x_TD = x_TD.float()
         for index, layer in enumerate(self.layers):
             rotation = Rotation(*self.rotation, *layer.head_norms, eps)
-            normed_TD, x_TD = ops.add_norm(x_TD, delta_TD, layer.norms[0], eps)
+            normed_TD, x_TD = ops.add_norm(x_TD, delta, layer.norms[0], eps)
             qkv_TE = layer.qkv(normed_TD)
             if isinstance(step, ReadStep) and layer is self.layers[-1]:
                 step.keep(index, qkv_TE, self.heads, rotation)
                 return x_TD  # nobody wants to know what comes out of the last layer, only its keys and values
             attended_TE = step.attend_fused(index, qkv_TE, self.heads, rotation, layer.scale, layer.window)
             normed_TD, x_TD = ops.add_norm(x_TD, layer.out(attended_TE), layer.norms[1], eps)
-            delta_TD = layer.down(ops.swiglu(layer.gate_up(normed_TD)))
-        return ops.add_norm(x_TD, delta_TD, self.norm, eps)[0]
+            delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)), ops.parts_of_product(*x_TD.shape))
+        return ops.add_norm(x_TD, delta, self.norm, eps)[0]

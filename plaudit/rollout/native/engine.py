@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plaudit.errors import PlauditError
 from plaudit.models.memory import total_memory
 from plaudit.rollout.engine import MAX_SEQUENCES, Engine, Request, Sampling
-from plaudit.rollout.native.cache import GPU_BLOCK_TOKENS, CacheView, next_power_of_2
+from plaudit.rollout.native.cache import CacheView, next_power_of_2
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, NOBODY, Draw, Memory, Rows, draw_of
@@ -67,7 +67,7 @@ class NativeEngine(Engine):
         self.forward = Forward(model)
         self.device = self.forward.shape.device
         self.max_sequences = max_sequences or MAX_SEQUENCES[self.device.type]
-        self.block_tokens = block_tokens or (GPU_BLOCK_TOKENS if self.device.type == "cuda" else None)
+        self.block_tokens = block_tokens or (self.forward.shape.gpu_block_tokens if self.device.type == "cuda" else None)
         self._rows: Rows | None = None
         self._cache: CacheView | None = None
         self._draw_memory: Memory = {}

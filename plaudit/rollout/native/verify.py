@@ -13,13 +13,14 @@ from plaudit.data.pack import pack
 from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.logprobs import logits_of
-from plaudit.rollout.native.cache import GPU_BLOCK_TOKENS, CacheView
+from plaudit.rollout.native.cache import CacheView
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.rows import COLUMNS, POSITION, TOKEN, Rows
 from plaudit.rollout.native.scheduler import Job, Piece
 from plaudit.types import Example
 
-READ, WRITTEN = GPU_BLOCK_TOKENS - 2, 5  # into a second block
+BLOCK = 64
+READ, WRITTEN = BLOCK - 2, 5  # into a second block
 # Log-probs may differ by this share of their spread: rounding is far below it, another past far above.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_HALF = 0.25
@@ -55,7 +56,7 @@ def _both_ways(forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
     expected = logits_of(hidden_TD, forward.head)[READ:]
 
-    cache, rows = CacheView(forward.shape, 1, 2, block_tokens=GPU_BLOCK_TOKENS), Rows(1, device)
+    cache, rows = CacheView(forward.shape, 1, 2, block_tokens=BLOCK), Rows(1, device)
     cache.take_memory(2)
     cache.set_tables([0], np.array([[1, 0]], dtype=np.int32))
     forward.read([Piece(Job(tokens, deque(), blocks=[1, 0]), 0, READ)], cache)

@@ -1,9 +1,9 @@
 """Logits → token, its log-probs, and the row's next state: what `plain.draw_and_advance` computes, with logits read once.
 
-`_race` reads a row's logits in tiles. The token that wins the argmax of z/τ + g (g Gumbel noise) is the first of a race in which
-token v arrives after a time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead of two. Top-k, top-p and
-min-p keep every token above some logit. So `_accept` looks whether the winner is kept; if not, no token below it is, and the race
-is run again among those above it. `_settle` brings the tiles together.
+`_race` reads a row's logits in tiles. The token that wins the argmax of z/τ + g (g Gumbel noise) is the
+first of a race in which token v arrives after a time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead
+of two. Top-k, top-p and min-p keep every token above some logit. So `_accept` looks whether the winner is kept; if not, no token
+below it is, and the race is run again among those above it. `_settle` brings the tiles together.
 """
 
 # A launch takes more arguments than the kernel has.
@@ -89,34 +89,32 @@ def _race(
     if tl.load(rows_ptr + 1) < 0:
         return
     token = tile * TILE + tl.arange(0, TILE)
-    inside = token < V
-    z = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
+    z = tl.load(logits_ptr + row * logits_stride + token, mask=token < V, other=-float("inf"))
     greatest = tl.max(z, 0)
     base = tl.where(greatest == -float("inf"), 0.0, greatest)  # no token of this tile may be possible
     odds = tl.exp(z - base)
     total = tl.sum(odds, 0)
     tempered_total = total
-    if GREEDY:
-        winner = tl.argmax(z, 0)
-        speed = greatest
-    else:
+    speeds = z
+    if not GREEDY:
         if TEMPERED:
             odds = tl.exp((z - base) / tl.load(numbers_ptr))
             tempered_total = tl.sum(odds, 0)
         if FLOOR:
             odds = tl.where(z >= tl.load(floor_ptr + row), odds, 0.0)
-        key = _position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3))
-        speeds = odds / _exponential(key, token)
-        winner = tl.argmax(speeds, 0)
+        speeds = odds / _exponential(_position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3)), token)
+    first = tl.max(speeds, 0)
+    speed = first
+    if not GREEDY:
         # Compared between tiles as logarithms: tiles differ in what they are measured against.
-        speed = tl.log(tl.max(speeds, 0)) + greatest / tl.load(numbers_ptr)
+        speed = tl.log(first) + greatest / tl.load(numbers_ptr)
     place = (row * tiles + tile) * 4
     tl.store(sums_ptr + place, greatest)
     tl.store(sums_ptr + place + 1, total)
     tl.store(sums_ptr + place + 2, tempered_total)
     tl.store(sums_ptr + place + 3, speed)
-    # Of NaNs none is the greatest, and the place of none may be outside.
-    tl.store(tokens_ptr + row * tiles + tile, tl.minimum(tile * TILE + winner.to(tl.int32), V - 1))
+    # Of equals the first: to look for it takes less time than an argmax. Of NaNs none is equal to the greatest.
+    tl.store(tokens_ptr + row * tiles + tile, tl.min(tl.where(speeds == first, tl.minimum(token, V - 1), V - 1), 0))
 
 
 @triton.jit
