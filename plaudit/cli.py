@@ -15,7 +15,7 @@ from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_model
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import Model, RLRecipe
+from plaudit.recipe import Model, RLRecipe, ScoreRecipe
 
 app = typer.Typer(
     name="plaudit",
@@ -109,6 +109,34 @@ def sample(
     print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
 
 
+@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+def score(
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows with responses (.parquet, .jsonl, .json).", show_default=False)],
+    rewards: Annotated[Path, typer.Option(help="A recipe with a list of rewards, or an RL recipe.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The file to write, or to go on with: a line of JSON per row.", show_default=False)],
+    tokenizer: Annotated[str | None, typer.Option(help="A model whose tokenizer counts tokens where rows do not say.")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    set: Annotated[list[str] | None, typer.Option("--set", help="Replaces a setting of the recipe: rewards.0.weight=2.")] = None,
+) -> None:
+    """Score saved responses with a recipe's rewards. Started again with the same settings, it goes on where it stopped.
+
+    A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `reward_model.ground_truth`,
+    `extra_info`, `tokens`. Each line of the output is the row with `reward`, `parts`, `malformed`, `failure` and `view`.
+    """
+    from plaudit.data.conversations import resolve_sources
+    from plaudit.inputs import load_rewards
+
+    if out.suffix != ".jsonl":
+        raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per row.", param_hint="--out")
+    settings = load_rewards(rewards, set)
+    sources = resolve_sources([str(path) for path in rows], None, "ROWS")
+
+    from plaudit.loops.score import ScoreJob
+    from plaudit.loops.score import score as run_score
+
+    print(f"{out}: {run_score(ScoreJob(settings, sources, out, tokenizer, max_rows))}")
+
+
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of data, model, training and sampling.")] = 0,
@@ -158,6 +186,7 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        assert not isinstance(loaded.recipe, ScoreRecipe)
         train = loaded.recipe.train
         rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
         raise PlauditError(

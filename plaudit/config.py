@@ -186,8 +186,9 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
         raise RecipeError(f"{where} should be one of {', '.join(STAGES)}, not {_shown(named)}.{did_you_mean(str(named), STAGES)}")
     if wanted and named and named != wanted:
         raise RecipeError(f"{path} is a recipe for `plaudit {named}`, not `plaudit {wanted}`")
-    # A recipe that does not say is for the stage that knows most of its sections.
-    return wanted or named or max(STAGES, key=lambda stage: len(tree.keys() & STAGES[stage].model_fields.keys()))
+    # A recipe that does not say is for the stage that knows most of its sections; of such, for the one with the fewest others.
+    fields = {stage: STAGES[stage].model_fields.keys() for stage in STAGES}
+    return wanted or named or max(STAGES, key=lambda stage: (len(tree.keys() & fields[stage]), -len(fields[stage])))
 
 
 def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
@@ -225,8 +226,16 @@ def settings_of(tree: dict[str, Any], recipe_class: type[BaseModel]) -> dict[Pla
     known = dict(settings(recipe_class))
     entries = tree.get("rewards") if ("rewards",) in known else None
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
-        if isinstance(entry, dict) and entry.get("kind") in plugins.kinds("rewards"):
-            known |= dict(settings(plugins.kind("rewards", entry["kind"]), ("rewards", i)))
+        known |= _settings_of_reward(entry, ("rewards", i))
+    return known
+
+
+def _settings_of_reward(entry: Any, place: Place) -> dict[Place, Any]:
+    if not isinstance(entry, dict) or entry.get("kind") not in plugins.kinds("rewards"):
+        return {}
+    known = dict(settings(plugins.kind("rewards", entry["kind"]), place))
+    for name, inner in entry.items():  # rewards inside rewards
+        known |= _settings_of_reward(inner, (*place, name))
     return known
 
 

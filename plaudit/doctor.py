@@ -26,7 +26,8 @@ from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, template_of
 from plaudit.errors import DataError, PlauditError, redact
 from plaudit.models.memory import plan_memory, total_memory
 from plaudit.models.policy import resolve_device, resolve_dtype
-from plaudit.recipe import Recipe, RewardSettings, RLRecipe, SFTRecipe
+from plaudit.recipe import RewardSettings, RLRecipe, ScoreRecipe, SFTRecipe, TrainingRecipe
+from plaudit.rewards.combine import has_reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rollout.engine import MAX_SEQUENCES
 from plaudit.types import Conversation, Example, Group, Prompt, Sample
@@ -53,6 +54,11 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
             healthy = False
             _line(console, "✗", name, redact(str(error)))
 
+    if isinstance(recipe, ScoreRecipe):
+        for reward in recipe.rewards:
+            check("reward", lambda reward=reward: _reward(reward, []))
+        return healthy
+
     template: ChatTemplate | None = None
     samples: list[tuple[str, Conversation, Example]] = []
     questions: list[Prompt] = []
@@ -77,8 +83,11 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
         untold = sum(prompt.ground_truth is None for prompt in prompts)
         if untold:
             yield "!", f"{part}: {untold:,} of them have no reward_model.ground_truth"
+        untold = [prompt for prompt in prompts if not has_reward(recipe.rewards, prompt)]
+        if untold:
+            yield "✗", f"{part}: for {len(untold):,} of them no reward's `when` matches (data_source {untold[0].data_source!r})"
         if part == "train":
-            questions.extend(prompts[:TRIED])
+            questions.extend(_tried(prompts, recipe.rewards))
 
     def check_rows(part: str) -> Iterator[Finding]:
         assert isinstance(recipe, SFTRecipe)
@@ -127,7 +136,7 @@ def _files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
             yield "✓", f"{part}: {source.path} has {len(rows):,} rows with {', '.join(rows.columns)}"
 
 
-def _template(template: ChatTemplate, recipe: Recipe) -> Iterator[Finding]:
+def _template(template: ChatTemplate, recipe: TrainingRecipe) -> Iterator[Finding]:
     name = recipe.model.chat_template or "the tokenizer's own"
     end = template.end_token
     if end is None:
@@ -195,7 +204,8 @@ def _algorithm(recipe: RLRecipe) -> Iterator[Finding]:
 
 def _reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:
     """Started, and asked what it pays for the ground truth itself and for nothing at all, where it would run."""
-    patient = reward.model_copy(update={"on_failure": "drop", "max_failure_rate": 1.0})
+    patient = reward.model_copy(update={"on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none"})
+    prompts = [prompt for prompt in prompts if reward.applies_to(prompt)]
     groups = [_pretended(prompt, ["" if prompt.ground_truth is None else str(prompt.ground_truth), ""]) for prompt in prompts]
     with RewardRunner([patient]) as runner:
         scores = [scored.by_reward[patient.label] for scored in runner.collect(groups)]
@@ -210,6 +220,14 @@ def _reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:
     truth, nothing = ([pair[i].value for pair in scores] for i in (0, 1))
     paid = f"pays {_listed(truth)} for the ground truth, {_listed(nothing)} for an empty answer" if scores else "starts"
     yield "✓", f"{reward.label}: {paid}; weight {reward.weight:g}, on failure {reward.on_failure}"
+
+
+def _tried(prompts: list[Prompt], rewards: Sequence[RewardSettings]) -> list[Prompt]:
+    """A few for each reward."""
+    chosen = {prompt.id: prompt for prompt in prompts[:TRIED]}
+    for reward in rewards:
+        chosen |= {prompt.id: prompt for prompt in islice(filter(reward.applies_to, prompts), TRIED)}
+    return list(chosen.values())
 
 
 def _pretended(prompt: Prompt, responses: list[str]) -> Group:
@@ -236,7 +254,7 @@ def _prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Exam
         yield "✓", "prompts are the same tokens in training and in sampling"
 
 
-def _steps(recipe: Recipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
+def _steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
     rows = sum(len(read_rows(source.path)) for source in sources["train"])
     supervised = isinstance(recipe, SFTRecipe)
     per_step = recipe.train.rows_per_step if supervised else recipe.train.prompts_per_step
@@ -263,7 +281,7 @@ def _weights(model: Path) -> Iterator[Finding]:
     yield "✓", f"{model}: {tensors:,} tensors, none of them cut short"
 
 
-def _memory(recipe: Recipe) -> Iterator[Finding]:
+def _memory(recipe: TrainingRecipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
     try:
         plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch)

@@ -6,22 +6,42 @@ from pathlib import Path
 from plaudit.config import LoadedRecipe, load
 from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
-from plaudit.recipe import Model, RLRecipe, SFTData
+from plaudit.recipe import Model, Recipe, RewardSettings, ScoreRecipe, SFTData, SFTRecipe
 
 
 def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
     """The recipe, and the files its data settings name: all of it checked before anything heavy is imported."""
     loaded = load(path, overrides or (), stage)
+    require_reward_files(loaded.recipe)
+    if isinstance(loaded.recipe, ScoreRecipe):
+        return loaded, {}
     data = loaded.recipe.data
     parts = {"train": data.train, "val": data.val}
     named = data.dataset_info if isinstance(data, SFTData) else None
     sources = {part: resolve_sources(names, named, f"data.{part}") for part, names in parts.items()}
     require_model(loaded.recipe.model, "model.")
-    for reward in loaded.recipe.rewards if isinstance(loaded.recipe, RLRecipe) else ():
+    return loaded, sources
+
+
+def load_rewards(path: Path, overrides: Sequence[str] | None = None) -> tuple[RewardSettings, ...]:
+    """The rewards of a recipe that has nothing else, or of one for RL."""
+    recipe = load(path, overrides or ()).recipe
+    if isinstance(recipe, SFTRecipe):
+        raise PlauditError(f"{path} is a recipe for `plaudit sft`: it has no rewards")
+    require_reward_files(recipe)
+    return recipe.rewards
+
+
+def require_reward_files(recipe: Recipe) -> None:
+    """Files that rewards need are there, and can be read."""
+    for reward in () if isinstance(recipe, SFTRecipe) else recipe.rewards:
         for file in reward.files:
             if not file.is_file():
                 raise PlauditError(f"reward '{reward.label}': {file} is not a file.{nearest_path(file)}")
-    return loaded, sources
+        if reward.view.longcot_config is not None:
+            from plaudit.rewards.view import read_longcot_config
+
+            read_longcot_config(reward.view.longcot_config)
 
 
 def require_model(settings: Model, prefix: str) -> None:

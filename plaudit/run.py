@@ -28,14 +28,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from plaudit import __version__
 from plaudit.config import LoadedRecipe, flatten, settings_of, to_yaml
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError, Interrupted, RunError, TrainingStopped, redact
 from plaudit.files import digest_of, fingerprint, folder_written_aside, remove_leftovers, sketch, write_atomic
-from plaudit.recipe import Recipe
+from plaudit.recipe import ScoreRecipe, TrainingRecipe
 from plaudit.report.curves import draw_curves
 from plaudit.report.progress import say
 from plaudit.report.samples import write_samples
@@ -51,8 +51,28 @@ from plaudit.train.checkpoint import (
 from plaudit.train.trainer import Trainer
 from plaudit.types import ScoredGroup
 
-WRITTEN = ("recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "failures", "checkpoints", "best", "model")
+WRITTEN = (
+    "recipe.yaml",
+    "run.json",
+    "metrics.jsonl",
+    "curves.png",
+    "samples",
+    "failures",
+    "scores.sqlite",
+    "checkpoints",
+    "best",
+    "model",
+)
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
+
+
+class Companion(Protocol):
+    """Something with a small state of its own that has to be there again when a run goes on."""
+
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any], /) -> None: ...
+    def saved(self) -> None:
+        """The state is safe in a checkpoint."""
 
 
 class Run:
@@ -72,6 +92,7 @@ class Run:
         """The result depends on the recipe, on the content of `files`, on the model and its `template`, and on `inputs`: digests by
         a name that a person understands. `scorers` are files that may be mended on the way, with a line that says so. `best` is the
         metric that tells which checkpoint is best."""
+        assert not isinstance(loaded.recipe, ScoreRecipe), "scoring is no training run"
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
@@ -80,6 +101,8 @@ class Run:
         self.best: dict[str, float] | None = None
         self.unvalidated: dict[str, float] | None = None
         """Metrics of the last step done, where its validation could not be made before the run stopped."""
+        self.companions: dict[str, Companion] = {}
+        """What besides the trainer goes into a checkpoint, by name. To be told before `resume`."""
         self._loaded, self._files, self._scorers = loaded, [*files, *scorers], {str(path) for path in scorers}
         self._inputs = {**_model_digests(self.recipe, template), **(inputs or {})}
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
@@ -188,6 +211,8 @@ class Run:
         step = -1
         if checkpoint is not None:
             checkpoint.load_into(trainer)
+            for name, companion in self.companions.items():
+                companion.load_state(checkpoint.state.get(name, {}))
             self.best, self._saved_step = checkpoint.state["best"], checkpoint.step
             step, self.unvalidated = checkpoint.step, checkpoint.state.get("unvalidated")
             say(f"going on from {checkpoint.folder}")
@@ -277,12 +302,15 @@ class Run:
         if self.metrics_file.exists():
             with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
                 os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
-        notes = {} if unvalidated is None else {"unvalidated": unvalidated}
+        notes: dict[str, Any] = {} if unvalidated is None else {"unvalidated": unvalidated}
+        notes |= {name: state for name, companion in self.companions.items() if (state := companion.state())}
         save_checkpoint(self.checkpoints, step, trainer, best=self.best, **notes)
         self._saved_step, self._saved_at = step, time.monotonic()
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
+        for companion in self.companions.values():
+            companion.saved()
         if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
 
@@ -356,7 +384,7 @@ def _read_about(file: Path) -> dict[str, Any]:
     raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
 
 
-def _defaults_since(before: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+def _defaults_since(before: dict[str, Any], recipe: TrainingRecipe) -> dict[str, Any]:
     """Settings that are newer than the run had their defaults in it; those of a section it did not have (LoRA) had none."""
     places = settings_of(recipe.model_dump(), type(recipe))
     known = {".".join(map(str, place)): info for place, info in places.items() if not info.is_required()}
@@ -367,7 +395,7 @@ def _defaults_since(before: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _model_digests(recipe: Recipe, template: ChatTemplate | None) -> dict[str, str]:
+def _model_digests(recipe: TrainingRecipe, template: ChatTemplate | None) -> dict[str, str]:
     if template is None:
         return {}
     return {

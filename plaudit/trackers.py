@@ -13,7 +13,7 @@ from typing import Protocol
 
 from plaudit.config import flatten
 from plaudit.errors import RunError
-from plaudit.recipe import Recipe
+from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import say
 
 
@@ -23,7 +23,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+    def __init__(self, folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier, killed process wrote behind the checkpoint. Without one, that is everything.
@@ -39,7 +39,7 @@ class TensorBoard:
 
 
 class Wandb:
-    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+    def __init__(self, folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         import wandb
 
         self.run = wandb.init(
@@ -61,7 +61,7 @@ class Wandb:
 class Mlflow:
     """Through a client of our own: `mlflow.start_run` and its kin keep state that the next run of this process would inherit."""
 
-    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+    def __init__(self, folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -88,7 +88,7 @@ class Mlflow:
 
 
 class Swanlab:
-    def __init__(self, folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+    def __init__(self, folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         import swanlab
 
         self.run = swanlab.init(
@@ -115,7 +115,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "swanl
 class Trackers:
     """All of a run's trackers. One that cannot start stops the run before it begins; one that fails later is left behind."""
 
-    def __init__(self, names: Sequence[str], folder: Path, recipe: Recipe, ids: dict[str, str], step: int):
+    def __init__(self, names: Sequence[str], folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         self.open: dict[str, Tracker] = {}
         for name in names:
             try:

@@ -60,6 +60,22 @@ class Sample:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Of the response; None if nobody has counted them."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class SavedSample(Sample):
+    """A response read from a file: its text, and how many tokens it had if the file says so."""
+
+    counted: int | None = None
+
+    @property
+    def num_tokens(self) -> int | None:
+        return self.counted
+
 
 @dataclass(frozen=True)
 class Group:
@@ -81,7 +97,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward says of a sample: a value with its parts, or a failure. Never a hidden zero."""
+    """What a reward says of a sample: a value with its parts, or a failure. Never a hidden zero. With neither, it was not asked."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -92,6 +108,11 @@ class Score:
     """The string that was scored."""
     trace: Mapping[str, Any] = field(default_factory=dict)
     """How the value came about: a judge's prompt and answer."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether the reward had anything to say of it: its `when` applies, and its gate is open."""
+        return self.value is not None or self.failure is not None
 
 
 @dataclass(frozen=True)

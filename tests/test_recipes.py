@@ -1,4 +1,4 @@
-"""Every recipe in the repository is valid, and trains: two steps of it, on a tiny model."""
+"""Every recipe in the repository is valid, and trains (two steps of it, on a tiny model) or scores."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,12 @@ import pytest
 from conftest import REPOSITORY, train_rl, train_sft
 
 from plaudit.config import load, to_yaml
+from plaudit.scoring import Scorer
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 TRAIN = {"sft": train_sft, "rl": train_rl}
+TRAINING = [path for path in RECIPES if load(path).recipe.stage in TRAIN]
+SCORING = [path for path in RECIPES if path not in TRAINING]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -22,7 +25,7 @@ def test_recipe_is_valid_and_says_its_stage(path, tmp_path):
 
 def test_there_are_recipes_of_every_stage():
     stages = {load(path).recipe.stage for path in RECIPES}
-    assert stages <= set(TRAIN), "a new stage is tried here too"
+    assert stages <= {*TRAIN, "score"}, "a new stage is tried here too"
     assert "sft" in stages
 
 
@@ -46,7 +49,20 @@ def _here(name: str) -> bool:
     return (REPOSITORY / name).exists()
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("path", SCORING, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_recipe_scores(path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    row = {
+        "prompt": "2 apples and 2 apples: how many?",
+        "responses": ["2 + 2 = 4\n#### 4", "#### 5"],
+        "ground_truth": "4",
+    }
+    with Scorer(path) as scorer:
+        [scored] = scorer.score([row])
+    assert all(reward is not None for reward in scored["reward"])
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, prompts_file, monkeypatch):
     """From the repository's own folder, which paths in recipes are relative to."""
     monkeypatch.chdir(REPOSITORY)

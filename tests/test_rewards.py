@@ -429,9 +429,15 @@ class Fixed(Rule):
 BROKEN = Score(None, failure=Failure("timeout", "after 60 s"))
 
 
+def of_one(rewards: list[Fixed], scores: list[Score]) -> Score:
+    """What one sample's scores come to."""
+    [score] = combine(rewards, group("0"), [[score] for score in scores], {})
+    return score
+
+
 def test_the_sum_is_weighted_and_parts_have_their_reward_before_them():
     rewards = [Fixed(name="a"), Fixed(name="b", weight=0.5), Fixed(name="seen", weight=0.0)]
-    score = combine(rewards, [Score(1.0, {"x": 3.0}), Score(-4.0), Score(9.0)])
+    score = of_one(rewards, [Score(1.0, {"x": 3.0}), Score(-4.0), Score(9.0)])
     assert score.value == 1.0 * 1 + 0.5 * -4
     assert score.parts == {"a": 1.0, "a/x": 3.0, "b": -4.0, "seen": 9.0}
     assert (score.malformed, score.failure) == (False, None)
@@ -439,19 +445,19 @@ def test_the_sum_is_weighted_and_parts_have_their_reward_before_them():
 
 @pytest.mark.parametrize(("setting", "value"), [(None, 0.25), (-1.0, -1.0)])
 def test_a_malformed_answer_has_a_stated_value(setting, value):
-    score = combine([Fixed(malformed=setting), Fixed(name="other")], [Score(0.25, malformed=True), Score(2.0)])
+    score = of_one([Fixed(malformed=setting), Fixed(name="other")], [Score(0.25, malformed=True), Score(2.0)])
     assert score.value == value + 2.0
     assert score.malformed
     assert score.parts == {"fixed": value, "other": 2.0}
 
 
 def test_a_failure_drops_the_sample_or_counts_as_stated_or_does_not_matter():
-    dropped = combine([Fixed(name="a"), Fixed(name="b")], [Score(1.0), BROKEN])
+    dropped = of_one([Fixed(name="a"), Fixed(name="b")], [Score(1.0), BROKEN])
     assert (dropped.value, dropped.parts) == (None, {"a": 1.0})
     assert dropped.failure == Failure("timeout", "b: after 60 s")
-    stated = combine([Fixed(name="a"), Fixed(name="b", on_failure=-0.5, weight=2.0)], [Score(1.0), BROKEN])
+    stated = of_one([Fixed(name="a"), Fixed(name="b", on_failure=-0.5, weight=2.0)], [Score(1.0), BROKEN])
     assert (stated.value, stated.failure, stated.parts) == (0.0, None, {"a": 1.0, "b": -0.5})
-    measured = combine([Fixed(name="a"), Fixed(name="b", weight=0.0)], [Score(1.0), BROKEN])
+    measured = of_one([Fixed(name="a"), Fixed(name="b", weight=0.0)], [Score(1.0), BROKEN])
     assert (measured.value, measured.failure, measured.parts) == (1.0, None, {"a": 1.0})
 
 

@@ -10,6 +10,7 @@ from conftest import REPOSITORY
 LEVELS = [
     ["errors"],
     ["types", "files", "seeding", "plugins"],
+    ["continued"],
     ["recipe"],
     ["config"],
     ["objectives"],
@@ -22,6 +23,7 @@ LEVELS = [
     ["cluster"],
     ["run"],
     ["inputs"],
+    ["scoring"],
     ["prepare", "evals", "audit", "adapters"],
     ["loops", "doctor"],
     ["cli"],

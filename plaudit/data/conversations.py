@@ -6,7 +6,7 @@ Known schemas, told by their columns: `messages` (role and content), `conversati
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,25 +305,33 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
         hint="Rows for sampling have `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`.",
     )
     for number, row in enumerate(rows):
-        where = f"{rows.source}: row {number}"
-        prompt, extra, reward_model = row.get("prompt"), row.get("extra_info") or {}, row.get("reward_model") or {}
-        for name, value in (("extra_info", extra), ("reward_model", reward_model)):
-            if not isinstance(value, dict):
-                raise DataError(f"{where}: {name} should have fields, not be {_kind(value)}")
-        data_source, tools = row.get("data_source"), row.get("tools")
-        if not isinstance(data_source, str | None):
-            raise DataError(f"{where}: data_source should be text, not {_kind(data_source)}")
-        if rows.nulls_mean_absent:
-            prompt, tools = _without_nulls(prompt), _without_nulls(tools)
-        _check_text([prompt, tools, data_source, reward_model, extra], where)
-        messages = _messages(_unpacked(prompt), where, role="user")
-        if messages[-1]["role"] == "assistant":
+        row = _without_nulls_of_arrow(row) if rows.nulls_mean_absent else row
+        prompt = prompt_of(row, f"{source.path}:{number}", f"{rows.source}: row {number}")
+        if prompt.messages[-1]["role"] == "assistant":
+            where = f"{rows.source}: row {number}"
             raise DataError(f"{where}: its prompt ends with an assistant's message; it should end with what is to be answered")
-        yield Prompt(
-            id=f"{source.path}:{number}",
-            messages=messages,
-            data_source=data_source or "",
-            ground_truth=reward_model.get("ground_truth"),
-            extra_info=extra,
-            tools=_tools(tools, where),
-        )
+        yield prompt
+
+
+def _without_nulls_of_arrow(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: _without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
+
+
+def prompt_of(row: Mapping[str, Any], id: str, where: str) -> Prompt:
+    """A row of verl's RL schema. Its prompt may be text, or messages as text."""
+    extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
+    for name, value in (("extra_info", extra), ("reward_model", reward_model)):
+        if not isinstance(value, Mapping):
+            raise DataError(f"{where}: {name} should have fields, not be {_kind(value)}")
+    data_source, tools = row.get("data_source"), row.get("tools")
+    if not isinstance(data_source, str | None):
+        raise DataError(f"{where}: data_source should be text, not {_kind(data_source)}")
+    _check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
+    return Prompt(
+        id=id,
+        messages=_messages(_unpacked(row.get("prompt")), where, role="user"),
+        data_source=data_source or "",
+        ground_truth=reward_model.get("ground_truth"),
+        extra_info=extra,
+        tools=_tools(tools, where),
+    )

@@ -59,11 +59,12 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     scorers = [file for reward in recipe.rewards for file in reward.files]
     with (
         Run(loaded, files, template, scorers=scorers, best="val/reward", higher_is_better=True) as run,
-        RewardRunner(recipe.rewards) as rewards,
+        RewardRunner(recipe.rewards, cache=Path(recipe.run.dir) / "scores.sqlite") as rewards,
     ):
         prompts = _prompts("train", sources["train"], template, recipe.data)
         validation = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []
         validation = validation[: recipe.validation.max_prompts]
+        rewards.require_rewards(encoded.prompt for encoded in [*prompts, *validation])
 
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
@@ -74,6 +75,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        run.companions["rewards"] = rewards
         done = run.resume(trainer)
         engine.sync(done)
         if done == total_steps:
@@ -131,15 +133,15 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
 
 
 def sample(
-    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, learn: bool = True
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
-    """Scored groups of the prompts, in their order, and what they come to."""
+    """Scored groups of the prompts, in their order, and what they come to. `learn`: running means take the values in."""
     began = time.perf_counter()
-    scored = rewards.collect(sample_groups(engine, prompts, n, sampling), expected=len(prompts) * n)
+    scored = rewards.collect(sample_groups(engine, prompts, n, sampling), expected=len(prompts) * n, learn=learn)
     spent = time.perf_counter() - began
     by_id = {group.group.prompt.id: group for group in scored}
     groups = [by_id[encoded.prompt.id] for encoded in prompts]
-    metrics = reward_metrics(groups) | length_metrics(groups)
+    metrics = reward_metrics(groups) | rewards.counts() | length_metrics(groups)
     metrics |= {"time/sample_s": spent - rewards.waited_s, "time/score_s": rewards.waited_s}
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
     return groups, metrics
@@ -185,7 +187,7 @@ def validate(
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
     """The validation prompts, sampled as `validation` says and scored."""
     began = time.perf_counter()
-    groups, metrics = sample(engine, rewards, prompts, recipe.validation.n, sampling_of(recipe, step, validation=True))
+    groups, metrics = sample(engine, rewards, prompts, recipe.validation.n, sampling_of(recipe, step, validation=True), learn=False)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}

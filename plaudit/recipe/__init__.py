@@ -4,15 +4,17 @@
 a wrong recipe is told in well under a second.
 """
 
-from plaudit.recipe.rl import Algorithm, RewardSettings, RLData, RLOptim, RLRecipe, RLTrain, Rollout, Validation
+from plaudit.recipe.rewards import RewardSettings, ScoreRecipe, View
+from plaudit.recipe.rl import Algorithm, RLData, RLOptim, RLRecipe, RLTrain, Rollout, Validation
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
 from plaudit.recipe.shared import Lora, Model, Optim, Run
 
 __all__ = [
     "STAGES", "Algorithm", "Lora", "Model", "Optim", "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardSettings",
-    "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain", "Section", "Validation",
+    "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain", "ScoreRecipe", "Section", "TrainingRecipe", "Validation", "View",
 ]  # fmt: skip
 
-Recipe = SFTRecipe | RLRecipe
-STAGES: dict[str, type[SFTRecipe] | type[RLRecipe]] = {"sft": SFTRecipe, "rl": RLRecipe}
+TrainingRecipe = SFTRecipe | RLRecipe
+Recipe = TrainingRecipe | ScoreRecipe
+STAGES: dict[str, type[Recipe]] = {"sft": SFTRecipe, "rl": RLRecipe, "score": ScoreRecipe}

@@ -1,7 +1,6 @@
 """Reinforcement learning: its sections and its recipe. What a kind of reward adds stands in `plaudit/rewards/`."""
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -11,14 +10,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    SerializeAsAny,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from plaudit import plugins
-from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Fraction, Section, any_number, names_a_file
+from plaudit.recipe.rewards import Rewards
+from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
 from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
 
 
@@ -76,48 +73,6 @@ class Validation(Section):
     """As the rollout's."""
     max_prompts: PositiveInt | None = None
     """Validate on the first so many prompts only."""
-
-
-class RewardSettings(Section):
-    """What every reward has. Its kind adds its own settings (`plaudit/rewards/`)."""
-
-    kind: str
-    """Which reward: the name of its file in plaudit/rewards."""
-    name: str | None = None
-    """What it is called in metrics and samples; default: its kind."""
-    weight: float = 1.0
-    """Its share in the sum. 0: measured, not trained on."""
-    malformed: float | None = None
-    """Value of an answer that cannot be read (the policy's fault); default: what the kind gives itself."""
-    on_failure: Literal["drop", "stop"] | float = "drop"
-    """When the reward itself fails (never the policy's fault): drop the sample from training, stop the run, or give this value."""
-    max_failure_rate: Fraction = 0.1
-    """The run stops, with the cause, when a larger share of a step's samples fails."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
-
-    @property
-    def files(self) -> list[Path]:
-        """What else its scores depend on: a run belongs to their content."""
-        return []
-
-
-def _of_its_kind(given: Any) -> Any:
-    """An entry of `rewards:` as the class its kind names."""
-    if not isinstance(given, dict):
-        return given
-    known, kind = plugins.kinds("rewards"), given.get("kind")
-    if kind not in known:
-        # pydantic's own words for this, so that a mistake in a list of sections is told like any other.
-        tags = ", ".join(f"'{name}'" for name in known)
-        if kind is None:
-            raise PydanticCustomError("union_tag_not_found", "no kind", {"discriminator": "'kind'"})
-        raise PydanticCustomError(
-            "union_tag_invalid", "unknown kind", {"discriminator": "'kind'", "tag": str(kind), "expected_tags": tags}
-        )
-    return plugins.kind("rewards", kind).model_validate(given)
 
 
 def _both(clip: Any) -> Any:
@@ -196,7 +151,7 @@ class RLRecipe(Section):
     """How it is sampled."""
     validation: Validation = Validation()
     """How it is sampled when it is validated."""
-    rewards: tuple[Annotated[SerializeAsAny[RewardSettings], BeforeValidator(_of_its_kind)], ...]
+    rewards: Rewards
     """What it is paid for: a list, each with a kind."""
     algorithm: Algorithm = Algorithm()
     """How rewards become a loss."""
@@ -207,19 +162,6 @@ class RLRecipe(Section):
     run: Run
     """Where the run lives and how long it goes."""
 
-    @field_validator("rewards")
-    @classmethod
-    def _names_of_their_own(cls, rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
-        if not rewards:
-            raise ValueError("has no reward, so there is nothing to learn from")
-        labels = [reward.label for reward in rewards]
-        twice = next((label for label in labels if labels.count(label) > 1), None)
-        if twice is not None:
-            raise ValueError(f"two of them are called {twice}; give each a name of its own")
-        if not any(reward.weight for reward in rewards):
-            raise ValueError("all of them have weight 0, so there is nothing to learn from")
-        return rewards
-
     @model_validator(mode="after")
     def _groups_to_compare(self) -> "RLRecipe":
         if self.rollout.n < 2:
@@ -227,7 +169,8 @@ class RLRecipe(Section):
         return self
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers",
+        *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
+        "rewards.*.cache",
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",

@@ -39,7 +39,7 @@ class Function(Reward):
 
     @property
     def files(self) -> list[Path]:
-        return [Path(self.path).expanduser()]
+        return [Path(self.path).expanduser(), *super().files]
 
     async def open(self) -> None:
         path = Path(self.path).expanduser()

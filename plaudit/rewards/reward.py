@@ -8,7 +8,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from plaudit.recipe import RewardSettings
 from plaudit.types import Failure, Group, Prompt, Sample, Score
@@ -22,6 +22,10 @@ class Reward(RewardSettings, ABC):
 
     kind: Any
     """Which reward; each class has its own name here, as a Literal."""
+    scores_alone: ClassVar[bool] = True
+    """A sample's score does not depend on the others of its group."""
+    cached: ClassVar[bool] = True
+    """Scores are slow or cost something: worth keeping on disk."""
 
     @abstractmethod
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
@@ -36,6 +40,8 @@ class Reward(RewardSettings, ABC):
 
 class Rule(Reward):
     """A reward that is a plain function of one sample: quick, and nothing that a policy writes can hang or crash it."""
+
+    cached: ClassVar[bool] = False
 
     @abstractmethod
     def value(self, prompt: Prompt, sample: Sample) -> float | Score: ...

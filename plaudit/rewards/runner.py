@@ -1,34 +1,44 @@
 """Scores groups while others are still being sampled.
 
 The rewards live on an event loop with a thread of its own. `collect` pulls groups on the caller's thread, where sampling goes on,
-and hands each one to all rewards as it comes; what it returns has the order in which the groups came.
+and hands each one to all rewards as it comes; what it returns has the order in which the groups came. What rewards say together
+is worked out when all of a step is there, in that order: means of all values so far must not depend on who was fast.
 """
 
 import asyncio
-import dataclasses
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Generator, Iterable, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self
 
-from plaudit.errors import TrainingStopped
+from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
-from plaudit.rewards.combine import combine
-from plaudit.rewards.reward import Reward, failed, last_line
-from plaudit.types import Failure, Group, Score, ScoredGroup
+from plaudit.rewards.asking import Asker
+from plaudit.rewards.cache import ScoreCache
+from plaudit.rewards.combine import Running, combine, counted_value, has_reward
+from plaudit.rewards.reward import Reward
+from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
+
+ByReward = list[tuple[Score, ...]]
 
 
 class RewardRunner:
     """`with RewardRunner(recipe.rewards) as rewards: scored = rewards.collect(groups)`."""
 
-    def __init__(self, rewards: Sequence[RewardSettings]):
+    def __init__(self, rewards: Sequence[RewardSettings], *, cache: Path | None = None, tolerant: bool = False):
+        """`cache`: a file to keep scores in. `tolerant`: no share of failures is too large; only `on_failure: stop` stops."""
         self.rewards = [reward for reward in rewards if isinstance(reward, Reward)]
         assert len(self.rewards) == len(rewards), "settings become rewards when a recipe is read"
         self.waited_s = 0.0
         """How long the last `collect` waited for scores after the last group was sampled."""
+        self.cache = ScoreCache(cache) if cache is not None else None
+        self.askers = [Asker(reward, self.cache) for reward in self.rewards]
+        self._tolerant = tolerant
+        self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
 
@@ -48,14 +58,18 @@ class RewardRunner:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            if self.cache is not None:
+                self.cache.close()
 
-    def collect(self, groups: Iterable[Group], expected: int | None = None) -> list[ScoredGroup]:
+    def collect(self, groups: Iterable[Group], expected: int | None = None, *, learn: bool = True) -> list[ScoredGroup]:
         """All groups with their scores. Raises TrainingStopped when a reward fails more than its settings allow: as soon as that
-        is certain, if it is told how many samples to expect."""
-        step = _Step(self.rewards, expected)
-        pending: list[Future[ScoredGroup]] = []
+        is certain, if it is told how many samples to expect. `learn`: running means take these values in."""
+        step = _Step(self.rewards, expected, self._tolerant)
+        given: list[Group] = []
+        pending: list[Future[ByReward]] = []
         try:
             for group in groups:
+                given.append(group)
                 step.samples += len(group.samples)
                 pending.append(self._submit(self._score(group, step)))
                 step.check()
@@ -65,7 +79,7 @@ class RewardRunner:
             wait(pending, return_when=FIRST_EXCEPTION)
             step.check()
             self.waited_s = time.monotonic() - sampled
-            return [future.result() for future in pending]
+            return self._together(given, [future.result() for future in pending], learn=learn)
         except BaseException:
             for future in pending:
                 future.cancel()
@@ -73,12 +87,64 @@ class RewardRunner:
                 groups.close()  # sampling ends now, not when somebody lets go of the traceback
             raise
 
-    async def _score(self, group: Group, step: "_Step") -> ScoredGroup:
-        by_reward = await asyncio.gather(*(_ask(reward, group) for reward in self.rewards))
+    def require_rewards(self, prompts: Iterable[Prompt]) -> None:
+        """Raise a RecipeError if there are prompts for which no reward has anything to say."""
+        untold = [prompt for prompt in prompts if not has_reward(self.rewards, prompt)]
+        if untold:
+            sources = ", ".join(dict.fromkeys(repr(prompt.data_source) for prompt in untold[:100]))
+            raise RecipeError(
+                f"rewards: for {len(untold):,} rows no reward's `when` matches (the first is {untold[0].id}; data_source: "
+                f"{sources[:300]}). Add a reward for them, or take them out of the data."
+            )
+
+    def counts(self) -> dict[str, float]:
+        """Since the last time, by reward: samples asked for again. (Not what the cache had: a run that goes on logs the same.)"""
+        asked_again = {asker.reward.label: asker.counts.pop("retries", 0) for asker in self.askers}
+        return {f"retries/{label}": float(count) for label, count in asked_again.items() if count}
+
+    # What a run saves -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Of running means, for a checkpoint."""
+        return {label: asdict(running) for label, running in self._running.items()}
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._running = {label: Running(**state[label]) if label in state else Running() for label in self._running}
+
+    def saved(self) -> None:
+        """A checkpoint is safe: what was scored before it will not be asked for again."""
+        if self.cache is not None:
+            self.cache.clear()
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    async def _score(self, group: Group, step: "_Step") -> ByReward:
+        asked: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
+        for asker in self.askers:
+            asked[asker.reward.label] = asyncio.create_task(self._ask(asker, group, asked))
+        by_reward = list(await asyncio.gather(*asked.values()))
         step.count(group, by_reward)
         step.check()  # raised here, it ends the wait for the others
-        scores = tuple(combine(self.rewards, scores) for scores in zip(*by_reward, strict=True))
-        return ScoredGroup(group, scores, dict(zip((reward.label for reward in self.rewards), by_reward, strict=True)))
+        return by_reward
+
+    async def _ask(self, asker: Asker, group: Group, asked: Mapping[str, asyncio.Task[tuple[Score, ...]]]) -> tuple[Score, ...]:
+        gate = asker.reward.gate
+        if gate is None:
+            return await asker.ask(group)
+        keeper = next(reward for reward in self.rewards if reward.label == gate.reward)
+        values = [counted_value(keeper, score) for score in await asked[gate.reward]]
+        return await asker.ask(group, [value is not None and value > gate.above for value in values])
+
+    def _together(self, groups: Sequence[Group], scores: Sequence[ByReward], *, learn: bool) -> list[ScoredGroup]:
+        for i, reward in enumerate(self.rewards):
+            if learn and reward.label in self._running:
+                values = [counted_value(reward, score) for by_reward in scores for score in by_reward[i]]
+                self._running[reward.label].add([x for x in values if x is not None])
+        labels = [reward.label for reward in self.rewards]
+        return [
+            ScoredGroup(group, combine(self.rewards, group, by_reward, self._running), dict(zip(labels, by_reward, strict=True)))
+            for group, by_reward in zip(groups, scores, strict=True)
+        ]
 
     async def _close(self) -> None:
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -100,45 +166,15 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
             raise error
 
 
-# One reward, one group -----------------------------------------------------------------------------------------------
-
-
-async def _ask(reward: Reward, group: Group) -> tuple[Score, ...]:
-    """A reward's scores of a group. A bug in the reward is a failure of these samples, not the end of the run."""
-    try:
-        given = await reward.score([group])
-        shape = [len(scores) for scores in given]
-        if shape != [len(group.samples)]:
-            raise TypeError(f"score() gave {shape} scores for one group of {len(group.samples)}")
-        return tuple(_checked(score, sample.text) for score, sample in zip(given[0], group.samples, strict=True))
-    except Exception as error:
-        return tuple(failed("exception", last_line(error), sample.text) for sample in group.samples)
-
-
-def _checked(score: Score, text: str) -> Score:
-    """Either a finite value or a failure; finite parts only."""
-    if not isinstance(score, Score):
-        return failed("bad_result", f"score() gave a {type(score).__name__}, not a Score", text)
-    if score.failure is not None:
-        return dataclasses.replace(score, value=None)
-    try:
-        value = math.nan if score.value is None or isinstance(score.value, str) else float(score.value)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        return dataclasses.replace(score, value=None, failure=Failure("not_a_number", f"the value is {score.value!r:.100}"))
-    parts = {name: float(part) for name, part in score.parts.items() if math.isfinite(part)}
-    return dataclasses.replace(score, value=value, parts=parts)
-
-
 # One step's failures -------------------------------------------------------------------------------------------------
 
 
 class _Step:
     """Counts each reward's failures during one `collect`, and knows when they are too many."""
 
-    def __init__(self, rewards: Sequence[Reward], expected: int | None):
+    def __init__(self, rewards: Sequence[Reward], expected: int | None, tolerant: bool):
         self.samples = 0
+        self._tolerant = tolerant
         self.all_sampled = False
         self._expected = expected
         self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
@@ -159,7 +195,7 @@ class _Step:
             if failures and reward.on_failure == "stop":
                 raise TrainingStopped(f"{self._told(reward, failures)}; on_failure is stop. {_GO_ON}", self._failed)
             samples = self.samples if self.all_sampled else self._expected
-            if samples and reward.weight and len(failures) > reward.max_failure_rate * samples:
+            if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
                 told = f"{self._told(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_GO_ON}"
                 raise TrainingStopped(told, self._failed)
 

@@ -1,0 +1,54 @@
+"""Rows with responses that somebody has sampled → groups, as rewards take them.
+
+A row has `prompt` (messages or text), `response` or `responses`, and what rewards may need: `data_source`,
+`reward_model.ground_truth` (or `ground_truth`), `extra_info`, `tokens` (how many each response has).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from plaudit.data.conversations import prompt_of
+from plaudit.errors import DataError
+from plaudit.types import Group, SavedSample
+
+NOTHING = np.zeros(0, dtype=np.float32)
+
+
+def group_of(row: Mapping[str, Any], id: str, where: str) -> Group:
+    """The row's responses as a group."""
+    texts, counts = responses_of(row, where)
+    if "ground_truth" in row and not row.get("reward_model"):
+        row = {**row, "reward_model": {"ground_truth": row["ground_truth"]}}
+    prompt = prompt_of({"prompt": "", **row}, str(row.get("id") or id), where)
+    tokens = NOTHING.astype(np.int32)
+    samples = [
+        SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, counted)
+        for i, (text, counted) in enumerate(zip(texts, counts, strict=True))
+    ]
+    return Group(prompt, tokens, tuple(samples))
+
+
+def responses_of(row: Mapping[str, Any], where: str) -> tuple[list[str], list[int | None]]:
+    """Their texts, and how many tokens each has, where the row says so."""
+    if ("response" in row) == ("responses" in row):
+        found = ", ".join(map(str, row)) or "nothing"
+        raise DataError(f"{where}: a row to score has `response` (text) or `responses` (a list of texts); this one has {found}")
+    given = row["responses"] if "responses" in row else [row["response"]]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise DataError(f"{where}: `responses` should be a list of texts, not {given!r:.80}")
+    counts = row.get("tokens")
+    counts = counts if isinstance(counts, Sequence) and not isinstance(counts, str) else [counts]
+    if len(counts) != len(given) or not all(isinstance(count, int) for count in counts):
+        counts = [None] * len(given)
+    return [_text(response, where) for response in given], list(counts)
+
+
+def _text(response: Any, where: str) -> str:
+    """A response as text; of messages, what the assistant says last."""
+    if isinstance(response, Sequence) and not isinstance(response, str) and response and isinstance(response[-1], Mapping):
+        response = response[-1].get("content")
+    if not isinstance(response, str):
+        raise DataError(f"{where}: a response should be text, not {response!r:.80}")
+    return response

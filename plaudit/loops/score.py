@@ -1,0 +1,135 @@
+"""`plaudit score`: the rewards of a recipe for responses that are there already, one line of JSON per row, in the order of rows.
+
+Started again, it goes on behind the last line. Scores that take long or cost money are kept besides (`OUT.scores.sqlite`) until all
+is done, so that rows which were under way when it was killed are not scored twice.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from plaudit.continued import continued
+from plaudit.data.conversations import Source
+from plaudit.data.rollouts import group_of
+from plaudit.data.rows import read_rows
+from plaudit.errors import TrainingStopped
+from plaudit.files import fingerprint
+from plaudit.recipe import RewardSettings
+from plaudit.report.progress import StepProgress, say
+from plaudit.rewards.cache import reward_digest
+from plaudit.rewards.combine import NO_REWARD
+from plaudit.rewards.runner import RewardRunner
+from plaudit.scoring import result_of
+from plaudit.types import Group, SavedSample, ScoredGroup
+
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    rewards: Sequence[RewardSettings]
+    sources: Sequence[Source]
+    out: Path
+    tokenizer: str | None = None
+    """A model whose tokenizer counts the tokens of responses that come without their number."""
+    max_rows: int | None = None
+
+
+@dataclass
+class Summary:
+    rows: int = 0
+    samples: int = 0
+    values: list[float] = field(default_factory=list)
+    malformed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def add(self, scored: ScoredGroup) -> None:
+        self.rows, self.samples = self.rows + 1, self.samples + len(scored.scores)
+        self.values += [score.value for score in scored.scores if score.value is not None]
+        self.malformed += sum(score.malformed for score in scored.scores)
+        self.failures.update(score.failure.cause for score in scored.scores if score.failure is not None)
+
+    def __str__(self) -> str:
+        parts = [f"{self.rows:,} rows, {self.samples:,} responses"]
+        if self.values:
+            parts.append(f"mean reward {sum(self.values) / len(self.values):.4g}")
+        if self.malformed:
+            parts.append(f"{self.malformed:,} malformed")
+        if self.failures:
+            causes = ", ".join(f"{count:,} {cause}" for cause, count in self.failures.most_common())
+            parts.append(f"{self.failures.total():,} without a value ({causes})")
+        if self.seconds:
+            parts.append(f"{self.samples / self.seconds:,.0f} responses/s")
+        return "; ".join(parts)
+
+
+def score(job: ScoreJob) -> Summary:
+    """Score what the output does not have yet; returns what this start has scored."""
+    about = {
+        "rewards": {reward.label: [reward.model_dump(mode="json"), reward_digest(reward)] for reward in job.rewards},
+        "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
+        "tokenizer": job.tokenizer,
+    }
+    total = sum(len(read_rows(source.path)) for source in job.sources)
+    total = min(total, job.max_rows or total)
+    summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
+    with continued(job.out, about, "score") as file, RewardRunner(job.rewards, cache=kept, tolerant=True) as runner:
+        if file.done:
+            rest = "; going on with the rest" if len(file.done) < total else ""
+            say(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
+        began = time.perf_counter()
+        with StepProgress("score", total, len(file.done)) as progress:
+            rows = islice(_rows(job.sources), len(file.done), total)
+            while some := list(islice(rows, ROWS_AT_ONCE)):
+                groups = _counted([group_of(row, row["id"], where) for row, where in some], job.tokenizer)
+                found = runner.collect(groups)
+                _stop_if_given_up(runner, job.out)  # before there are lines that say so: it will be mended and asked again
+                for (row, _), scored in zip(some, found, strict=True):
+                    file.write(row | result_of(scored, many="responses" in row))
+                    summary.add(scored)
+                summary.seconds = time.perf_counter() - began
+                progress.update(len(file.done) + summary.rows, {"time/responses_per_s": summary.samples / summary.seconds})
+        file.sync()
+    for leftover in (kept, *(kept.with_name(f"{kept.name}-{end}") for end in ("wal", "shm"))):
+        leftover.unlink(missing_ok=True)  # every row has its line
+    if summary.failures[NO_REWARD]:
+        say(f"for {summary.failures[NO_REWARD]:,} responses no reward's `when` matches", "yellow")
+    return summary
+
+
+def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row with an id, and where it is from for messages."""
+    for source in sources:
+        for number, row in enumerate(read_rows(source.path)):
+            yield {"id": f"{source.path}:{number}", **row}, f"{source.path}: row {number}"
+
+
+def _counted(groups: list[Group], tokenizer: str | None) -> list[Group]:
+    """With the number of tokens of each response, if there is a tokenizer to count them."""
+    if tokenizer is None:
+        return groups
+    from plaudit.data.templates import load_tokenizer
+
+    count = load_tokenizer(tokenizer)
+
+    def counted(sample: Any) -> Any:
+        if not isinstance(sample, SavedSample) or sample.counted is not None:
+            return sample
+        return replace(sample, counted=len(count(sample.text, add_special_tokens=False)["input_ids"]))
+
+    return [replace(group, samples=tuple(map(counted, group.samples))) for group in groups]
+
+
+def _stop_if_given_up(runner: RewardRunner, out: Path) -> None:
+    for asker in runner.askers:
+        if (why := asker.given_up) is not None:
+            raise TrainingStopped(
+                f"reward '{asker.reward.label}' failed {asker.limits.give_up_after} times in a row, the last time with "
+                f"{why.cause}: {why.message}. Mend it, then go on with the same command; {out} has what was "
+                "scored before."
+            )

@@ -1,0 +1,165 @@
+"""What a reward sees of a response: without its thoughts, and only the part that is the answer.
+
+A response without that part is the policy's fault: it is malformed, and the reward is not asked about it. One exception: with
+`longcot_config` and `strict`, the reward is asked about the placeholder `[NULL]`, as the systems that made such files do.
+
+    thoughts   keep      all of it
+               strip     what follows the last </think>; of a text that opens <think> and never closes it, nothing is left
+               strict    one pair of tags, closed, at the beginning (the opening one may be part of the prompt), and an answer
+               longcot   what follows the first start delimiter (trimmed on the left) up to the end delimiter (on the right)
+    then       extract   the last line, the fenced block at the end, …
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from plaudit.errors import RecipeError
+from plaudit.recipe import View
+
+OPEN, CLOSE = "<think>", "</think>"
+PLACEHOLDER = "[NULL]"
+FENCE = "```"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is scored; `problem` says why a response is malformed."""
+
+    text: str
+    problem: str | None = None
+
+    @property
+    def scorable(self) -> bool:
+        return self.problem is None or self.text == PLACEHOLDER
+
+
+def see(view: View, text: str) -> Seen:
+    """What a reward with this view sees of a response."""
+    seen = _without_thoughts(view, text)
+    if seen.problem is not None or view.extract == "none":
+        return seen
+    found = _extract(view, seen.text)
+    return Seen("", f"it has no {_WHAT[view.extract]}") if found is None else Seen(found)
+
+
+# Thoughts ------------------------------------------------------------------------------------------------------------
+
+
+def _without_thoughts(view: View, text: str) -> Seen:
+    if view.longcot_config is not None:
+        return _longcot(read_longcot_config(view.longcot_config), text, strict=view.strict)
+    if view.think == "keep":
+        return Seen(text)
+    before, closed, answer = text.rpartition(CLOSE)
+    if not closed:
+        if view.think == "strict":
+            return Seen("", f"its thoughts do not end with {CLOSE}")
+        return Seen("", f"its thoughts are not closed by {CLOSE}") if OPEN in text else Seen(text)
+    if view.think == "strict":
+        thoughts = before.lstrip().removeprefix(OPEN)
+        if OPEN in thoughts or CLOSE in thoughts or OPEN in answer:
+            return Seen("", "its thoughts are not one pair of tags at the beginning")
+        if not answer.strip():
+            return Seen("", "there is no answer behind its thoughts")
+    elif OPEN in answer:
+        return Seen("", f"thoughts behind its answer are not closed by {CLOSE}")
+    return Seen(answer.strip())
+
+
+@dataclass(frozen=True)
+class Longcot:
+    start: str | None
+    end: str | None
+
+
+def _longcot(delimiters: Longcot, text: str, *, strict: bool) -> Seen:
+    if delimiters.start is None:
+        return Seen(text)
+    _, found_start, rest = text.partition(delimiters.start)
+    answer = rest.lstrip() if found_start else text
+    found_end = True
+    if delimiters.end is not None:
+        answer, found_end, _ = answer.partition(delimiters.end)
+        answer = answer.rstrip() if found_end else answer
+    if strict and not (found_start and found_end):
+        missing = delimiters.end if found_start else delimiters.start
+        return Seen(PLACEHOLDER, f"{missing} is missing")
+    return Seen(answer)
+
+
+@lru_cache(maxsize=64)
+def read_longcot_config(file: str) -> Longcot:
+    """`longcot_delimiter` and `end_delimiter` of a longcot_config.json; `<response>` implies `</response>`."""
+    path = Path(file).expanduser()
+    try:
+        given: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"view.longcot_config: {path} cannot be read: {error}") from None
+    if not isinstance(given, dict) or "longcot_delimiter" not in given:
+        raise RecipeError(f"view.longcot_config: {path} should be an object with longcot_delimiter (and end_delimiter)")
+    start, end = given["longcot_delimiter"], given.get("end_delimiter")
+    for name, value in (("longcot_delimiter", start), ("end_delimiter", end)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise RecipeError(f"view.longcot_config: {path}: {name} should be text or null, not {value!r:.80}")
+    return Longcot(start, end or ("</response>" if start == "<response>" else None))
+
+
+# Extracts ------------------------------------------------------------------------------------------------------------
+
+_WHAT = {
+    "line": "line with text",
+    "codeblock": "single fenced block at its end",
+    "oneline": "single line that is all of it",
+    "boxed": "\\boxed{…}",
+    "tag": "closed tag",
+}
+
+
+def _extract(view: View, text: str) -> str | None:
+    match view.extract:
+        case "line":
+            found = text.strip().rpartition("\n")[2]
+        case "codeblock":
+            found = _codeblock(text)
+        case "oneline":
+            found = None if "\n" in text.strip() else text
+        case "boxed":
+            found = last_boxed(text)
+        case _:
+            found = _tagged(text, view.tag or "")
+    return None if found is None or not found.strip() else found.strip()
+
+
+def _codeblock(text: str) -> str | None:
+    """The content of the only fenced block, if nothing follows it."""
+    text = text.rstrip()
+    fences = list(re.finditer(r"^[ \t]*```.*$", text, re.M))
+    if len(fences) != 2 or text.count(FENCE) != 2 or fences[1].group().strip() != FENCE or fences[1].end() != len(text):
+        return None
+    return text[fences[0].end() : fences[1].start()]
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{…} or \\fbox{…} whose braces close. In one pass: a policy may write any number of boxes."""
+    open_braces: list[int | None] = []
+    last = None
+    for found in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text, re.S):
+        if found.group() == "{":
+            open_braces.append(None)
+        elif found.group() == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None and (last is None or start > last[0]):
+                last = start, found.start()
+        elif found.group().endswith("{") and len(found.group()) > 2:
+            open_braces.append(found.end())
+    return text[slice(*last)] if last else None
+
+
+def _tagged(text: str, tag: str) -> str | None:
+    before, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, inside = before.rpartition(f"<{tag}>")
+    return inside if closed and opened else None

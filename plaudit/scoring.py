@@ -1,0 +1,107 @@
+"""Rewards for responses that are there already: the reward layer alone, for a notebook, another trainer, or `plaudit score`.
+
+from plaudit.scoring import Scorer
+
+with Scorer([{"kind": "exact"}]) as scorer:
+    scorer.score([{"prompt": "2 + 2 =", "response": "4", "ground_truth": "4"}])
+    # [{'reward': 1.0, 'parts': {'exact': 1.0}, 'malformed': False, 'failure': None, 'view': '4'}]
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from plaudit.data.rollouts import group_of
+from plaudit.errors import RecipeError
+from plaudit.inputs import load_rewards
+from plaudit.recipe import RewardSettings, ScoreRecipe
+from plaudit.rewards.reward import Reward
+from plaudit.rewards.runner import RewardRunner
+from plaudit.types import Group, Score, ScoredGroup
+
+
+class Scorer:
+    """A recipe's rewards, ready to score. They start with the first row; `close` (or the end of `with`) stops them.
+
+    One thread at a time may ask it. No share of failures is too large here: what failed says so in its result.
+    """
+
+    def __init__(
+        self,
+        rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings],
+        *,
+        cache: Path | None = None,
+    ):
+        """`rewards`: a recipe's file, or a list as under `rewards:`. `cache`: a file to keep scores in."""
+        self.settings = _settings(rewards)
+        self._cache = cache
+        self._runner: RewardRunner | None = None
+
+    @property
+    def rewards(self) -> list[Reward]:
+        return [reward for reward in self.settings if isinstance(reward, Reward)]
+
+    @property
+    def runner(self) -> RewardRunner:
+        if self._runner is None:
+            self._runner = RewardRunner(self.settings, cache=self._cache, tolerant=True).__enter__()
+        return self._runner
+
+    def score(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """For each row, in order: `reward` (None if a reward failed), `parts`, `malformed`, `failure`, `view` (by name where there
+        are several). For rows with `responses`, each of these is a list."""
+        rows = list(rows)
+        groups = [group_of(row, str(number), f"row {number}") for number, row in enumerate(rows)]
+        scored = self.score_groups(groups)
+        return [result_of(one, many="responses" in row) for row, one in zip(rows, scored, strict=True)]
+
+    def score_groups(self, groups: Iterable[Group]) -> list[ScoredGroup]:
+        return self.runner.collect(groups)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.__exit__()
+            self._runner = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _settings(rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings]) -> tuple[RewardSettings, ...]:
+    if isinstance(rewards, str | Path):
+        return load_rewards(Path(rewards))
+    try:
+        entries = [dict(entry) if isinstance(entry, Mapping) else entry for entry in rewards]
+        return ScoreRecipe.model_validate({"rewards": entries}).rewards
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise RecipeError("\n".join(lines)) from None
+
+
+def result_of(scored: ScoredGroup, *, many: bool) -> dict[str, Any]:
+    """A group's scores as columns of a row: lists if the row has `responses`, else single values."""
+    rows = [_result(scored, i) for i in range(len(scored.scores))]
+    return {name: [row[name] for row in rows] for name in rows[0]} if many else rows[0]
+
+
+def _result(scored: ScoredGroup, i: int) -> dict[str, Any]:
+    score, by_reward = scored.scores[i], {name: scores[i] for name, scores in scored.by_reward.items()}
+    views = {name: one.view for name, one in by_reward.items() if one.asked}
+    return {
+        "reward": score.value,
+        "parts": dict(score.parts),
+        "malformed": score.malformed,
+        "failure": _failure(score, by_reward),
+        "view": views if len(by_reward) > 1 else next(iter(views.values()), None),
+    }
+
+
+def _failure(score: Score, by_reward: Mapping[str, Score]) -> dict[str, str | None] | None:
+    """Why there is no value; or what failed besides, though the value does not need it."""
+    name, failed = next(((name, one.failure) for name, one in by_reward.items() if one.failure is not None), (None, score.failure))
+    return None if failed is None else {"reward": name, "cause": failed.cause, "message": failed.message}

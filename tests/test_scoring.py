@@ -1,0 +1,182 @@
+"""Rewards for responses that are there already: the Python API and `plaudit score`."""
+
+import json
+
+import pytest
+from test_rewards import write_function
+
+from plaudit.errors import DataError, RecipeError
+from plaudit.scoring import Scorer
+
+ROWS = [
+    {"prompt": "2 + 2 =", "response": "4", "ground_truth": "4"},
+    {"prompt": [{"role": "user", "content": "1 + 1 ="}], "responses": ["3", "2"], "reward_model": {"ground_truth": "2"}},
+]
+
+
+def test_rows_with_one_response_and_with_several():
+    with Scorer([{"kind": "exact"}]) as scorer:
+        assert scorer.score(ROWS) == [
+            {"reward": 1.0, "parts": {"exact": 1.0}, "malformed": False, "failure": None, "view": "4"},
+            {
+                "reward": [0.0, 1.0],
+                "parts": [{"exact": 0.0}, {"exact": 1.0}],
+                "malformed": [False, False],
+                "failure": [None, None],
+                "view": ["3", "2"],
+            },
+        ]
+
+
+def test_views_are_by_name_where_there_are_several_rewards():
+    rewards = [
+        {"kind": "exact", "view": {"extract": "line"}},
+        {"kind": "exact", "name": "whole", "weight": 0.0},
+        {"kind": "exact", "name": "elsewhere", "when": {"data_source": "x"}},
+    ]
+    with Scorer(rewards) as scorer:
+        [scored] = scorer.score([{"prompt": "p", "response": "so\n4", "ground_truth": "4"}])
+    assert scored["view"] == {"exact": "4", "whole": "so\n4"}
+    assert scored["parts"] == {"exact": 1.0, "whole": 0.0}
+
+
+def test_a_failure_says_which_reward_and_why():
+    with Scorer([{"kind": "exact"}]) as scorer:
+        [scored] = scorer.score([{"prompt": "p", "response": "4"}])
+    assert scored["reward"] is None
+    assert scored["failure"]["reward"] == "exact"
+    assert scored["failure"]["cause"] == "no_ground_truth"
+
+
+def test_it_starts_when_it_is_asked_and_may_be_closed_twice():
+    scorer = Scorer([{"kind": "exact"}])
+    assert scorer.score([]) == []
+    assert scorer.score(ROWS[:1])[0]["reward"] == 1.0
+    scorer.close()
+    scorer.close()
+    assert scorer.score(ROWS[:1])[0]["reward"] == 1.0  # and again
+    scorer.close()
+
+
+def test_responses_may_be_messages_and_tokens_are_counted_where_the_row_says():
+    rewards = [{"kind": "exact"}, {"kind": "overlong", "max_tokens": 10, "buffer_tokens": 10, "penalty": 1.0}]
+    row = {"prompt": "p", "response": [{"role": "assistant", "content": "4"}], "ground_truth": "4", "tokens": 5}
+    with Scorer(rewards) as scorer:
+        known, unknown = scorer.score([row, {**row, "tokens": None}])
+    assert known["parts"] == {"exact": 1.0, "overlong": -0.5}
+    assert (unknown["reward"], unknown["failure"]["cause"]) == (None, "no_tokens")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p"}, "this one has prompt"),
+        ({"prompt": "p", "response": "a", "responses": ["a"]}, "`response` .* or `responses`"),
+        ({"prompt": "p", "responses": []}, "should be a list of texts"),
+        ({"prompt": "p", "responses": "a"}, "should be a list of texts"),
+        ({"prompt": "p", "response": 4}, "row 0: a response should be text, not 4"),
+        ({"prompt": "p", "response": "a", "extra_info": 3}, "extra_info should have fields"),
+    ],
+)
+def test_rows_that_cannot_be_scored(row, message):
+    with Scorer([{"kind": "exact"}]) as scorer, pytest.raises(DataError, match=message):
+        scorer.score([row])
+
+
+@pytest.mark.parametrize("rewards", [[], [{"kind": "exat"}], [{"kind": "exact", "wieght": 1}], [{"kind": "exact", "weight": 0}]])
+def test_rewards_that_are_none(rewards):
+    with pytest.raises(RecipeError):
+        Scorer(rewards)
+
+
+# The verb ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}]")
+    return tmp_path
+
+
+def score(plaudit, folder, *more):
+    return plaudit("score", folder / "rows.jsonl", "--rewards", folder / "r.yaml", "--out", folder / "out.jsonl", *more)
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_score_writes_each_row_with_what_it_is_worth(plaudit, files):
+    code, out, _ = score(plaudit, files)
+    assert code == 0
+    assert "2 rows, 3 responses; mean reward 0.6667" in out
+    first, second = lines(files)
+    assert first["id"].endswith("rows.jsonl:0")
+    assert {name: first[name] for name in ROWS[0]} == ROWS[0]
+    assert (first["reward"], second["reward"]) == (1.0, [0.0, 1.0])
+    before = (files / "out.jsonl").read_bytes()
+    code, out, _ = score(plaudit, files)
+    assert (code, (files / "out.jsonl").read_bytes()) == (0, before)
+
+
+def test_score_goes_on_behind_a_line_cut_short(plaudit, files):
+    score(plaudit, files)
+    whole = (files / "out.jsonl").read_bytes()
+    (files / "out.jsonl").write_bytes(whole[: len(whole) - 30])
+    assert score(plaudit, files)[0] == 0
+    assert (files / "out.jsonl").read_bytes() == whole
+
+
+def test_what_was_scored_differently_is_not_continued(plaudit, files):
+    score(plaudit, files)
+    code, _, err = score(plaudit, files, "--set", "rewards.0.ignore_case=true")
+    assert code == 2
+    assert "was scored differently; choose another file, or score as before" in err
+    (files / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    assert score(plaudit, files)[0] == 2
+
+
+def test_failures_are_told_and_lose_nothing(plaudit, files):
+    (files / "rows.jsonl").write_text(json.dumps({"prompt": "p", "response": "a"}) + "\n" + json.dumps(ROWS[0]))
+    code, out, _ = score(plaudit, files)
+    assert code == 0
+    assert "1 without a value (1 no_ground_truth)" in out
+    assert [line["reward"] for line in lines(files)] == [None, 1.0]
+
+
+def test_a_dead_reward_stops_it_and_it_goes_on_when_that_is_mended(plaudit, files):
+    path = write_function(files, "def compute_score(solution_str): raise ConnectionError('no server')")
+    rows = [{"prompt": "p", "response": str(i)} for i in range(600)]
+    (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (files / "r.yaml").write_text(f"rewards: [{{kind: function, path: {path}, limits: {{at_once: 4}}}}]")
+    code, _, err = score(plaudit, files)
+    assert code == 2
+    assert "reward 'function' failed 10 times in a row, the last time with exception: ConnectionError: no server" in err
+    assert not lines(files)
+    (files / "out.jsonl.about.json").unlink()  # the function is another one now
+    (files / "out.jsonl").unlink()
+    path.write_text("def compute_score(solution_str): return float(solution_str)")
+    assert score(plaudit, files)[0] == 0
+    assert [line["reward"] for line in lines(files)] == list(range(600))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("rows.jsonl", ""), "is empty"),
+        (("rows.jsonl", '{"prompt": "p"}'), "a row to score has `response`"),
+        (("r.yaml", "rewards: [{kind: exat}]"), "Did you mean exact?"),
+        (
+            ("r.yaml", "rewards: [{kind: cascade, judge: {kind: exact, weigth: 2}, mode: only}]"),
+            "rewards.0.judge.weigth is not a setting",
+        ),
+        (("r.yaml", "stage: sft\nmodel: {path: x}\ndata: {train: x.jsonl}\nrun: {dir: d}"), "has no rewards"),
+    ],
+)
+def test_bad_input_is_told(plaudit, files, change, message):
+    name, content = change
+    (files / name).write_text(content)
+    code, _, err = score(plaudit, files)
+    assert code == 2
+    assert message in err
