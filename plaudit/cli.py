@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from plaudit import __version__
+from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_model
@@ -135,6 +136,9 @@ def score(
     from plaudit.loops.score import score as run_score
 
     print(f"{out}: {run_score(ScoreJob(settings, sources, out, tokenizer, max_rows))}")
+
+
+app.command(context_settings=ANYTHING_MAY_FOLLOW)(audit)
 
 
 @app.command()

@@ -68,6 +68,7 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("rl",), ["Reinforcement learning against rewards", "goes on where it stopped", "R.yaml", "section.name=value"]),
         (("sample",), ["Sample responses to prompts", "goes on where it stopped", "--out", "--max-new-tokens", "--n"]),
         (("score",), ["Score saved responses", "goes on where it stopped", "--rewards", "--out", "ground_truth"]),
+        (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
         (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
         (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
         (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
@@ -89,7 +90,7 @@ def test_help(plaudit, verb, explains):
 def test_every_verb_has_help():
     """The list above is all there are."""
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
-        "config", "demo", "doctor", "rl", "sample", "score", "sft",
+        "audit", "config", "demo", "doctor", "rl", "sample", "score", "sft",
     ]  # fmt: skip
     assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model", "smollm2", "sorting", "arithmetic"]
 
@@ -139,7 +140,10 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_
         (["sft", "{folder}"], "{folder} cannot be read: "),
         (["config", "{recipe}", "optim.lr=fast"], '{recipe} (command line): optim.lr should be a valid number, not "fast".'),
         (["doctor", "{recipe}", "optim.lrr=1"], "{recipe} (command line): optim.lrr is not a setting. Did you mean optim.lr?"),
-        (["sft", "{recipe}", "stage=sff"], '{recipe} (command line): stage should be one of sft, rl, score, not "sff". Did you mean sft?'),
+        (
+            ["sft", "{recipe}", "stage=sff"],
+            '{recipe} (command line): stage should be one of sft, rl, score, not "sff". Did you mean sft?',
+        ),
         (["sft", "{recipe}", "data.train={folder}/none.jsonl"], "data.train: {folder}/none.jsonl does not exist."),
         (["doctor", "{recipe}", "data.val={folder}/x/y.jsonl"], "data.val: {folder}/x/y.jsonl does not exist. There is no folder"),
         (["sft", "{recipe}", "model.path={folder}/m"], "model.path: {folder}/m does not exist."),

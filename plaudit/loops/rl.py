@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from plaudit.audit.certificate import require_passed
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
@@ -51,6 +52,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model on the prompts of `sources['train']`; returns the trained model's folder."""
     recipe = loaded.recipe
     assert isinstance(recipe, RLRecipe)
+    if recipe.audit.require is not None:
+        require_passed(recipe.audit.require, recipe.rewards)
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)

@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from plaudit import plugins
+from plaudit.recipe.audit import Audit
 from plaudit.recipe.section import Fraction, Section, one_or_more
 
 if TYPE_CHECKING:
@@ -193,3 +194,5 @@ class ScoreRecipe(Section):
     """Which verbs this recipe is for: score and audit."""
     rewards: Rewards
     """What responses are paid for: a list, each with a kind."""
+    audit: Audit = Audit()
+    """What an audit must show."""

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from plaudit.recipe.audit import Audit
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
 from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
@@ -153,6 +154,8 @@ class RLRecipe(Section):
     """How it is sampled when it is validated."""
     rewards: Rewards
     """What it is paid for: a list, each with a kind."""
+    audit: Audit = Audit()
+    """What an audit of the rewards must show; `require` an audit that passed before training begins."""
     algorithm: Algorithm = Algorithm()
     """How rewards become a loss."""
     train: RLTrain = RLTrain()
@@ -170,7 +173,7 @@ class RLRecipe(Section):
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
-        "rewards.*.cache",
+        "rewards.*.cache", "audit.*",
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",

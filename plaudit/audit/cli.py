@@ -1,0 +1,127 @@
+"""`plaudit audit`: what a reward pays for and what fools it, before anything is trained on it."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plaudit.errors import PlauditError
+
+if TYPE_CHECKING:
+    from plaudit.audit.dumps import Rollout
+    from plaudit.audit.inspection import Report
+    from plaudit.recipe import RewardSettings
+    from plaudit.recipe.audit import Audit
+
+
+def audit(
+    recipe: Annotated[Path, typer.Argument(metavar="R.yaml", help="A recipe with `rewards:`.", show_default=False)],
+    rollouts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ROLLOUTS… [section.name=value]…",
+            help="Saved responses: files (.jsonl, .parquet, .json), a run's folder, a folder of verl's or TRL's dumps. "
+            "Settings such as audit.max_exploit_rate=0.05 replace the recipe's own.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report. Default: audit/ beside the rollouts.", show_default=False)
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(help="Column that says whether a response is right: true, false or a number. Default: label, if there."),
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Responses with this reward or more are accepted. Default: the middle of the range.")
+    ] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(min=1, help="Audit about so many responses: whole groups, drawn at random.")
+    ] = None,
+    probes: Annotated[bool, typer.Option(help="Try hostile responses and other formats, too.")] = True,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn. Default: the recipe's audit.seed.")] = None,
+    data_source: Annotated[str, typer.Option(help="For rows that have none, as in verl's and TRL's dumps.")] = "",
+) -> None:
+    """Check a reward before training on it: against labels, for biases, and with hostile responses.
+
+    Writes audit.html and audit.json; ends with exit code 1 if a check fails. Bounds stand under `audit:` in the recipe
+    (`plaudit config R.yaml --explain`); docs/audit.md tells what each check is.
+    """
+    overrides = [given for given in rollouts if "=" in given and not Path(given).exists()]
+    paths = [Path(given) for given in rollouts if given not in overrides]
+    if not paths:
+        raise PlauditError("audit needs saved responses: plaudit audit R.yaml ROLLOUTS")
+    rewards, settings = _load(recipe, overrides)
+    settings = _with_options(settings, threshold, seed, probes)
+
+    from rich.console import Console
+
+    from plaudit.audit.dumps import read_rollouts
+    from plaudit.audit.inspection import inspect
+    from plaudit.audit.terminal import print_report
+
+    groups = read_rollouts(paths, label=label, data_source=data_source)
+    if max_rows is not None:
+        groups = draw_groups(groups, max_rows, settings.seed)
+    folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "audit"
+    _make(folder)  # before the work, not behind it
+    report = inspect(str(recipe), [str(path) for path in paths], rewards, groups, settings)
+    write_report(report, folder)
+    print_report(report, Console(highlight=False))
+    print(f"report: {folder / 'audit.html'}\nnumbers: {folder / 'audit.json'}")
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ...], Audit]":
+    """A recipe's rewards and what they must show; their files are there."""
+    from plaudit.config import load
+    from plaudit.inputs import require_reward_files
+    from plaudit.recipe import SFTRecipe
+    from plaudit.recipe.audit import Audit
+
+    loaded = load(recipe, overrides).recipe
+    if isinstance(loaded, SFTRecipe):
+        raise PlauditError(f"{recipe} is a recipe for `plaudit sft`: it has no rewards to audit")
+    require_reward_files(loaded)
+    return loaded.rewards, getattr(loaded, "audit", None) or Audit()
+
+
+def _with_options(settings: "Audit", threshold: float | None, seed: int | None, probes: bool) -> "Audit":
+    given = {"threshold": threshold, "seed": seed, "prompts": None if probes else 0}
+    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def draw_groups(groups: "Sequence[Rollout]", max_rows: int, seed: int) -> "list[Rollout]":
+    """Whole groups at random, in their order, until there are `max_rows` responses; one at least."""
+    order = list(range(len(groups)))
+    random.Random(seed).shuffle(order)
+    chosen: list[int] = []
+    rows = 0
+    for g in order:
+        if chosen and rows + len(groups[g]) > max_rows:
+            break
+        chosen.append(g)
+        rows += len(groups[g])
+    return [groups[g] for g in sorted(chosen)]
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlauditError(f"--out: {folder} cannot be made: {error}") from None
+
+
+def write_report(report: "Report", folder: Path) -> None:
+    from plaudit.audit.page import draw_page
+    from plaudit.errors import redact
+    from plaudit.files import write_atomic
+
+    try:
+        write_atomic(folder / "audit.json", redact(json.dumps(report.as_dict(), indent=1, ensure_ascii=False)) + "\n")
+        write_atomic(folder / "audit.html", draw_page(report))
+    except OSError as error:
+        raise PlauditError(f"--out: {folder} cannot be written: {error}") from None

@@ -1,0 +1,78 @@
+"""How two lists of numbers go together. Where one of them does not vary there is no correlation: None, not 0.
+
+    Pearson    r = Σ (x−x̄)(y−ȳ) / √(Σ (x−x̄)² Σ (y−ȳ)²)
+    Spearman   ρ = r of the ranks; equal values share the mean of their ranks
+    Kendall    τ_b = (C − D) / √((n₀ − n₁)(n₀ − n₂)), C pairs in the same order, D in the other, n₀ all pairs, n₁ and n₂ those tied
+               in x and in y
+
+Within strata (groups of a prompt, responses with the same label), x and y are taken less their stratum's mean: what is left is how
+they go together among responses that are otherwise alike. Where hardly two are alike (labels that are grades), the part that a
+third list z explains is taken out of both:
+
+    partial    ρ_xy·z = (ρ_xy − ρ_xz ρ_yz) / √((1 − ρ_xz²)(1 − ρ_yz²))
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+
+def ranks(values: Sequence[float]) -> np.ndarray:
+    """1 for the least; equal values share the mean of the ranks they take up."""
+    _, group, count = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[group]
+
+
+def pearson(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float | None:
+    x_N, y_N = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if len(x_N) < 2:
+        return None
+    return _cosine(x_N - x_N.mean(), y_N - y_N.mean())
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    return pearson(ranks(x), ranks(y))
+
+
+def spearman_within(x: Sequence[float], y: Sequence[float], strata: Sequence[Hashable]) -> float | None:
+    """Of ranks among all, each less its stratum's mean. Strata of one say nothing."""
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for i, stratum in enumerate(strata):
+        members[stratum].append(i)
+    pooled = [indices for indices in members.values() if len(indices) > 1]
+    if not pooled:
+        return None
+    x_N, y_N = ranks(x), ranks(y)
+    return _cosine(*(np.concatenate([of[indices] - of[indices].mean() for indices in pooled]) for of in (x_N, y_N)))
+
+
+def spearman_partial(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> float | None:
+    """None if z leaves nothing of x or y to explain."""
+    xy, xz, yz = spearman(x, y), spearman(x, z), spearman(y, z)
+    if xy is None or xz is None or yz is None:
+        return xy
+    left = (1 - xz * xz) * (1 - yz * yz)
+    return max(-1.0, min(1.0, (xy - xz * yz) / math.sqrt(left))) if left > 1e-9 else None
+
+
+def kendall(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """τ_b, pair by pair: n² / 2 comparisons, a row of them at a time."""
+    x_N, y_N = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    agree = tied_x = tied_y = 0
+    for i in range(len(x_N) - 1):
+        dx, dy = np.sign(x_N[i + 1 :] - x_N[i]), np.sign(y_N[i + 1 :] - y_N[i])
+        agree += int((dx * dy).sum())  # C − D
+        tied_x += int((dx == 0).sum())
+        tied_y += int((dy == 0).sum())
+    pairs = len(x_N) * (len(x_N) - 1) // 2
+    scale = math.sqrt((pairs - tied_x) * (pairs - tied_y))
+    return agree / scale if scale else None
+
+
+def _cosine(dx: np.ndarray, dy: np.ndarray) -> float | None:
+    scale = math.sqrt(float(dx @ dx) * float(dy @ dy))
+    # Below this, what varies is rounding.
+    return max(-1.0, min(1.0, float(dx @ dy) / scale)) if scale > 1e-9 else None

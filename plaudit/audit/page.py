@@ -1,0 +1,198 @@
+"""The report as one HTML page that needs nothing else: no script, font or picture from elsewhere; light or dark."""
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from plaudit.audit.inspection import Report
+from plaudit.audit.terminal import findings, shown, summarise
+from plaudit.errors import redact
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2024; --dim: #667079; --line: #d9dee3; --back: #fff; --soft: #f4f6f8;
+        --good: #1a7f4b; --bad: #c0322b; --bar: #4a7fb5 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e8ec; --dim: #98a2ac; --line: #343c44; --back: #15181b; --soft: #1f2428;
+          --good: #56c58a; --bad: #ff7b72; --bar: #6aa3dc } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back);
+       max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin: 0 }  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }  p { margin: .3rem 0 }
+.dim { color: var(--dim) }  .pass { color: var(--good) }  .fail { color: var(--bad); font-weight: 600 }
+.scroll { overflow-x: auto }  .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 2rem }
+table { border-collapse: collapse; width: 100%; font-size: .92rem }
+th { text-align: left; color: var(--dim); font-weight: 500 }  td span { white-space: nowrap }
+th, td { padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
+details { margin: .3rem 0 }  summary { cursor: pointer }
+pre { background: var(--soft); padding: .6rem; border-radius: .3rem; font-size: .82rem;
+      white-space: pre-wrap; overflow-wrap: anywhere }
+svg { max-width: 100%; height: auto }  svg text { fill: var(--dim); font: 9px system-ui, sans-serif }
+.bar { fill: var(--bar) }  .axis { stroke: var(--line) }  .mark { stroke: var(--bad); stroke-width: 2 }
+"""
+UNSEEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+
+
+def draw_page(report: Report) -> str:
+    numbers = report.numbers
+    state, verdict = ("pass", "passed") if report.passed else ("fail", "failed" if report.failed else "nothing measured")
+    body = [
+        f'<h1>Reward audit: <span class="{state}">{verdict}</span></h1>',
+        f"<p>{_text(report.title)} on {_text(', '.join(report.files))}</p>",
+        f'<p class="dim">{_text(summarise(numbers))}</p>',
+        _section("Checks", _checks(report)),
+        _section("Hostile responses", _probes(report)) if any(probe["tried"] for probe in numbers["probes"]) else "",
+        _section("Against the labels", _agreement(numbers["agreement"])) if numbers["agreement"] else "",
+        _section("Length", _length(numbers["length"])),
+        _section("The same answer in another format", _formats(numbers["formats"])) if numbers["formats"] else "",
+        _section("Asked again", _again(numbers)),
+        _section("Each reward", _rewards(numbers)),
+        _section("Also", "".join(f"<p>{_text(line)}</p>" for line in findings(numbers))),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Reward audit: {verdict}</title>'
+    return (
+        f"<!doctype html>\n<html lang=en><head>{head}<style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
+
+
+def _text(value: Any) -> str:
+    """Escaped, and with characters that nobody sees made visible: a probe must not turn the page round."""
+    return escape(UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", redact(str(value))))
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{body}</section>"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], raw: Sequence[int] = ()) -> str:
+    """Numbers stand on the right; columns in `raw` hold HTML."""
+
+    def cell(place: int, value: Any) -> str:
+        if place in raw:
+            return f"<td>{value}</td>"
+        number = value is None or isinstance(value, int | float)
+        return f'<td class="n">{shown(value)}</td>' if number else f"<td>{_text(value)}</td>"
+
+    head = "".join(f"<th>{_text(name)}</th>" for name in heads)
+    lines = "".join(f"<tr>{''.join(cell(place, value) for place, value in enumerate(row))}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _state(state: str) -> str:
+    return f'<span class="{state if state in ("pass", "fail") else "dim"}">{_text(state)}</span>'
+
+
+def _checks(report: Report) -> str:
+    rows = [
+        (c.name, _state(c.state), c.value, f"{'at most' if c.at_most else 'at least'} {shown(c.bound)}", c.about)
+        for c in report.checks
+    ]
+    return _table(("check", "", "measured", "allowed", "what it is"), rows, raw=(1,))
+
+
+def _probes(report: Report) -> str:
+    states = {check.name: check.state for check in report.checks}
+    rows = []
+    for p in report.numbers["probes"]:
+        state = states.get(f"exploit: {p['name']}", "not checked") if p["hostile"] else "told"
+        rows.append((p["name"], _state(state), p["paid"], p["tried"], p["mean_reward"], p["failed"], p["about"]))
+    table = _table(("probe", "", "paid", "of", "mean reward", "failures", "what it is"), rows, raw=(1,))
+    paid = [p for p in report.numbers["probes"] if p["hostile"] and p["paid"]]
+    return table + "".join(_examples(probe) for probe in paid)
+
+
+def _examples(probe: dict[str, Any]) -> str:
+    shown_ones = "".join(
+        f"<pre>{_text(e['prompt'])}</pre><p class=dim>reference {_text(e['reference'])}; paid {shown(e['reward'])} for:</p>"
+        f"<pre>{_text(e['response'])}</pre>"
+        for e in probe["worst"]
+    )
+    return f"<details><summary>{_text(probe['name'])}: what was paid</summary>{shown_ones}</details>"
+
+
+def _agreement(agreement: dict[str, Any]) -> str:
+    parts = []
+    if "accuracy" in agreement:
+        a = agreement
+        rows = [("accepted", a["true_accepts"], a["false_accepts"]), ("rejected", a["false_rejects"], a["true_rejects"])]
+        parts.append(_table(("", "labelled right", "labelled wrong"), rows))
+        parts.append(
+            f"<p>accuracy {shown(a['accuracy'])}, false accept rate {shown(a['false_accept_rate'])}, "
+            f"false reject rate {shown(a['false_reject_rate'])}</p>"
+        )
+    parts.append(
+        f"<p>rank correlation with the labels: Spearman {shown(agreement['spearman'])}, Kendall {shown(agreement['kendall'])}</p>"
+    )
+    left, reliability = "".join(parts), agreement["reliability"]
+    if reliability is None:
+        return left
+    bars = [(f"{b['from']:.1f}", b["share_right"], f"{b['count']:,}", b["mean_reward"]) for b in reliability["bins"]]
+    error = (
+        "<p class=dim>Share of right responses by reward; the mark is the mean reward itself. "
+        f"Calibration error {shown(reliability['calibration_error'])}.</p>"
+    )
+    return f'<div class="two"><div>{left}</div><div>{_bars(bars)}{error}</div></div>'
+
+
+def _length(length: dict[str, Any]) -> str:
+    bars = [(f"{d['from']:.0f}–{d['to']:.0f}", d["mean_reward"], f"{d['count']:,}", None) for d in length["deciles"]]
+    text = (
+        f"<p>Rank correlation of reward and {length['unit']}: {shown(length['spearman'])} over all, "
+        f"{shown(length['within_groups'])} within groups, {shown(length['given_label'])} among responses with the same label.</p>"
+        f"<p class=dim>Mean reward by tenth, the shortest responses first.</p>"
+    )
+    return f'<div class="two"><div>{text}</div><div>{_bars(bars)}</div></div>'
+
+
+def _bars(bars: Sequence[tuple[str, float, str, float | None]]) -> str:
+    """(label, height, what a pointer shows, height of a mark): a bar each, from zero up or down."""
+    if not bars:
+        return ""
+    heights = [0.0, *(height for _, height, *_ in bars), *(mark for *_, mark in bars if mark is not None)]
+    low, high = min(heights), max(heights)
+    span, width, tall = (high - low) or 1.0, 40, 120
+
+    def y(value: float) -> float:
+        return round(10 + (high - value) / span * tall, 1)
+
+    parts = [f'<line class="axis" x1="36" x2="{36 + width * len(bars)}" y1="{y(0)}" y2="{y(0)}"/>']
+    parts += [f'<text x="32" y="{y(value) + 4}" text-anchor="end">{shown(value)}</text>' for value in dict.fromkeys((low, high))]
+    for place, (label, height, told, mark) in enumerate(bars):
+        x = 40 + place * width
+        top, bottom = min(y(height), y(0)), max(y(height), y(0))
+        tip = f"<title>{_text(label)}: {shown(height)} ({_text(told)})</title>"
+        parts.append(f'<rect class="bar" x="{x}" y="{top}" width="{width - 8}" height="{max(bottom - top, 1):.1f}">{tip}</rect>')
+        parts.append(f'<text x="{x + width / 2 - 4}" y="{tall + 26}" text-anchor="middle">{_text(label)[:9]}</text>')
+        if mark is not None:
+            parts.append(f'<line class="mark" x1="{x}" x2="{x + width - 8}" y1="{y(mark)}" y2="{y(mark)}"/>')
+    return f'<svg viewBox="0 0 {44 + width * len(bars)} {tall + 34}" role="img">{"".join(parts)}</svg>'
+
+
+def _formats(formats: dict[str, Any]) -> str:
+    rows = [(f["name"], f["tried"], f["rejected"], f["reject_rate"], f["mean_difference"]) for f in formats["formats"]]
+    return _table(("format", "tried", "rejected", "share", "mean difference"), rows)
+
+
+def _again(numbers: dict[str, Any]) -> str:
+    rows = [
+        (name, m["responses"], m["share_equal"], m["mean_difference"], m["greatest_difference"])
+        for name, m in (
+            ("same order", numbers["again"]),
+            ("another order", numbers["order"]),
+            ("when it was saved", numbers["saved"]),
+        )
+        if m
+    ]
+    return (
+        _table(("", "responses", "share with the same reward", "mean difference", "greatest"), rows) if rows else "<p>not asked</p>"
+    )
+
+
+def _rewards(numbers: dict[str, Any]) -> str:
+    rows = [
+        (name, r["asked"], r["mean"], r["least"], r["greatest"], r["length_spearman"]) for name, r in numbers["rewards"].items()
+    ]
+    table = _table(("reward", "responses", "mean", "least", "greatest", "correlation with length"), rows)
+    failures = numbers["failures"]
+    told = [(cause, count, failures["messages"].get(cause, "")) for cause, count in failures["causes"].items()]
+    return table + (_table(("failures", "responses", "such as"), told) if told else "")
