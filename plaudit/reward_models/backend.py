@@ -1,0 +1,97 @@
+"""What a reward asks of a model: to write an answer, or to give a number. Where the model lives does not matter here.
+
+Both never raise for one question: what could not be answered comes back as a failure with its cause (`timeout`, `http`, `refused`,
+`reset`, `garbage`, `died`, …), next to the answers of the others.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from plaudit.types import Failure, Message
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt for a generating judge."""
+
+    messages: list[Message]
+    """Rendered with the judge's own chat template."""
+    text: str | None = None
+    """Instead of messages: the prompt as it is, special tokens and all (plugins write such)."""
+    key: str = ""
+    """What randomness is keyed by, besides the seed: the same key, the same answer."""
+    affinity: str = ""
+    """Questions with the same affinity go to the same replica, which may then share their prefix."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str | None
+    failure: Failure | None = None
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    truncated: bool = False
+    """It was cut at max_new_tokens."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A scalar model's number."""
+
+    value: float | None
+    failure: Failure | None = None
+    prompt_tokens: int = 0
+    too_long: bool = False
+    """The conversation is longer than max_prompt_tokens: nobody was asked. (The policy's fault, so no failure.)"""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an answer is written."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Usage:
+    """Counts since the model was opened."""
+
+    calls: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class Backend(ABC):
+    """A model that judges. All methods run on the rewards' event loop; what computes or waits long does so elsewhere."""
+
+    usage: Usage
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Load it, connect to it, or start it; raises a RecipeError that says what to do if that is impossible."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Also when `open` failed or was never called."""
+
+    @abstractmethod
+    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+        """An answer to each, in order."""
+
+    @abstractmethod
+    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+        """A scalar model's number for each conversation, which ends with the assistant's message."""
+
+    async def load(self) -> None:  # noqa: B027 (nothing to do is a fine way to do it)
+        """placement: offload. Onto the device, before a step's groups are scored."""
+
+    async def unload(self) -> None:  # noqa: B027
+        """placement: offload. Off it again; its memory is really returned."""
