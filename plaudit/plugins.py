@@ -16,7 +16,9 @@ import plaudit
 def kinds(room: str) -> tuple[str, ...]:
     """What may stand behind `kind:` in a room (`rewards`): its files with a class of their own name that takes settings."""
     files = sorted((Path(plaudit.__file__).parent / room).glob("*.py"))
-    return tuple(f.stem for f in files if re.search(rf"^class {_class_name(f.stem)}\((Reward|Rule)\):", f.read_text("utf-8"), re.M))
+    return tuple(
+        f.stem for f in files if re.search(rf"^class {_class_name(f.stem)}\((?:\w*Reward|Rule)\):", f.read_text("utf-8"), re.M)
+    )
 
 
 def kind(room: str, name: str) -> Any:

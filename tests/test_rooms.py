@@ -17,6 +17,7 @@ LEVELS = [
     ["data", "models"],
     ["report"],
     ["rollout"],
+    ["reward_models"],
     ["rewards"],
     ["train"],
     ["trackers"],

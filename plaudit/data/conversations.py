@@ -318,7 +318,7 @@ def _without_nulls_of_arrow(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(row: Mapping[str, Any], id: str, where: str) -> Prompt:
-    """A row of verl's RL schema. Its prompt may be text, or messages as text."""
+    """A row of verl's RL schema. Its prompt may be text, or messages as text. A column `rm_prompt` goes into extra_info."""
     extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
     for name, value in (("extra_info", extra), ("reward_model", reward_model)):
         if not isinstance(value, Mapping):
@@ -326,6 +326,8 @@ def prompt_of(row: Mapping[str, Any], id: str, where: str) -> Prompt:
     data_source, tools = row.get("data_source"), row.get("tools")
     if not isinstance(data_source, str | None):
         raise DataError(f"{where}: data_source should be text, not {_kind(data_source)}")
+    if row.get("rm_prompt") is not None:  # what a reward model is asked, where that is not what the policy is asked
+        extra = {**extra, "rm_prompt": row["rm_prompt"]}
     _check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
     return Prompt(
         id=id,

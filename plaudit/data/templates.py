@@ -255,6 +255,10 @@ def template_of(model: Model) -> ChatTemplate:
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> ChatTemplate:
     """The template a recipe chooses: a name, a .jinja file, another model's, or (None) the tokenizer's own."""
+    return ChatTemplate(tokenizer, template_text(tokenizer, chosen))
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str:
     if chosen is None:
         text = _own_template(tokenizer)
         if text is None:
@@ -262,10 +266,10 @@ def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> Cha
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template (a base model?). Choose one with "
                 f"model.chat_template: {', '.join(NAMED)}, a .jinja file, or another model's folder or name."
             )
-        return ChatTemplate(tokenizer, text)
+        return text
     if chosen in NAMED:
         text = resources.files("plaudit.data").joinpath(f"named_templates/{chosen}.jinja").read_text(encoding="utf-8")
-        return ChatTemplate(tokenizer, _with_known_tokens(tokenizer, text, chosen))
+        return _with_known_tokens(tokenizer, text, chosen)
     if chosen.endswith(".jinja"):
         try:
             text = Path(chosen).read_text(encoding="utf-8")
@@ -273,11 +277,11 @@ def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> Cha
             raise RecipeError(f"model.chat_template: {chosen} does not exist.{nearest_path(Path(chosen))}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"model.chat_template: {chosen} cannot be read: {error}") from None
-        return ChatTemplate(tokenizer, text)
+        return text
     text = _own_template(load_tokenizer(chosen))
     if text is None:
         raise RecipeError(f"model.chat_template: the tokenizer of {chosen} has no chat template")
-    return ChatTemplate(tokenizer, text)
+    return text
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

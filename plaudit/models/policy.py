@@ -58,9 +58,9 @@ class Policy:
         self.template.tokenizer.save_pretrained(folder)
 
 
-def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def resolve_device(device: Literal["auto", "cpu", "cuda"], setting: str = "run.device") -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("run.device is cuda, but torch sees no GPU here. Set run.device=cpu, or install torch with CUDA.")
+        raise RecipeError(f"{setting} is cuda, but torch sees no GPU here. Set {setting}=cpu, or install torch with CUDA.")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -91,16 +91,19 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
 
 def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
     """The recipe's model as it is on disk, known to be one that plaudit computes right."""
-    transformers_logging.disable_progress_bar()  # its bars would break ours
-    model = _load_model(recipe.path, resolve_dtype(recipe.dtype, device), recipe.trust_remote_code).to(device)  # pyright: ignore
+    model = load_pretrained(
+        AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
+    ).to(device)  # pyright: ignore
     keep_residual_precise(model)
     verify_packed(model)
     return model
 
 
-def _load_model(path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def load_pretrained(auto: Any, path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+    """With all of its weights, from safetensors, as one of transformers' auto classes makes it; on the CPU."""
+    transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore
+        model, report = auto.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation=attention.NAME,

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 # Models whose layers are: x + attention(norm(x)), then x + mlp(norm(x)), with norms that compute in fp32.
-KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+KNOWN = {f"{family}{head}" for family in ("Llama", "Mistral", "Qwen2", "Qwen3") for head in ("ForCausalLM", "Model")}
 
 
 def keep_residual_precise(model: PreTrainedModel) -> None:

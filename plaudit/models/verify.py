@@ -1,7 +1,9 @@
-"""A model is tried before it is trained: on packed batches it must compute what it computes on its own.
+"""A model is tried before it is trained or scores: on packed batches it must compute what it computes on its own.
 
 One that ignores sequence starts, counts positions its own way or scales its logits is caught here, not after a training run.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,52 +11,80 @@ from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
 from plaudit.models import attention
+from plaudit.models.attention import packed_arguments
 from plaudit.models.logprobs import target_logprobs
 from plaudit.types import Batch
 
 
-@torch.no_grad()
 def verify_packed(model: PreTrainedModel) -> None:
     """Raise a RecipeError unless two short sequences, packed, have the log-probs they have alone, and do not see each other."""
+    _verify(model, _packed_logprobs, _plain_logprobs, "log-probs", skipped=1)
+
+
+def verify_packed_states(decoder: PreTrainedModel) -> None:
+    """The same of a model without an output head, by the hidden states it ends with."""
+    _verify(decoder, _packed_states, _plain_states, "hidden states", skipped=0)
+
+
+@torch.no_grad()
+def _verify(
+    model: PreTrainedModel,
+    packed_values: Callable[[PreTrainedModel, Tensor, Tensor], Tensor],
+    plain_values: Callable[[PreTrainedModel, Tensor], Tensor],
+    what: str,
+    skipped: int,
+) -> None:
+    """`skipped`: tokens of a sequence that have no value."""
     was_training = model.training
     model.eval()
     first, second, other = (torch.arange(start, end, device=model.device) for start, end in ((10, 17), (40, 45), (20, 27)))
     try:
-        packed = _packed_logprobs(model, first, second)
-        beside_another = _packed_logprobs(model, other, second)
+        packed = packed_values(model, first, second)
+        beside_another = packed_values(model, other, second)
     except NotImplementedError as error:
         raise RecipeError(f"{model.name_or_path}: {error}") from None
     except (ValueError, RuntimeError, TypeError) as error:
         raise RecipeError(f"{model.name_or_path}: {type(model).__name__} cannot run on packed batches: {error}") from None
     model.set_attn_implementation("eager")
-    alone = torch.cat([_plain_logprobs(model, sequence) for sequence in (first, second)])
+    alone = torch.cat([plain_values(model, sequence) for sequence in (first, second)])
     # How far two right ways to compute them lie apart: much for a deep model in half precision, next to nothing in fp32.
     model.set_attn_implementation("sdpa")
-    rounding = (torch.cat([_plain_logprobs(model, sequence) for sequence in (first, second)]) - alone).abs().max().item()
+    rounding = (torch.cat([plain_values(model, sequence) for sequence in (first, second)]) - alone).abs().max().item()
     model.set_attn_implementation(attention.NAME)
     model.train(was_training)
     if not alone.isfinite().all():
-        raise RecipeError(f"{model.name_or_path}: its weights give log-probs that are not finite; the model is damaged")
+        raise RecipeError(f"{model.name_or_path}: its weights give {what} that are not finite; the model is damaged")
     apart = (packed - alone).abs().max().item()
-    seen = (packed - beside_another)[len(first) - 1 :].abs().max().item()
+    seen = (packed - beside_another)[len(first) - skipped :].abs().max().item()
     if not apart <= max(1e-3, 4 * rounding) or seen > 1e-6:
         raise RecipeError(
-            f"{model.name_or_path}: {type(model).__name__} computes other log-probs on packed batches than on its own "
-            f"(they differ by {max(apart, seen):.3g}), so plaudit cannot train it"
+            f"{model.name_or_path}: {type(model).__name__} computes other {what} on packed batches than on its own "
+            f"(they differ by {max(apart, seen):.3g}), so plaudit cannot use it"
         )
 
 
-def _packed_logprobs(model: PreTrainedModel, first: Tensor, second: Tensor) -> Tensor:
+def _batch(first: Tensor, second: Tensor) -> Batch:
     lengths = [len(first), len(second)]
-    positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])
-    batch = Batch(
+    positions = torch.cat([torch.arange(n, device=first.device) for n in lengths])
+    return Batch(
         tokens_T=torch.cat([first, second]),
         positions_T=positions,
         loss_mask_T=positions > 0,
-        starts_S1=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=model.device),
+        starts_S1=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=first.device),
         longest=max(lengths),
     )
-    return target_logprobs(model, batch).logprobs_N
+
+
+def _packed_logprobs(model: PreTrainedModel, first: Tensor, second: Tensor) -> Tensor:
+    return target_logprobs(model, _batch(first, second)).logprobs_N
+
+
+def _packed_states(decoder: PreTrainedModel, first: Tensor, second: Tensor) -> Tensor:
+    return decoder(**packed_arguments(_batch(first, second)), use_cache=False).last_hidden_state[0].float()
+
+
+def _plain_states(decoder: PreTrainedModel, sequence: Tensor) -> Tensor:
+    return decoder(input_ids=sequence[None], use_cache=False).last_hidden_state[0].float()
 
 
 def _plain_logprobs(model: PreTrainedModel, sequence: Tensor) -> Tensor:

@@ -124,6 +124,11 @@ class RewardSettings(Section):
         """What else its scores depend on: a run belongs to their content."""
         return [] if self.view.longcot_config is None else [Path(self.view.longcot_config).expanduser()]
 
+    @property
+    def own_files(self) -> list[Path]:
+        """Files of plaudit's that they depend on too: they count for what is known already, not for which run it is."""
+        return []
+
     def applies_to(self, prompt: "Prompt") -> bool:
         """Whether the prompt's fields match `when`."""
         return all(

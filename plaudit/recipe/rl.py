@@ -173,9 +173,11 @@ class RLRecipe(Section):
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
-        "rewards.*.cache", "audit.*",
+        "rewards.*.cache", "rewards.*.model.url", "rewards.*.model.credential", "rewards.*.model.port",
+        "rewards.*.model.start_timeout_s", "audit.*",
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",
         "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
+        "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
     )  # fmt: skip

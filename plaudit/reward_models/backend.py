@@ -33,6 +33,8 @@ class Answer:
     new_tokens: int = 0
     truncated: bool = False
     """It was cut at max_new_tokens."""
+    too_long: bool = False
+    """The prompt is longer than max_prompt_tokens: nobody was asked. (The policy's fault, so no failure.)"""
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,27 @@ class Writing:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    """Strings that end an answer; as servers do it, they are not part of it."""
+    timeout_s: float = 120.0
+    """The longest that one answer may take, all retries of the connection included."""
 
 
 @dataclass
 class Usage:
-    """Counts since the model was opened."""
+    """Counts since the model was opened. calls = questions + retries, and faults = retries + failures."""
 
     calls: int = 0
+    """Tries, the repeated ones included."""
     retries: int = 0
+    """Tries that repeat one that went wrong."""
     prompt_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
+    """From asking to answer, added up over all questions, side by side or not."""
     failures: dict[str, int] = field(default_factory=dict)
+    """Questions without an answer, by cause."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Tries that went wrong, by cause."""
 
 
 class Backend(ABC):
@@ -91,7 +102,7 @@ class Backend(ABC):
         """A scalar model's number for each conversation, which ends with the assistant's message."""
 
     async def load(self) -> None:  # noqa: B027 (nothing to do is a fine way to do it)
-        """placement: offload. Onto the device, before a step's groups are scored."""
+        """placement: offload. Onto the device, before a step's groups are scored. What goes wrong is a failure of those who ask."""
 
     async def unload(self) -> None:  # noqa: B027
         """placement: offload. Off it again; its memory is really returned."""

@@ -17,7 +17,7 @@ from plaudit.rewards.view import see
 from plaudit.types import Failure, Group, Sample, Score
 
 NOT_ASKED = Score(None)
-ROWS_FAULTS = ("no_ground_truth", "no_tokens")
+ROWS_FAULTS = ("no_ground_truth", "no_tokens", "no_field")
 """Causes that say nothing about the reward: the row lacks what it needs."""
 
 

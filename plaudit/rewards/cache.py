@@ -20,6 +20,8 @@ USE = {
     "name", "when", "weight", "combine", "scale", "clip", "normalise", "gate", "malformed", "on_failure", "max_failure_rate",
     "limits", "cache", "workers", "timeout_s",
 }  # fmt: skip
+HOW_REACHED = {"model": {"url", "credential", "port", "start_timeout_s"}, "sampling": {"timeout_s"}}
+"""How a model is reached, not which one it is."""
 
 
 class ScoreCache:
@@ -75,7 +77,10 @@ def _loads(text: str) -> Score:
 def reward_digest(reward: RewardSettings) -> str:
     """Of all that its scores depend on, but for the samples."""
     settings = reward.model_dump(mode="json", exclude=USE & set(type(reward).model_fields))
-    return digest_of(_json([settings, [fingerprint(file) for file in reward.files]]))
+    for section, names in HOW_REACHED.items():
+        if isinstance(settings.get(section), dict):
+            settings[section] = {name: value for name, value in settings[section].items() if name not in names}
+    return digest_of(_json([settings, [fingerprint(file) for file in [*reward.files, *reward.own_files]]]))
 
 
 def keys(digest: str, group: Group, *, scores_alone: bool) -> list[str]:

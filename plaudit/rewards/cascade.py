@@ -54,11 +54,29 @@ class Cascade(Reward):
         inner = [reward for reward in (self.rule, self.judge) if reward is not None]
         return [file for reward in inner for file in reward.files] + super().files
 
+    @property
+    def own_files(self) -> list[Path]:
+        return [file for reward in (self.rule, self.judge) if reward is not None for file in reward.own_files]
+
     async def open(self) -> None:
         askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
         assert askers[1] is not None, "settings become rewards when a recipe is read"
         self._askers = askers[0], askers[1]
         await asyncio.gather(*(asker.reward.open() for asker in askers if asker is not None))
+
+    @property
+    def waits_for_all(self) -> bool:
+        return any(isinstance(reward, Reward) and reward.waits_for_all for reward in (self.rule, self.judge))
+
+    async def load(self) -> None:
+        for reward in (self.rule, self.judge):
+            if isinstance(reward, Reward):
+                await reward.load()
+
+    async def unload(self) -> None:
+        for reward in (self.rule, self.judge):
+            if isinstance(reward, Reward):
+                await reward.unload()
 
     async def close(self) -> None:
         for reward in (self.rule, self.judge):

@@ -36,7 +36,10 @@ def main() -> None:
     start = pickle.load(requests)
     sys.path[:] = start["sys_path"]
     file, pid = Path(start["path"]), os.getpid()
-    function, names, problem = _load(file, start["function"], start["arguments"])
+    if (lists := start.get("lists")) is not None:
+        function, names, problem = _load_lists(file, lists)
+    else:
+        function, names, problem = _load(file, start["function"], start["arguments"])
     _say(answers, problem or {"ready": True})
     if function is None:
         return
@@ -46,7 +49,10 @@ def main() -> None:
         except EOFError:
             return  # the parent is done, or dead
         for request in batch:
-            answer = _call(function, names, start["arguments"], request, file)
+            if lists is not None:
+                answer = _call_lists(function, request, file)
+            else:
+                answer = _call(function, names, start["arguments"], request, file)
             if os.getpid() != pid:
                 os._exit(0)  # a child that the function forked, and that came back out of it
             _say(answers, answer)
@@ -96,6 +102,33 @@ def _load(file: Path, name: str, arguments: Mapping[str, Any]) -> tuple[Callable
     return function, names, {}
 
 
+def _load_lists(file: Path, lists: Mapping[str, Any]) -> tuple[Callable | None, list[str], dict]:
+    """A function that calls those that `lists` names; or what is wrong with them."""
+    from plaudit.plugins import module_from
+
+    try:
+        module = module_from(file)
+    except BaseException as error:
+        return None, [], {"problem": "import", "message": _describe(error, file)}
+    functions: dict[str, Any] = {name: getattr(module, name, None) for name in lists["functions"]}
+    if missing := [name for name, function in functions.items() if not callable(function)]:
+        here = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
+        return None, [], {"problem": "missing", "missing": missing, "functions": here}
+    tokenizer = None
+    if lists["tokenizer"] is not None:
+        try:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(lists["tokenizer"], trust_remote_code=lists["trust_remote_code"])
+        except BaseException as error:
+            return None, [], {"problem": "tokenizer", "message": _describe(error, file)}
+
+    def call(name: str, given: list[list], *, with_tokenizer: bool) -> Any:
+        return functions[name](*given, *([tokenizer] if with_tokenizer else []))
+
+    return call, [], {}
+
+
 # Calling -------------------------------------------------------------------------------------------------------------
 
 
@@ -109,6 +142,27 @@ def _call(function: Callable, names: list[str], arguments: dict, request: bytes,
         return _as_answer(result)
     except BaseException as error:  # sys.exit() too: what a function raises fails its sample and nothing else
         return {"cause": "exception", "message": _describe(error, file)}
+
+
+def _call_lists(function: Callable, request: bytes, file: Path) -> dict:
+    """`entries`: for each entry of the list that came back, `text` or `messages`, or what `_as_answer` makes of it."""
+    try:
+        result = function(**pickle.loads(request))
+        if inspect.isawaitable(result):
+            result = _event_loop().run_until_complete(result)
+        if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
+            return {"cause": "bad_result", "message": f"it returned {_short(result)[:300]}, not a list"}
+        return {"entries": [_as_entry(entry) for entry in result]}
+    except BaseException as error:
+        return {"cause": "exception", "message": _describe(error, file)}
+
+
+def _as_entry(entry: Any) -> dict:
+    if isinstance(entry, str):
+        return {"text": entry}
+    if isinstance(entry, list) and entry and all(isinstance(message, Mapping) and "role" in message for message in entry):
+        return {"messages": [{str(key): str(value) for key, value in message.items()} for message in entry]}
+    return _as_answer(entry)
 
 
 @cache

@@ -45,9 +45,19 @@ class _Call:
 class Workers:
     """Processes that call `function` of the file `path`, each with its keeper."""
 
-    def __init__(self, path: Path, function: str, arguments: Mapping[str, Any], *, count: int, timeout_s: float):
+    def __init__(
+        self,
+        path: Path,
+        function: str,
+        arguments: Mapping[str, Any],
+        *,
+        count: int,
+        timeout_s: float,
+        lists: Mapping[str, Any] | None = None,
+    ):
+        """`lists`: functions that take lists and give lists (a plugin's), instead of one that scores a sample."""
         self._path = path.resolve()
-        start = {"path": str(self._path), "function": function, "arguments": dict(arguments), "sys_path": sys.path}
+        start = {"path": str(self._path), "function": function, "arguments": dict(arguments), "sys_path": sys.path, "lists": lists}
         self._start, self._timeout_s, self._count = pickle.dumps(start), timeout_s, count
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._processes: dict[int, Process] = {}

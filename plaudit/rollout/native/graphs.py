@@ -4,12 +4,16 @@ Launched from Python, the kernels of a step take longer to start than to run. A 
 all that changes from step to step (tokens, positions, tables, where the cache lies) is read from memory that stays where it is.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 
 import torch
 
 from plaudit.rollout.native.cache import next_power_of_2
+
+# Captures share one stream of torch's, and a judge in a thread of its own may come to one while the policy samples.
+_CAPTURING = threading.Lock()
 
 
 class Graphs:
@@ -38,7 +42,7 @@ class Graphs:
             warnings.warn(f"sampling is slower than it could be: the model waits for the GPU in every step ({waits})", stacklevel=2)
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # only captured, nothing runs
+        with _CAPTURING, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # only captured, nothing runs
             step()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph

@@ -1,0 +1,81 @@
+"""A model's folder, looked at before any weights are read: is it one, what is in it, is it complete."""
+
+import json
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from plaudit.errors import RecipeError, nearest_path, redact
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of a folder, or of a model on the hub."""
+    folder = Path(path)
+    if folder.is_file():
+        raise RecipeError(f"{path} is a file; a model is a folder with config.json, model.safetensors and a tokenizer")
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise RecipeError(_without_config(folder))
+        require_weights(folder)
+    elif _must_be_a_folder(path):
+        raise RecipeError(f"{path}: there is no such folder.{nearest_path(folder)}")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        where = (
+            f"{path}/config.json cannot be read" if folder.is_dir() else f"{path} is no folder here, and not to be had from the hub"
+        )
+        raise RecipeError(f"{where}: {redact(' '.join(str(error).split()))[:300]}") from None
+
+
+def require_weights(folder: Path) -> None:
+    """All files of the weights are there, as safetensors."""
+    needed = ["model.safetensors"]
+    if (folder / INDEX).exists():
+        needed = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+    missing = [name for name in needed if not (folder / name).exists()]
+    if not missing:
+        return
+    if any(folder.glob("*.bin")) and needed == ["model.safetensors"]:
+        raise RecipeError(f"{folder}: its weights are pickled (.bin), which plaudit does not load; save them as safetensors")
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    raise RecipeError(f"{folder}: its weights are not complete: {', '.join(missing[:3])}{more} missing (found: {_names(folder)})")
+
+
+def architecture(config: PretrainedConfig) -> str:
+    """LlamaForCausalLM, …; empty if the config does not say."""
+    return next(iter(config.architectures or ()), "")
+
+
+def context_tokens(config: PretrainedConfig) -> int | None:
+    """How many tokens the model takes at most."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_matching_tokenizer(path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    vocabulary = config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise RecipeError(
+            f"{path}: the tokenizer has {len(tokenizer):,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
+        )
+
+
+def _must_be_a_folder(path: str) -> bool:
+    """Names on the hub have one slash at most, and what stands before it is no folder here."""
+    parent = Path(path).parent
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or (parent != Path() and parent.is_dir())
+
+
+def _without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return f"{folder}: this is a LoRA adapter, not a whole model; merge it into its model first"
+    inside = [child for child in sorted(folder.iterdir()) if (child / "config.json").exists()]
+    hint = f" Did you mean {inside[0]}?" if inside else ""
+    return f"{folder}: no config.json (found: {_names(folder)}), so it is no model in Hugging Face format.{hint}"
+
+
+def _names(folder: Path) -> str:
+    names = sorted(child.name for child in folder.iterdir())
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "") if names else "nothing"

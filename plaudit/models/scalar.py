@@ -1,0 +1,197 @@
+"""A scalar (Bradley–Terry) reward model: one number for a conversation.
+
+    r = w · h_last + b        h_last: hidden state of the conversation's last token, as the model's own template writes it
+
+It comes in two forms: a sequence classifier with one label, whose head is `score`; or a causal model with a file
+`value_head.safetensors` beside it (LLaMA-Factory's form). Differs from transformers: sequences are packed, so nothing is padded,
+and nobody has to look for where padding begins; the head computes in fp32.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file
+
+from plaudit.data.pack import pack, split_by_tokens
+from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
+from plaudit.errors import RecipeError
+from plaudit.models.attention import packed_arguments
+from plaudit.models.folder import architecture, read_config
+from plaudit.models.policy import load_pretrained, resolve_dtype
+from plaudit.models.residual import keep_residual_precise
+from plaudit.models.verify import verify_packed_states
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.types import Batch, Example, Message
+
+VALUE_HEAD = "value_head.safetensors"
+# In one pass: enough to keep the device busy; activations without gradients are few (7B in bf16: about 0.1 MB a token).
+TOKENS_PER_PASS = {"cpu": 4096, "cuda": 32768}
+Form = Literal["classifier", "value_head"]
+
+
+class ScalarModel(nn.Module):
+    def __init__(self, decoder: PreTrainedModel, head: nn.Linear):
+        super().__init__()
+        self.decoder, self.head = decoder, head
+
+    def forward(self, batch: Batch) -> Tensor:
+        """A value for each sequence of a packed batch, in fp32."""
+        hidden_TD = self.decoder(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        last_SD = hidden_TD[batch.starts_S1[1:].long() - 1]
+        return self.head(last_SD.float())[:, 0]
+
+    def score(self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None) -> np.ndarray:
+        """A value for each sequence of tokens, in fp32."""
+        values = np.empty(len(sequences), dtype=np.float32)
+        for indices, some in self.score_in_passes(sequences, tokens_per_pass=tokens_per_pass):
+            values[indices] = some
+        return values
+
+    @torch.no_grad()
+    def score_in_passes(
+        self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Which sequences a pass has scored, and their values. A sequence longer than the budget has a pass of its own."""
+        self.eval()
+        device = self.head.weight.device
+        budget = tokens_per_pass or TOKENS_PER_PASS.get(device.type, 4096)
+        for indices in split_by_tokens([len(sequence) for sequence in sequences], budget):
+            yield indices, self(pack([_example(sequences[i]) for i in indices], device)).cpu().numpy()
+
+
+def _example(sequence: Sequence[int]) -> Example:
+    return Example(np.asarray(sequence, dtype=np.int32), np.zeros(len(sequence), dtype=bool))
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+def load_scalar(settings: RewardModel, device: torch.device) -> ScalarModel:
+    """The recipe's reward model, ready to score."""
+    path = _path(settings)
+    config = read_config(path, trust_remote_code=settings.trust_remote_code)
+    form = scalar_form(settings, config)
+    auto = AutoModelForSequenceClassification if form == "classifier" else AutoModelForCausalLM
+    model: Any = load_pretrained(auto, path, resolve_dtype(settings.dtype, device), trust_remote_code=settings.trust_remote_code)
+    decoder, hidden = model.get_decoder(), config.get_text_config().hidden_size
+    weight, bias = _score_head(model, path) if form == "classifier" else _value_head(_value_head_file(path), hidden)
+    head = nn.Linear(hidden, 1, dtype=torch.float32)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.zero_() if bias is None else head.bias.copy_(bias)
+    scalar = ScalarModel(decoder, head).to(device).eval().requires_grad_(False)
+    keep_residual_precise(decoder)
+    verify_packed_states(decoder)
+    return scalar
+
+
+def scalar_form(settings: RewardModel, config: PretrainedConfig) -> Form:
+    """How the folder holds its head; a RecipeError if it has none that we know."""
+    path, kind = _path(settings), architecture(config)
+    if kind.endswith("ForSequenceClassification"):
+        if config.num_labels != 1:
+            raise RecipeError(
+                f"{path}: {kind} has {config.num_labels} labels, and a reward model has one (num_labels in config.json): "
+                "this one sorts texts into classes"
+            )
+        return "classifier"
+    if _value_head_file(path) is not None:
+        return "value_head"
+    pickled = Path(path, "value_head.bin")
+    if pickled.exists():
+        raise RecipeError(f"{pickled} is pickled, which plaudit does not load; save it as {VALUE_HEAD}")
+    raise RecipeError(
+        f"{path}: {kind or 'a model of unknown architecture'} gives no score: it is no ...ForSequenceClassification, and has no "
+        f"{VALUE_HEAD} beside it. If it writes its verdicts, use a reward that asks a judge."
+    )
+
+
+def _path(settings: RewardModel) -> str:
+    assert settings.path is not None, "only a served model may have none"
+    return settings.path
+
+
+def _value_head_file(path: str) -> Path | None:
+    try:
+        found = cached_file(
+            path, VALUE_HEAD, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+    except OSError:
+        return None
+    return Path(found) if found else None
+
+
+def _score_head(model: Any, path: str) -> tuple[Tensor, Tensor | None]:
+    head = getattr(model, "score", None)
+    if type(head) is not nn.Linear or head.out_features != 1:
+        raise RecipeError(f"{path}: {type(model).__name__} has no linear head `score` with one output, so plaudit cannot use it")
+    return head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+
+def _value_head(file: Path | None, hidden: int) -> tuple[Tensor, Tensor | None]:
+    """`v_head.summary.weight` [1, hidden] and `.bias` [1]; or the same without one or both prefixes."""
+    assert file is not None
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"{file} cannot be read: {error}") from None
+    bare = {name.removeprefix("v_head.").removeprefix("summary."): tensor for name, tensor in tensors.items()}
+    weight, bias = bare.get("weight"), bare.get("bias")
+    fits = weight is not None and weight.shape == (1, hidden) and (bias is None or bias.shape == (1,))
+    if not fits or set(bare) - {"weight", "bias"}:
+        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())) or "nothing"
+        raise RecipeError(f"{file}: v_head.summary.weight [1, {hidden}] and v_head.summary.bias [1] are wanted; found: {found}")
+    return weight, bias  # pyright: ignore[reportReturnType]
+
+
+# Conversations -------------------------------------------------------------------------------------------------------
+
+
+class Transcript:
+    """Conversations as the reward model reads them: its own tokenizer and template, and no generation prompt.
+
+    Text is tokenised whole, as transformers does it and as published models were trained. What the tokenizer would add by itself
+    is left out: templates write their own BOS.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
+        self.tokenizer, self.template = tokenizer, template
+        probe: list[Message] = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
+        try:
+            shown = self.render(probe)
+        except RENDER_ERRORS as error:
+            raise RecipeError(
+                f"{tokenizer.name_or_path}: the chat template cannot render a user and an assistant message: {error}"
+            ) from None
+        if "Ping?" not in shown or "Pong." not in shown:
+            raise RecipeError(
+                f"{tokenizer.name_or_path}: the chat template does not show what the user and the assistant say; choose another "
+                "with model.chat_template"
+            )
+
+    def render(self, messages: Sequence[Message]) -> str:
+        text: Any = self.tokenizer.apply_chat_template(list(messages), chat_template=self.template, tokenize=False)
+        return text
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        ids: Any = self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def transcript_of(settings: RewardModel) -> Transcript:
+    """The tokenizer and template that a recipe's reward model is used with."""
+    tokenizer = load_tokenizer(settings.tokenizer or _path(settings), trust_remote_code=settings.trust_remote_code)
+    return Transcript(tokenizer, template_text(tokenizer, settings.chat_template))

@@ -1,0 +1,356 @@
+"""placement: server. A model behind a URL, or behind several with the same model.
+
+Generating judges: /v1/chat/completions with messages, which the server renders; /v1/completions with ready prompts. If the recipe
+names a tokenizer or a chat template, messages are rendered here and sent as tokens.
+
+Scalar models: /classify, of vLLM and of SGLang, which are different things of the same name. Conversations are rendered with the
+model's own template and sent as tokens: no server then adds a second BOS token. Where its tokenizer cannot be had, vLLM gets the
+messages and renders them. Not used: vLLM's /score and SGLang's /v1/classify. The first encodes pairs with special tokens of its
+own, the second applies a softmax, which makes a single number always 1.
+"""
+
+import asyncio
+import json
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from plaudit.errors import PlauditError, RecipeError, did_you_mean
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.report.progress import say
+from plaudit.reward_models.backend import Answer, Backend, Question, Verdict, Writing
+from plaudit.reward_models.connection import Connection, Fault, Garbage, Limits, TooLong
+from plaudit.reward_models.replicas import Replica, Replicas
+from plaudit.seeding import stable_seed
+from plaudit.types import Failure, Message
+
+if TYPE_CHECKING:
+    from plaudit.data.templates import ChatTemplate
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+PROBE: list[Message] = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]
+FIRST_ANSWER_S = 10.0
+"""How long a server may take to say what it serves."""
+WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What vLLM and SGLang would otherwise take from the model's generation_config.json: answers must not depend on the placement."""
+
+
+class Client(Backend):
+    def __init__(
+        self,
+        model: RewardModel,
+        *,
+        urls: Sequence[str] = (),
+        scalar: bool = False,
+        limits: Limits | None = None,
+        wait_s: float = 0.0,
+    ):
+        """`urls`: instead of the recipe's, of servers started for us. `scalar`: it gives numbers, and does not write. `wait_s`: how
+        long `open` may wait for the servers."""
+        self.model, self.scalar, self._wait_s = model, scalar, wait_s
+        self._connection = Connection(Replicas(urls or model.url), limits or Limits(), model.credential)
+        self._template: ChatTemplate | None = None
+        self._served_path = model.path if model.placement == "server" else None
+        self.usage = self._connection.usage
+
+    # Opening ----------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self.scalar and self.model.dialect == "openai":
+            raise RecipeError("dialect: openai has no way to ask a scalar model; use dialect: vllm or sglang")
+        await self._connection.__aenter__()
+        try:
+            replicas = self._connection.replicas.all
+            problems = await asyncio.gather(*map(self._meet, replicas))
+            if all(problems):
+                raise RecipeError(next(problem for problem in problems if problem))
+            known = next(replica for replica, problem in zip(replicas, problems, strict=True) if not problem)
+            for replica, problem in zip(replicas, problems, strict=True):
+                if problem:  # the others will do, and this one may come later
+                    replica.model, replica.weights, replica.max_tokens = known.model, known.weights, known.max_tokens
+                    replica.failed(gone=True)
+                    say(f"warning: {problem}")
+            if self.scalar or self.model.tokenizer or self.model.chat_template:
+                await self._load_template()
+            if self.scalar:
+                await self._try_out()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def _meet(self, replica: Replica) -> str | None:
+        """Learn what the server calls the model; or why it does not say so now. Raises if it never will."""
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            found = await self._connection.get(replica, "/v1/models", FIRST_ANSWER_S)
+            if isinstance(found, Fault):
+                problem = f"{replica.url('/v1/models')}: {found.message}"
+            elif found[0] == 200:
+                self._name(replica, found[1])
+                return None
+            elif found[0] in (404, 405) and self._served_path:  # not every gateway lists its models
+                replica.model = self._served_path
+                return None
+            else:
+                problem = f"{replica.url('/v1/models')}: HTTP {found[0]}."
+                if found[0] in (401, 403):
+                    key = self.model.credential
+                    raise RecipeError(
+                        f"{problem} Set credential to the NAME of the environment variable that holds the server's key."
+                        + (f" The one in {key} is not it." if key else "")
+                    )
+            if time.monotonic() >= deadline:
+                return self._connection.clean(problem)
+            await asyncio.sleep(0.25)
+
+    def _name(self, replica: Replica, raw: bytes) -> None:
+        where = replica.url("/v1/models")
+        try:
+            served = {one["id"]: one for one in json.loads(raw)["data"]}
+            wanted = self._served_path if self._served_path is not None else next(iter(served))
+        except (ValueError, KeyError, TypeError, StopIteration):
+            raise RecipeError(f"{where}: this is not a list of models. Is it an OpenAI-compatible server?") from None
+        if wanted not in served and self.model.dialect == "vllm":
+            raise RecipeError(f"{where}: no model {wanted} (it serves: {', '.join(served)}).{did_you_mean(wanted, served)}")
+        replica.model = wanted
+        told = served.get(wanted, {})
+        longest, weights = told.get("max_model_len"), told.get("root")
+        replica.max_tokens = longest if isinstance(longest, int) else None
+        replica.weights = weights if isinstance(weights, str) else ""
+
+    async def _load_template(self) -> None:
+        from plaudit.data.templates import load_template, load_tokenizer
+
+        replica = self._connection.replicas.all[0]
+        # A served name may be an alias, and somebody else's on the hub; what the server calls its root is not.
+        chosen = (
+            self.model.tokenizer or (self.model.path if self._served_path is None else None) or replica.weights or replica.model
+        )
+        must = bool(self.model.tokenizer or self.model.chat_template or self.model.dialect != "vllm" or Path(chosen).is_dir())
+
+        def load() -> "ChatTemplate":
+            if not must and not re.fullmatch(r"[\w.-]+/[\w.-]+", chosen):
+                raise RecipeError(f"{chosen} is no folder here, and no name on the hub")
+            tokenizer = load_tokenizer(chosen, trust_remote_code=self.model.trust_remote_code)
+            return load_template(tokenizer, self.model.chat_template)
+
+        try:
+            self._template = await asyncio.to_thread(load)
+        except RecipeError as error:
+            if must:
+                raise RecipeError(f"{error} (the conversations are rendered here: set tokenizer to the model's folder)") from None
+            say(f"{error}; so the server at {replica.root} renders the conversations itself")
+
+    async def _try_out(self) -> None:
+        """One number, before a run depends on it."""
+        [verdict] = await self.judge([PROBE])
+        if verdict.failure is not None:
+            raise RecipeError(f"the scalar model does not answer: {verdict.failure.message}")
+        if verdict.too_long:
+            raise RecipeError(f"{self.model.path}: not even {PROBE[0]['content']!r} fits into max_prompt_tokens")
+        usage = self.usage
+        usage.calls = usage.retries = usage.prompt_tokens = 0
+        usage.seconds = 0.0
+        usage.faults.clear()
+
+    # Answers ----------------------------------------------------------------------------------------------------------
+
+    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+        prompts: Sequence[list[int] | Failure | None] = [None] * len(questions)
+        if self._template is not None:
+            prompts = await asyncio.to_thread(self._prompts, questions)
+        pairs = list(zip(questions, prompts, strict=True))
+        return await self._each(pairs, lambda pair: self._write(*pair, writing))
+
+    async def _write(self, question: Question, tokens: list[int] | Failure | None, writing: Writing) -> Answer:
+        if isinstance(tokens, Failure):
+            return Answer(None, self.count_failure(tokens))
+        context = self._connection.replicas.all[0].max_tokens
+        if context is not None and writing.max_new_tokens >= context:
+            message = f"max_new_tokens {writing.max_new_tokens} leaves no room for a prompt: the server's context has {context}"
+            return Answer(None, self.count_failure(Failure("context", message)))
+        limit = self.model.max_prompt_tokens
+        if limit is not None and tokens is not None and len(tokens) > limit:
+            return Answer(None, prompt_tokens=len(tokens), too_long=True)
+        path, body = self._generation(question, tokens, writing)
+        read = _read_chat if path.endswith("chat/completions") else _read_completion
+        try:
+            answer = await self._connection.ask(path, body, read, affinity=question.affinity, deadline_s=writing.timeout_s)
+        except TooLong:
+            return Answer(None, too_long=True)
+        if isinstance(answer, Failure):
+            return Answer(None, answer)
+        self._count(answer.prompt_tokens, answer.new_tokens)
+        if limit is not None and tokens is None and answer.prompt_tokens > limit:  # the server counted; we could not
+            return Answer(None, prompt_tokens=answer.prompt_tokens, too_long=True)
+        return answer
+
+    def _generation(self, question: Question, tokens: list[int] | None, writing: Writing) -> tuple[str, dict[str, Any]]:
+        body: dict[str, Any] = {
+            "max_tokens": writing.max_new_tokens,
+            "temperature": writing.temperature,
+            "top_p": writing.top_p,
+            "seed": stable_seed(writing.seed, question.key, bits=32) >> 1,  # some servers take 31 bits
+        }
+        if writing.stop:
+            body["stop"] = list(writing.stop)
+        if self.model.dialect != "openai":
+            body |= WHOLE_DISTRIBUTION
+        if tokens is not None:
+            return "/v1/completions", {"prompt": tokens, **body}
+        if question.text is None:
+            return "/v1/chat/completions", {"messages": question.messages, **body}
+        if self.model.dialect == "vllm":
+            body["add_special_tokens"] = False  # the text has them
+        return "/v1/completions", {"prompt": question.text, **body}
+
+    def _prompts(self, questions: Sequence[Question]) -> list[list[int] | Failure]:
+        """Each question as tokens."""
+        assert self._template is not None
+        found: list[list[int] | Failure] = []
+        for question in questions:
+            try:
+                if question.text is None:
+                    found.append(self._template.prompt_tokens(question.messages))
+                else:
+                    found.append(self._template.tokenizer(question.text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+            except Exception as error:  # templates raise what they like
+                found.append(_unrendered(error))
+        return found
+
+    # Numbers ----------------------------------------------------------------------------------------------------------
+
+    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+        if not self.scalar:
+            raise PlauditError("this client was opened for a generating judge: say scalar=True")
+        tokens: Sequence[list[int] | Failure | None] = [None] * len(conversations)
+        if self._template is not None:
+            tokens = await asyncio.to_thread(self._whole, conversations)
+        pairs = list(zip(conversations, tokens, strict=True))
+        return await self._each(pairs, lambda pair: self._judge(*pair))
+
+    async def _judge(self, messages: list[Message], tokens: list[int] | Failure | None) -> Verdict:
+        if isinstance(tokens, Failure):
+            return Verdict(None, self.count_failure(tokens))
+        replicas = self._connection.replicas.all
+        limit = self.model.max_prompt_tokens or replicas[0].max_tokens
+        if limit is not None and tokens is not None and len(tokens) > limit:
+            return Verdict(None, prompt_tokens=len(tokens), too_long=True)
+        if self.model.dialect == "sglang":
+            body, read = {"input_ids": tokens}, _read_sglang
+        else:
+            # Without these a sigmoid is applied. (`activation` was its name before vLLM 0.11.1; unknown names are ignored.)
+            body, read = {"use_activation": False, "activation": False}, _read_classes
+            body |= {"messages": messages} if tokens is None else {"input": tokens}
+        # Answers to the same prompt share its prefix.
+        affinity = str(stable_seed(repr(messages[:-1]))) if len(replicas) > 1 else ""
+        try:
+            found = await self._connection.ask("/classify", body, read, affinity=affinity)
+        except TooLong:
+            return Verdict(None, too_long=True)
+        if isinstance(found, Failure):
+            return Verdict(None, found)
+        value, prompt_tokens = found
+        self._count(prompt_tokens)
+        if limit is not None and tokens is None and prompt_tokens > limit:
+            return Verdict(None, prompt_tokens=prompt_tokens, too_long=True)
+        return Verdict(value, prompt_tokens=prompt_tokens or len(tokens or ()))
+
+    def _whole(self, conversations: Sequence[list[Message]]) -> list[list[int] | Failure]:
+        """Each conversation as tokens."""
+        assert self._template is not None
+        found: list[list[int] | Failure] = []
+        for messages in conversations:
+            try:
+                text = self._template.render(messages)
+                found.append(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+            except Exception as error:
+                found.append(_unrendered(error))
+        return found
+
+    # Both -------------------------------------------------------------------------------------------------------------
+
+    async def _each(self, items: Sequence[Item], ask: Callable[[Item], Awaitable[Result]]) -> list[Result]:
+        """`ask` of each, in order. No more tasks than calls that can be under way."""
+        results: list[Any] = [None] * len(items)
+        left = iter(enumerate(items))
+
+        async def work() -> None:
+            for i, item in left:
+                results[i] = await ask(item)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(len(items), self._connection.limits.at_once)):
+                tasks.create_task(work())
+        return results
+
+    def _count(self, prompt_tokens: int, new_tokens: int = 0) -> None:
+        self.usage.prompt_tokens += prompt_tokens
+        self.usage.new_tokens += new_tokens
+
+    def count_failure(self, failure: Failure) -> Failure:
+        """Counted, for a question that no server was asked: as one try that went wrong."""
+        usage, cause = self.usage, failure.cause
+        usage.calls += 1
+        usage.faults[cause] = usage.faults.get(cause, 0) + 1
+        usage.failures[cause] = usage.failures.get(cause, 0) + 1
+        return failure
+
+
+# What servers answer -------------------------------------------------------------------------------------------------
+
+
+def _read_chat(answer: Any) -> Answer:
+    choice = answer["choices"][0]
+    message = choice["message"]
+    text = message["content"]
+    if text is None and (message.get("reasoning_content") or message.get("reasoning")):
+        text = ""  # it was cut while it still thought
+    return _answer(answer, choice, text)
+
+
+def _read_completion(answer: Any) -> Answer:
+    choice = answer["choices"][0]
+    return _answer(answer, choice, choice["text"])
+
+
+def _answer(answer: Any, choice: Any, text: Any) -> Answer:
+    if not isinstance(text, str):
+        raise Garbage("there is no text in the answer")
+    usage = answer.get("usage") or {}
+    return Answer(
+        text,
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        new_tokens=int(usage.get("completion_tokens") or 0),
+        truncated=choice.get("finish_reason") == "length",
+    )
+
+
+def _read_classes(answer: Any) -> tuple[float, int]:
+    """vLLM's /classify: the number and the prompt's tokens."""
+    return _number(answer["data"][0]["probs"]), int((answer.get("usage") or {}).get("prompt_tokens") or 0)
+
+
+def _read_sglang(answer: Any) -> tuple[float, int]:
+    """SGLang's /classify: one object, or a list with one."""
+    one = answer[0] if isinstance(answer, list) else answer
+    return _number(one["embedding"]), int((one.get("meta_info") or {}).get("prompt_tokens") or 0)
+
+
+def _number(values: Any) -> float:
+    if len(values) != 1:
+        raise Garbage(f"{len(values)} numbers instead of one (not a reward model with one label?)")
+    if isinstance(values[0], bool) or not isinstance(values[0], int | float) or not math.isfinite(values[0]):
+        raise Garbage("not a finite number")
+    return float(values[0])
+
+
+def _unrendered(error: Exception) -> Failure:
+    return Failure("template", f"the chat template cannot render this conversation: {type(error).__name__}: {error}"[:500])

@@ -1,0 +1,152 @@
+"""Reward models in this process: a scalar model, or one that writes.
+
+Each has a thread of its own that computes whatever waits as one batch (`model_thread.py`), and weights that stay or come and go
+(`weights.py`). A question that cannot be answered is a failure with its cause, next to the answers of the others.
+`timeout_s` does not count here, for nothing hangs: an answer ends at max_new_tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from plaudit.errors import PlauditError, RecipeError
+from plaudit.models.policy import resolve_device
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
+from plaudit.reward_models.halves import failure_of, is_out_of_memory
+from plaudit.reward_models.model_thread import Closed, ModelThread
+from plaudit.reward_models.scorer import Scorer
+from plaudit.reward_models.skill import Skill
+from plaudit.reward_models.weights import Weights
+from plaudit.reward_models.writer import Writer
+from plaudit.types import Failure, Message
+
+
+class Local(Backend):
+    def __init__(self, settings: RewardModel, *, scalar: bool):
+        assert settings.placement in ("resident", "offload")
+        self.settings, self.scalar, self.usage = settings, scalar, Usage()
+        self._thread: ModelThread[Any, Any] | None = None
+        self._skill: Skill[Any, Any] | None = None
+        self._weights: Weights[nn.Module] | None = None
+        self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded: nobody has loaded it before asking")
+
+    @property
+    def batches(self) -> int:
+        """That were computed so far."""
+        return self._thread.batches if self._thread is not None else 0
+
+    # Coming and going -------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        assert self._thread is None, "it is open"
+        device = resolve_device(self.settings.device, "model.device")
+        kind = Scorer if self.scalar else Writer
+        thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute, device, gather_s=kind.gather_s)
+        skill = self._skill = kind(self.settings, device, thread.closing.is_set)
+        offload = self.settings.placement == "offload"
+        self._weights = Weights(skill.path, skill.read, device, offload=offload)
+        await thread.do(skill.open)
+        if not offload:
+            await thread.do(self._load_or_say_why_not)
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.close(self._drop)
+
+    async def load(self) -> None:
+        """What goes wrong here is a failure of the questions that come."""
+        if self.settings.placement == "offload":
+            assert self._thread is not None
+            await self._thread.do(self._load_or_remember_why_not)
+
+    async def unload(self) -> None:
+        if self.settings.placement == "offload":
+            assert self._thread is not None
+            await self._thread.do(self._unload)
+
+    # Asking -----------------------------------------------------------------------------------------------------------
+
+    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+        assert not self.scalar, "a scalar model does not write"
+        answers: list[Answer] = await self._ask([(question, writing) for question in questions])
+        self.usage.new_tokens += sum(answer.new_tokens for answer in answers)
+        return answers
+
+    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+        assert self.scalar, "a model that writes gives no number"
+        return await self._ask(conversations)
+
+    async def _ask(self, items: Sequence[Any]) -> list[Any]:
+        thread, usage = self._thread, self.usage
+        assert self._skill is not None, "it was never opened"
+        began = time.monotonic()
+        try:
+            if thread is None:
+                raise Closed("the model has been closed")
+            results = await thread.ask(items)
+        except Exception as error:
+            results = [self._skill.failed(failure_of(error)) for _ in items]
+        usage.calls += len(items)
+        usage.seconds += len(items) * (time.monotonic() - began)
+        usage.prompt_tokens += sum(result.prompt_tokens for result in results if not result.too_long)
+        for failure in (result.failure for result in results if result.failure is not None):
+            for counts in (usage.failures, usage.faults):
+                counts[failure.cause] = counts.get(failure.cause, 0) + 1
+        return results
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    def _compute(self, items: list[Any]) -> list[Any]:
+        assert self._skill is not None
+        assert self._weights is not None
+        if not self._weights.present:
+            return [self._skill.failed(self._not_loaded) for _ in items]
+        return self._skill.compute(items)
+
+    def _load(self) -> None:
+        assert self._skill is not None
+        assert self._weights is not None
+        if self._weights.present:
+            return
+        try:
+            self._weights.load()
+            self._skill.take(self._weights.model)
+        except BaseException:
+            self._drop()
+            raise
+
+    def _load_or_say_why_not(self) -> None:
+        try:
+            self._load()
+        except PlauditError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            where = "the GPU's memory" if self.settings.device != "cpu" else "memory"
+            raise RecipeError(
+                f"{self.settings.path} does not fit into what is left of {where}: {failure_of(error).message}. Choose placement: "
+                "offload, or a server on another machine."
+            ) from None
+
+    def _load_or_remember_why_not(self) -> None:
+        try:
+            self._load()
+        except Exception as error:
+            failure = failure_of(error)
+            self._not_loaded = Failure(failure.cause, f"{self.settings.path} could not be loaded: {failure.message}")
+
+    def _unload(self) -> None:
+        assert self._skill is not None
+        assert self._weights is not None
+        self._skill.release()
+        self._weights.unload()
+
+    def _drop(self) -> None:
+        if self._skill is not None and self._weights is not None:
+            self._skill.release()
+            self._weights.drop()

@@ -1,0 +1,78 @@
+"""A scalar model at work: conversations → numbers, packed into as few passes as their tokens allow.
+
+Conversations that are the same are scored once. That saves work, and their scores are the same to the last bit: rounding depends on
+what is packed beside a sequence, and a group of equal answers whose scores differ by 1e-7 would have a spread to divide by.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from transformers import PretrainedConfig
+
+from plaudit.data.templates import RENDER_ERRORS
+from plaudit.models.folder import require_matching_tokenizer
+from plaudit.models.scalar import ScalarModel, Transcript, load_scalar, scalar_form, transcript_of
+from plaudit.reward_models.backend import Verdict
+from plaudit.reward_models.halves import failure_of, in_halves
+from plaudit.reward_models.model_thread import Closed
+from plaudit.reward_models.skill import Skill
+from plaudit.types import Failure, Message
+
+Conversation = list[Message]
+
+
+class Scorer(Skill[Conversation, Verdict]):
+    gather_s: ClassVar[float] = 0.005
+    transcript: Transcript
+    model: ScalarModel | None = None
+
+    def check(self, config: PretrainedConfig) -> None:
+        scalar_form(self.settings, config)
+        self.transcript = transcript_of(self.settings)
+        require_matching_tokenizer(self.path, config, self.transcript.tokenizer)
+
+    def read(self) -> ScalarModel:
+        return load_scalar(self.settings, self.device)
+
+    def take(self, model: ScalarModel) -> None:
+        self.model = model
+
+    def release(self) -> None:
+        self.model = None
+
+    def failed(self, failure: Failure) -> Verdict:
+        return Verdict(None, failure)
+
+    def compute(self, items: list[Conversation]) -> list[Verdict]:
+        known = [self._tokens(messages) for messages in items]
+        different = list(dict.fromkeys(tokens for tokens in known if isinstance(tokens, tuple)))
+        scored = dict(zip(different, in_halves(different, self._score, self.failed), strict=True))
+        return [scored[tokens] if isinstance(tokens, tuple) else tokens for tokens in known]
+
+    def _tokens(self, messages: Conversation) -> tuple[int, ...] | Verdict:
+        """What the model reads; or what becomes of a conversation that it cannot read."""
+        try:
+            tokens = tuple(self.transcript.tokens(messages))
+        except RENDER_ERRORS as error:
+            return self.failed(Failure("render", f"the chat template cannot render these messages: {error}"))
+        except Exception as error:
+            return self.failed(failure_of(error))
+        if not tokens:
+            return self.failed(Failure("render", "the chat template makes nothing of these messages"))
+        longest = self.settings.max_prompt_tokens or self.context or math.inf
+        return tokens if len(tokens) <= longest else Verdict(None, prompt_tokens=len(tokens), too_long=True)
+
+    def _score(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, Verdict]]:
+        assert self.model is not None
+        for indices, values in self.model.score_in_passes(sequences):
+            if self.closing():
+                raise Closed("the model was closed while it scored this")
+            for i, value in zip(indices, values.tolist(), strict=True):
+                yield i, _verdict(value, len(sequences[i]))
+
+
+def _verdict(value: float, tokens: int) -> Verdict:
+    if math.isfinite(value):
+        return Verdict(value, prompt_tokens=tokens)
+    return Verdict(None, Failure("not_a_number", f"the model's score is {value}"), prompt_tokens=tokens)

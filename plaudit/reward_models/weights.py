@@ -1,0 +1,152 @@
+"""A model's weights in this process: read when they are needed, and really gone when they are not.
+
+On a CPU, unloaded weights are dropped and read again from safetensors. On a GPU they are copied once to pinned memory of the host,
+from where they come back as fast as the bus is; they never change, so nothing is copied on the way out after that.
+"""
+
+import ctypes
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A model whose weights take memory on its device right now."""
+
+    name: str
+    bytes: int
+    """0 while it is being loaded."""
+    device: str
+    offload: bool
+    """It stays only while it scores."""
+
+
+class Census:
+    """Which models are alive."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._alive: dict[int, Alive] = {}
+        self.most_offloaded = 0
+        """The most models of placement `offload` that ever were alive at the same time."""
+
+    def alive(self) -> list[Alive]:
+        with self._lock:
+            return list(self._alive.values())
+
+    def bytes(self, device: str | None = None) -> int:
+        return sum(one.bytes for one in self.alive() if device in (None, one.device))
+
+    def put(self, key: int, alive: Alive) -> None:
+        with self._lock:
+            self._alive[key] = alive
+            self.most_offloaded = max(self.most_offloaded, sum(one.offload for one in self._alive.values()))
+
+    def remove(self, key: int) -> None:
+        with self._lock:
+            self._alive.pop(key, None)
+
+
+CENSUS = Census()
+
+
+class Weights(Generic[Model]):
+    """One model's. All methods run in the model's own thread."""
+
+    def __init__(self, name: str, read: Callable[[], Model], device: torch.device, *, offload: bool):
+        self._name, self._read, self._device, self._offload = name, read, device, offload
+        self._model: Model | None = None
+        self._host: HostCopies | None = None
+        self.present = False
+
+    @property
+    def model(self) -> Model:
+        assert self.present
+        assert self._model is not None
+        return self._model
+
+    def load(self) -> None:
+        if self.present:
+            return
+        self._tell(0)
+        try:
+            if self._host is not None:
+                self._host.bring_back(self._device)
+            else:
+                self._model = self._read()
+        except BaseException:
+            self.drop()
+            raise
+        self.present = True
+        self._tell(sum(p.numel() * p.element_size() for p in self.model.parameters()))
+
+    def unload(self) -> None:
+        """Off the device. Whoever else holds parts of the model (an engine, its graphs) must have let go of them before."""
+        if not self.present:
+            return
+        if self._device.type == "cpu":
+            self.drop()
+            return
+        self._host = self._host or HostCopies(self.model)
+        self._host.send_away()
+        self.present = False
+        return_memory()
+        CENSUS.remove(id(self))
+
+    def drop(self) -> None:
+        """For good, or until it is read again."""
+        self._model, self._host, self.present = None, None, False
+        return_memory()
+        CENSUS.remove(id(self))
+
+    def _tell(self, size: int) -> None:
+        CENSUS.put(id(self), Alive(self._name, size, self._device.type, self._offload))
+
+
+class HostCopies:
+    """All tensors of a module, in the host's memory: pinned where there is a GPU to copy them to."""
+
+    def __init__(self, module: nn.Module):
+        pinned = torch.cuda.is_available()
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for tensor in (*module.parameters(), *module.buffers()):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._pairs.append((tensor, copy.copy_(tensor.detach(), non_blocking=True)))
+        _wait()
+
+    def send_away(self) -> None:
+        """The module's tensors are those of the host now; the device's have no owner left."""
+        for tensor, copy in self._pairs:
+            tensor.data = copy
+
+    def bring_back(self, device: torch.device) -> None:
+        try:
+            for tensor, copy in self._pairs:
+                tensor.data = copy.to(device, non_blocking=True, copy=True)
+            _wait()
+        except BaseException:
+            self.send_away()  # not half of it
+            raise
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def return_memory() -> None:
+    """To the system and to the driver, not only to the allocators that keep it for later."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,273 @@
+"""What judges' answers say: tables of what is read and what is not, and answers that nobody would expect."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plaudit.rewards.parsing import (
+    FieldRule,
+    Found,
+    behind_thoughts,
+    objects_in,
+    read_choice,
+    read_criteria,
+    read_json,
+    read_last_number,
+    read_letters,
+    read_pattern,
+    read_tagged,
+    read_total_score,
+    read_true_false,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "marker", "answer"),
+    [
+        ("8", None, "8"),
+        ("<think>9\n9</think>\n8", None, "8"),
+        ("9 or so</think> 8", None, "8"),
+        ("<think>a</think> 7 <think>b</think> 8", None, "8"),
+        ("<think>never ends: 8", None, None),
+        ("<think>a</think> 7\n<think>never ends", None, None),
+        ("It has no <think> tags.\n8", None, "It has no <think> tags.\n8"),
+        ("<think>a</think>", None, None),
+        ("", None, None),
+        ("Answer: 3. Answer: 8", "Answer:", "8"),
+        ("<think>Answer: 3</think> Answer: 8", "Answer:", "8"),
+        ("<think>Answer: 3</think> 8", "Answer:", None),
+        ("8", "Answer:", None),
+    ],
+)
+def test_only_what_follows_the_thoughts_counts(text, marker, answer):
+    assert behind_thoughts(text, marker) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Good.\n8", 8.0),
+        ("8\n\n  ", 8.0),
+        ("-2", -2.0),
+        ("+7.5", 7.5),
+        (".5", 0.5),
+        ("9\n**8**", 8.0),
+        ("Score: 8", None),
+        ("8/10", None),
+        ("8\nthat is all", None),
+        ("8 9", None),
+        ("²", None),
+        ("٣", None),
+        ("1_0", None),
+        ("nan", None),
+        ("1e999", None),
+        ("", None),
+    ],
+)
+def test_last_number_line(text, number):
+    assert read_last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("<score>8</score>", 8.0),
+        ("<score>3</score> no: <score> 8/10 </score> done", 8.0),
+        ("score: 3\nScore: 8", 8.0),
+        ("**Score:** 8/10", 8.0),
+        ("- score : 7.5 points", 7.5),
+        ("Score: 3\n<score>8</score>", 8.0),
+        ("<score>eight</score>", None),
+        ("</score>", None),
+        ("Overall score: 8", None),
+        ("Score: 8 because it is good", None),
+        ("8", None),
+    ],
+)
+def test_tag(text, number):
+    assert read_tagged(text, "score") == number
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "number"),
+    [
+        (r"\[\[(\d+)\]\]", "[[3]] or [[8]]", 8.0),
+        (r"\d+", "between 3 and 8", 8.0),
+        (r"verdict (\w+)", "verdict good", None),
+        (r"x(\d)?", "x", None),
+        (r"\d+", "none", None),
+        (r"(a|aa)+$", "a" * 60 + "b", None),
+    ],
+)
+def test_pattern(pattern, text, number):
+    assert read_pattern(text, pattern, timeout_s=0.2) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"score": 8}', Found(8.0)),
+        (
+            'It is good.\n```json\n{"score": "8", "style": 3, "why": "because", "ok": true}\n```',
+            Found(8.0, {"style": 3.0, "ok": 1.0}),
+        ),
+        ('{"score": 3} then {"score": 8}', Found(8.0)),
+        ('{"score": 8, "parts": {"score": 1}}', Found(8.0)),
+        ('{"all": {"score": 8}}', Found(8.0)),
+        ('{"score": 8} {"style": 2}', Found(8.0)),
+        ('{"score": null}', None),
+        ('{"score": NaN}', None),
+        ('{"score": 1e999}', None),
+        ('{"score": 8', None),
+        ("[8]", None),
+        ("", None),
+    ],
+)
+def test_json(text, found):
+    assert read_json(text, "score") == found
+
+
+@pytest.mark.parametrize(
+    ("rules", "fits"),
+    [
+        ({"score": FieldRule("integer", 0, 10)}, True),
+        ({"score": FieldRule("number", 9)}, False),
+        ({"score": FieldRule("number", maximum=7)}, False),
+        ({"half": FieldRule("integer")}, False),
+        ({"half": FieldRule("number")}, True),
+        ({"ok": FieldRule("boolean")}, True),
+        ({"ok": FieldRule("number")}, False),
+        ({"why": FieldRule("string")}, True),
+        ({"why": FieldRule("number")}, False),
+        ({"absent": FieldRule("string")}, False),
+    ],
+)
+def test_json_fields_have_types_and_bounds(rules, fits):
+    text = '{"score": 8, "half": 0.5, "ok": true, "why": "so"}'
+    assert (read_json(text, "score", rules) is not None) == fits
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("True", 1.0),
+        ("false.", 0.0),
+        ("**True**", 1.0),
+        ("They differ.\nFinal judgment: False", 0.0),
+        ("True\nFalse", 0.0),
+        ("True or False", None),
+        ("It is not true", None),
+        ("True\nI am sure.", None),
+        ("untrue", None),
+        ("", None),
+    ],
+)
+def test_true_false(text, verdict):
+    assert read_true_false(text) == verdict
+
+
+def test_total_score_is_worth_a_tenth():
+    assert read_total_score("**Total Score:** [8/10 points]") == Found(0.8, {"total": 8.0})
+    assert read_total_score("Total Score: 12") == Found(1.0, {"total": 12.0})
+    assert read_total_score("Total Score: -3") is None
+    assert read_total_score("8/10") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("A is shorter.\nB", "B"),
+        ("[[a]]", "A"),
+        ("**Winner: B**", "B"),
+        ("Tie.", "tie"),
+        ("A or B", None),
+        ("C", None),
+        ("A\nbecause", None),
+        ("", None),
+    ],
+)
+def test_choice(text, choice):
+    assert read_choice(text, ["A", "tie", "B"]) == choice
+
+
+def test_criteria_need_all_scores():
+    names = ["right", "well written"]
+    assert read_criteria('{"right": 8, "well written": 3}', names, "json") == {"right": 8.0, "well written": 3.0}
+    assert read_criteria('{"right": 8, "well written": 3} or {"right": 2}', names, "json") == {"right": 8.0, "well written": 3.0}
+    assert read_criteria('{"right": 8}', names, "json") is None
+    assert read_criteria("- **Right**: 8/10\nWell written: 3", names, "lines") == {"right": 8.0, "well written": 3.0}
+    assert read_criteria("right: 8\nwell written: fine", names, "lines") is None
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "scores"),
+    [
+        ("ranking_score", "B is best.\nRanking:\nB > A = C\nScores:\nB: 9, A: 7, C: 7", {"A": 7, "B": 9, "C": 7}),
+        ("ranking_score", "B > A = C\nB: 9, A: 7, C: 7", {"A": 7, "B": 9, "C": 7}),
+        ("ranking_score", "**B > A = C**\n\nA:7 ,B : 9,C:7", {"A": 7, "B": 9, "C": 7}),
+        ("ranking_score", "B > A > C\nB: 9, A: 7, C: 7", None),
+        ("ranking_score", "B: 9, A: 7, C: 7", None),
+        ("ranking_score", "B > A\nB: 9, A: 7", None),
+        ("ranking_score", "B > A = C > D\nB: 9, A: 7, C: 7, D: 1", None),
+        ("ranking_score", "B > A = C\nB: 9, A: 7, C: 7\nThat is all.", None),
+        ("score", "A: 7, B: 9, C: 7", {"A": 7, "B": 9, "C": 7}),
+        ("score", "A: 7, B: 9", None),
+        ("score", "A: 7, B: 9, C: 7.5", None),
+        ("ranking", "so\nB > A = C", {"A": 0.25, "B": 1.0, "C": 0.25}),
+        ("ranking", "C > B > A", {"A": 0.0, "B": 0.5, "C": 1.0}),
+        ("ranking", "A = B = C", {"A": 0.5, "B": 0.5, "C": 0.5}),
+        ("ranking", "A > B", None),
+        ("ranking", "A < B > C", None),
+        ("ranking", "", None),
+    ],
+)
+def test_letters(form, text, scores):
+    assert read_letters(text, "ABC", form) == scores
+
+
+# Whatever a judge writes ---------------------------------------------------------------------------------------------
+
+PIECES = [
+    "<think>", "</think>", "<score>", "</score>", "score:", "Total Score", '{"score":', "{", "}", "8", "/10", ">", "=", "A", "B: 9",
+    ",", "True", "False", "1e999", "NaN", "²", "\ud800", "\x00", "\n", "[" * 50, "{" * 200, '{"a":' * 200, "9" * 5000,
+]  # fmt: skip
+fragments = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_size=30).map("".join)
+
+
+@given(fragments)
+def test_no_answer_makes_a_parser_raise_or_give_a_number_that_is_none(text):
+    read = [
+        read_last_number(text),
+        read_tagged(text, "score"),
+        read_pattern(text, r"\d+"),
+        read_true_false(text),
+        getattr(read_json(text, "score", {"score": FieldRule("integer")}), "value", None),
+        getattr(read_total_score(text), "value", None),
+        *(read_criteria(text, ["score"], "json") or {}).values(),
+        *(read_criteria(text, ["score"], "lines") or {}).values(),
+        *(read_letters(text, "AB", "ranking_score") or {}).values(),
+        *(read_letters(text, "AB", "score") or {}).values(),
+        *(read_letters(text, "AB", "ranking") or {}).values(),
+    ]
+    assert all(number is None or (isinstance(number, float) and math.isfinite(number)) for number in read)
+    assert "</think>" not in (behind_thoughts(text) or "")
+    assert read_choice(text, ["A", "B"]) in ("A", "B", None)
+
+
+words = st.text(st.characters(exclude_characters="{"), max_size=5)
+plain = st.dictionaries(words, st.one_of(st.integers(-99, 99), st.booleans(), st.none(), words), max_size=4)
+
+
+@given(st.lists(plain, max_size=4), st.text(alphabet="ab\n ,:", max_size=10))
+def test_every_object_is_found_the_last_one_first(objects, between):
+    assert objects_in(between.join(map(json.dumps, objects))) == objects[::-1]
+
+
+@given(st.permutations("ABCDE"), st.lists(st.integers(0, 10), min_size=5, max_size=5))
+def test_scores_are_read_whatever_the_order_of_letters(order, scores):
+    given = dict(zip("ABCDE", scores, strict=True))
+    line = ", ".join(f"{letter}: {given[letter]}" for letter in order)
+    assert read_letters(f"so\n{line}", "ABCDE", "score") == given
