@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import ValidationError
 from test_rewards import BROKEN, collect, group, values
 
-from plaudit.errors import RecipeError
+from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import ScoreRecipe
 from plaudit.rewards.cascade import Cascade
 from plaudit.rewards.combine import Running
@@ -283,3 +283,54 @@ def test_a_failure_inside_a_cascade_is_its_failure():
 def test_cascades_that_make_no_sense(settings, message):
     with pytest.raises(ValidationError, match=message):
         ScoreRecipe.model_validate({"rewards": [{"kind": "cascade", **settings}]})
+
+
+# Models that share the device ----------------------------------------------------------------------------------------
+
+
+class Offloaded(Number):
+    """Its model is on the device between load and unload."""
+
+    kind: Literal["offloaded"] = "offloaded"
+    log: ClassVar[list[str]] = []
+
+    @property
+    def waits_for_all(self) -> bool:
+        return True
+
+    async def load(self) -> None:
+        self.log.append(f"load {self.label}")
+
+    async def unload(self) -> None:
+        self.log.append(f"unload {self.label}")
+
+    def value(self, prompt: Prompt, sample: Sample) -> float | Score:
+        assert self.log[-1] == f"load {self.label}"
+        return super().value(prompt, sample)
+
+
+def test_models_that_share_the_device_are_asked_one_after_the_other_when_all_is_sampled():
+    log = Offloaded.log
+    log.clear()
+
+    def groups():
+        for i in range(3):
+            log.append(f"sampled {i}")
+            yield group("1", "2", id=str(i))
+
+    rewards = [
+        Offloaded(name="a"),
+        Number(name="after", gate={"reward": "a", "above": 1.5}, times=10.0),
+        Offloaded(name="b", weight=0.5),
+    ]
+    with RewardRunner(rewards) as runner:
+        scored = runner.collect(groups())
+    assert log == ["sampled 0", "sampled 1", "sampled 2", "load a", "unload a", "load b", "unload b"]
+    assert [values(one) for one in scored] == [[1.5, 2 + 20 + 1]] * 3
+
+
+def test_a_model_is_unloaded_when_scoring_fails():
+    Offloaded.log.clear()
+    with RewardRunner([Offloaded(on_failure="stop")]) as runner, pytest.raises(TrainingStopped):
+        runner.collect([group("!")])
+    assert Offloaded.log == ["load offloaded", "unload offloaded"]

@@ -31,6 +31,17 @@ class Reward(RewardSettings, ABC):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         """A score for each sample of each group, in their order. Never raises for a bad sample."""
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Asked when all groups of a step are sampled, not as they come: its model is on the device only while it scores."""
+        return False
+
+    async def load(self) -> None:
+        """A reward that waits for all: bring its model to the device, before a step's groups are scored."""
+
+    async def unload(self) -> None:
+        """And take it off again."""
+
     async def open(self) -> None:
         """Start what scoring needs (worker processes, connections). Called once, before the first score."""
 

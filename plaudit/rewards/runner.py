@@ -1,8 +1,10 @@
 """Scores groups while others are still being sampled.
 
 The rewards live on an event loop with a thread of its own. `collect` pulls groups on the caller's thread, where sampling goes on,
-and hands each one to all rewards as it comes; what it returns has the order in which the groups came. What rewards say together
-is worked out when all of a step is there, in that order: means of all values so far must not depend on who was fast.
+and hands each one to all rewards as it comes; what it returns has the order in which the groups came. Rewards whose models share
+the device wait until all groups are sampled; then one after the other is loaded, asked about all of them, and unloaded. What
+rewards say together is worked out when all of a step is there, in that order: means of all values so far must not depend on who
+was fast.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ from plaudit.rewards.reward import Reward
 from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
+ByLabel = dict[str, tuple[Score, ...]]
 
 
 class RewardRunner:
@@ -37,6 +40,7 @@ class RewardRunner:
         """How long the last `collect` waited for scores after the last group was sampled."""
         self.cache = ScoreCache(cache) if cache is not None else None
         self.askers = [Asker(reward, self.cache) for reward in self.rewards]
+        self._waiting = self._those_that_wait()
         self._tolerant = tolerant
         self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
@@ -66,7 +70,7 @@ class RewardRunner:
         is certain, if it is told how many samples to expect. `learn`: running means take these values in."""
         step = _Step(self.rewards, expected, self._tolerant)
         given: list[Group] = []
-        pending: list[Future[ByReward]] = []
+        pending: list[Future[ByLabel]] = []
         try:
             for group in groups:
                 given.append(group)
@@ -78,8 +82,11 @@ class RewardRunner:
             sampled = time.monotonic()
             wait(pending, return_when=FIRST_EXCEPTION)
             step.check()
+            found = [future.result() for future in pending]
+            self._submit(self._score_waiting(given, found, step)).result()
             self.waited_s = time.monotonic() - sampled
-            return self._together(given, [future.result() for future in pending], learn=learn)
+            scores = [[by_label[reward.label] for reward in self.rewards] for by_label in found]
+            return self._together(given, scores, learn=learn)
         except BaseException:
             for future in pending:
                 future.cancel()
@@ -118,22 +125,53 @@ class RewardRunner:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    async def _score(self, group: Group, step: "_Step") -> ByReward:
+    async def _score(self, group: Group, step: "_Step") -> ByLabel:
+        """What can be said while others are still sampled."""
         asked: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
         for asker in self.askers:
-            asked[asker.reward.label] = asyncio.create_task(self._ask(asker, group, asked))
-        by_reward = list(await asyncio.gather(*asked.values()))
-        step.count(group, by_reward)
+            if asker not in self._waiting:
+                asked[asker.reward.label] = asyncio.create_task(self._ask(asker, group, asked))
+        found = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        step.count(group, found)
         step.check()  # raised here, it ends the wait for the others
-        return by_reward
+        return found
+
+    async def _score_waiting(self, groups: Sequence[Group], found: Sequence[ByLabel], step: "_Step") -> None:
+        """One model after the other; what they say is added to what was found."""
+        for asker in self._waiting:
+            await asker.reward.load()
+            try:
+                pairs = zip(groups, found, strict=True)
+                scores = await asyncio.gather(*(asker.ask(group, self._wanted(asker, by_label)) for group, by_label in pairs))
+            finally:
+                await asker.reward.unload()
+            for group, by_label, one in zip(groups, found, scores, strict=True):
+                by_label[asker.reward.label] = one
+                step.count(group, {asker.reward.label: one})
+            step.check()
 
     async def _ask(self, asker: Asker, group: Group, asked: Mapping[str, asyncio.Task[tuple[Score, ...]]]) -> tuple[Score, ...]:
         gate = asker.reward.gate
+        known = {} if gate is None else {gate.reward: await asked[gate.reward]}
+        return await asker.ask(group, self._wanted(asker, known))
+
+    def _wanted(self, asker: Asker, known: Mapping[str, Sequence[Score]]) -> list[bool] | None:
+        """For which samples its gate is open."""
+        gate = asker.reward.gate
         if gate is None:
-            return await asker.ask(group)
+            return None
         keeper = next(reward for reward in self.rewards if reward.label == gate.reward)
-        values = [counted_value(keeper, score) for score in await asked[gate.reward]]
-        return await asker.ask(group, [value is not None and value > gate.above for value in values])
+        values = [counted_value(keeper, score) for score in known[gate.reward]]
+        return [value is not None and value > gate.above for value in values]
+
+    def _those_that_wait(self) -> list[Asker]:
+        """Rewards that wait for all groups, and those whose gate does."""
+        waiting: list[Asker] = []
+        for asker in self.askers:
+            gate = asker.reward.gate
+            if asker.reward.waits_for_all or (gate is not None and gate.reward in {one.reward.label for one in waiting}):
+                waiting.append(asker)
+        return waiting
 
     def _together(self, groups: Sequence[Group], scores: Sequence[ByReward], *, learn: bool) -> list[ScoredGroup]:
         for i, reward in enumerate(self.rewards):
@@ -180,9 +218,10 @@ class _Step:
         self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
         self._failed: list[dict[str, Any]] = []
 
-    def count(self, group: Group, by_reward: Sequence[Sequence[Score]]) -> None:
-        for (reward, failures), scores in zip(self._failures, by_reward, strict=True):
-            for sample, score in zip(group.samples, scores, strict=True):
+    def count(self, group: Group, by_label: Mapping[str, Sequence[Score]]) -> None:
+        said = [(reward, failures) for reward, failures in self._failures if reward.label in by_label]
+        for reward, failures in said:
+            for sample, score in zip(group.samples, by_label[reward.label], strict=True):
                 if score.failure is not None:
                     failures.append(score.failure)
                     prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.messages, "response": sample.text}
