@@ -17,8 +17,8 @@ from plaudit.types import Prompt, Sample, Score
 MOST_DIGITS = 400
 """Longer numbers are nobody's answer, and slow to read."""
 NUMBER = r"[-+]?\s?\$?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-MARKED = re.compile(rf"####\s*(?:\\?\$\s?)?({NUMBER})")
-LAST = re.compile(NUMBER)
+MARKED = re.compile(rf"####\s*(?:\\?\$\s?)?({NUMBER})", re.ASCII)
+LAST = re.compile(NUMBER, re.ASCII)
 WINDOW = 10_000
 """Characters at the end in which flexible looks for a number."""
 
@@ -82,5 +82,4 @@ def _last(text: str) -> Fraction | None:
 
 def _number(text: str) -> Fraction | None:
     plain = re.sub(r"[\s,$]", "", text)
-    # str.isdigit and \d know digits of other scripts; Fraction reads them too.
     return Fraction(plain) if len(plain) <= MOST_DIGITS else None

@@ -24,9 +24,7 @@ _MEANINGFUL = frozenset(
         "is are for any all where with every some either neither only",
     )
 )
-_PROSE = re.compile(
-    r"^(?:\\text\s*{)?([A-Za-z][A-Za-z ,']*?\s(?:is|are|equals|be|was|has|have|get|of|to|by|at|in|for)\b|[A-Za-z ]+:)\s*}?\s*(?=\S)"
-)
+_PROSE = re.compile(r"^(?:\\text\s*{)?([A-Za-z][A-Za-z ,']*?\s(?:is|are|equals|be|was|has|have|get)\b|[A-Za-z ]+:)\s*}?\s*(?=\S)")
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -76,8 +74,6 @@ def without_prose(text: str) -> str:
     if found is None:
         return text
     said = set(re.findall(r"[a-z]+", found[1].lower()))
-    if said & (_MEANINGFUL - {"of", "to", "x", "is", "are", "for", "all", "with"}) or not re.search(
-        r"[\d\\=]", text[found.end() :]
-    ):
+    if said & (_MEANINGFUL - {"of", "to", "x", "is", "are", "for", "with"}) or not re.search(r"[\d\\=]", text[found.end() :]):
         return text
     return text[found.end() :].strip()
