@@ -37,13 +37,21 @@ demo: .venv/installed
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# And verl, of which only the reward loop is used: without its dependencies, which are for GPUs.
+.venv-verl/installed: bench/requirements-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install --quiet $(TORCH)
+	.venv-verl/bin/pip install --quiet --requirement bench/requirements-verl.txt
+	.venv-verl/bin/pip install --quiet --no-deps verl==0.9.1
+	@touch $@
+
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
 QUICK := tests/test_config.py tests/test_rooms.py
 test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n 2 -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
-test-all: test lint .venv-trl/installed
+test-all: test lint .venv-trl/installed .venv-verl/installed
 	$(BIN)/pytest -m slow $(ARGS)
 
 lint: .venv/installed

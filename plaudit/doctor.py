@@ -18,6 +18,7 @@ from rich.text import Text
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from plaudit.audit.certificate import require_passed
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.order import RowOrder
@@ -110,6 +111,8 @@ def examine(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows:
     if isinstance(recipe, RLRecipe):
         check("context", lambda: _context(recipe, max(longest_prompt, default=recipe.data.max_prompt_tokens)))
         check("algorithm", lambda: _algorithm(recipe))
+        if recipe.audit.require is not None:
+            check("audit", lambda: _audit(recipe))
         for reward in recipe.rewards:
             check("reward", lambda reward=reward: _reward(reward, questions))
     check("weights", lambda: _weights(Path(recipe.model.path)))
@@ -220,6 +223,11 @@ def _reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:
     truth, nothing = ([pair[i].value for pair in scores] for i in (0, 1))
     paid = f"pays {_listed(truth)} for the ground truth, {_listed(nothing)} for an empty answer" if scores else "starts"
     yield "✓", f"{reward.label}: {paid}; weight {reward.weight:g}, on failure {reward.on_failure}"
+
+
+def _audit(recipe: RLRecipe) -> Iterator[Finding]:
+    require_passed(recipe.audit, recipe.rewards)
+    yield "✓", f"{recipe.audit.require} is of these rewards, and they passed"
 
 
 def _tried(prompts: list[Prompt], rewards: Sequence[RewardSettings]) -> list[Prompt]:

@@ -38,10 +38,11 @@ def require_reward_files(recipe: Recipe) -> None:
         for file in reward.files:
             if not file.is_file():
                 raise PlauditError(f"reward '{reward.label}': {file} is not a file.{nearest_path(file)}")
-        if reward.view.longcot_config is not None:
-            from plaudit.rewards.view import read_longcot_config
+        for one in (reward, *reward.inner):
+            if one.view.longcot_config is not None:
+                from plaudit.rewards.view import read_longcot_config
 
-            read_longcot_config(reward.view.longcot_config)
+                read_longcot_config(one.view.longcot_config)
 
 
 def require_model(settings: Model, prefix: str) -> None:

@@ -295,8 +295,8 @@ class Run:
         overdue = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
         return overdue or self.due(self.recipe.run.save_every, step, total)
 
-    def save(self, step: int, trainer: Trainer, unvalidated: dict[str, float] | None = None) -> None:
-        """A checkpoint of this step, unless there is one already; older ones go."""
+    def save(self, step: int, trainer: Trainer, unvalidated: dict[str, float] | None = None, *, under_way: bool = False) -> None:
+        """A checkpoint of this step, unless there is one already; older ones go. `under_way`: the next step has begun."""
         if self._saved_step == step:
             return
         if self.metrics_file.exists():
@@ -309,7 +309,7 @@ class Run:
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
-        for companion in self.companions.values():
+        for companion in () if under_way else self.companions.values():
             companion.saved()
         if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
@@ -347,7 +347,7 @@ class Run:
             yield
         except TrainingStopped as error:
             if done:
-                self.save(done, trainer, unvalidated)
+                self.save(done, trainer, unvalidated, under_way=True)
             raise TrainingStopped(f"{what}: {error}{self._keep_failed(what, error.failed)}") from None
 
     def _keep_failed(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:

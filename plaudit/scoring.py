@@ -13,8 +13,9 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
+from plaudit import plugins
 from plaudit.data.rollouts import group_of
-from plaudit.errors import RecipeError
+from plaudit.errors import DataError, RecipeError, did_you_mean
 from plaudit.inputs import load_rewards
 from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.rewards.reward import Reward
@@ -32,11 +33,11 @@ class Scorer:
         self,
         rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings],
         *,
-        cache: Path | None = None,
+        cache: str | Path | None = None,
     ):
         """`rewards`: a recipe's file, or a list as under `rewards:`. `cache`: a file to keep scores in."""
         self.settings = _settings(rewards)
-        self._cache = cache
+        self._cache = None if cache is None else Path(cache)
         self._runner: RewardRunner | None = None
 
     @property
@@ -52,6 +53,8 @@ class Scorer:
     def score(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """For each row, in order: `reward` (None if a reward failed), `parts`, `malformed`, `failure`, `view` (by name where there
         are several). For rows with `responses`, each of these is a list."""
+        if isinstance(rows, Mapping):
+            raise DataError("score() takes a list of rows; this is one row: put it into a list")
         rows = list(rows)
         groups = [group_of(row, str(number), f"row {number}") for number, row in enumerate(rows)]
         scored = self.score_groups(groups)
@@ -75,12 +78,21 @@ class Scorer:
 def _settings(rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings]) -> tuple[RewardSettings, ...]:
     if isinstance(rewards, str | Path):
         return load_rewards(Path(rewards))
+    if isinstance(rewards, Mapping):
+        raise RecipeError("rewards are a list, as under `rewards:` in a recipe, or a recipe's file: put this one into a list")
     try:
         entries = [dict(entry) if isinstance(entry, Mapping) else entry for entry in rewards]
         return ScoreRecipe.model_validate({"rewards": entries}).rewards
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        lines = [f"{'.'.join(map(str, item['loc']))}: {_told(item)}" for item in error.errors()]
         raise RecipeError("\n".join(lines)) from None
+
+
+def _told(item: Any) -> str:
+    if item["type"] == "union_tag_invalid":
+        given, known = item["ctx"]["tag"], plugins.kinds("rewards")
+        return f"there is no kind {given} (kinds: {', '.join(known)}).{did_you_mean(given, known, cutoff=0.4)}"
+    return item["msg"]
 
 
 def result_of(scored: ScoredGroup, *, many: bool) -> dict[str, Any]:

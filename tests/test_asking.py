@@ -182,6 +182,40 @@ def test_what_is_not_needed_any_more_goes(tmp_path):
     cache.close()
 
 
+def test_the_same_answer_twice_is_asked_for_once(tmp_path):
+    reward = Busy()
+    assert ask(reward, group("a", "b", "a"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0, 1.0]]
+    assert reward._tries == {"a": 1, "b": 1}
+
+
+def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, capsys):
+    other = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
+    with RewardRunner([Busy()], cache=tmp_path / "c.sqlite") as runner:
+        other.execute("begin exclusive")
+        assert [values(one) for one in runner.collect([group("a"), group("b")])] == [[1.0], [1.0]]
+        other.execute("rollback")
+        runner.saved()
+    other.close()
+    assert capsys.readouterr().err.count("scores are not kept any more") == 1
+
+
+def test_what_is_given_up_is_not_waited_for():
+    reward = Busy(takes_s=0.0, limits={"per_s": 50, "give_up_after": 3})
+    ask(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
+    assert len(reward._began) < 10
+
+
+def test_a_timeout_of_the_rewards_own_is_its_exception():
+    class Impatient(Busy):
+        async def score(self, groups: list[Group]) -> list[list[Score]]:
+            raise TimeoutError("the database")
+
+    with RewardRunner([Impatient()], tolerant=True) as runner:
+        [scored] = runner.collect([group("a")])
+    assert scored.scores[0].failure is not None
+    assert "TimeoutError: the database" in scored.scores[0].failure.message
+
+
 # 2,000 samples, 30 % faults ------------------------------------------------------------------------------------------
 
 FAULTY = """

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from plaudit.audit.agreement import accept_table, rank_agreement, reliability
-from plaudit.audit.certificate import digest_rewards, require_passed
+from plaudit.audit.certificate import require_passed
 from plaudit.audit.cli import audit, draw_groups, write_report
 from plaudit.audit.correlation import kendall, pearson, ranks, spearman, spearman_partial, spearman_within
 from plaudit.audit.dumps import Rollout, list_files, read_rollouts
@@ -585,32 +585,61 @@ def test_training_can_require_a_passed_audit(tmp_path):
     assert report.passed
     write_report(report, tmp_path)
     file = tmp_path / "audit.json"
-    require_passed(file, rewards())
-    require_passed(file, rewards(workers=2, max_failure_rate=0.5))  # what does not change scores may change
+    require_passed(Audit(require=str(file)), rewards())
+    require_passed(Audit(require=str(file)), rewards(workers=2, max_failure_rate=0.5))  # what does not change scores may change
     (tmp_path / "copy.py").write_bytes(source.read_bytes())
-    require_passed(file, rewards(path=str(tmp_path / "copy.py")))  # a file counts by its content
+    require_passed(Audit(require=str(file)), rewards(path=str(tmp_path / "copy.py")))  # a file counts by its content
     for changed in ({"weight": 2.0}, {"function": "other"}):
         with pytest.raises(PlauditError, match="is of other rewards: function changed since"):
-            require_passed(file, rewards(**changed))
+            require_passed(Audit(require=str(file)), rewards(**changed))
     both = ScoreRecipe.model_validate({"rewards": [settings, {"kind": "exact"}]}).rewards
     with pytest.raises(PlauditError, match="of other rewards: exact"):
-        require_passed(file, both)
+        require_passed(Audit(require=str(file)), both)
     source.write_text(source.read_text() + "# changed\n")
     with pytest.raises(PlauditError, match="of other rewards"):
-        require_passed(file, rewards())
+        require_passed(Audit(require=str(file)), rewards())
 
 
 def test_an_audit_that_failed_or_is_none_is_refused(tmp_path):
     rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
     with pytest.raises(PlauditError, match=r"audit\.json does not exist"):
-        require_passed(tmp_path / "audit.json", rewards)
+        require_passed(Audit(require=str(tmp_path / "audit.json")), rewards)
     (tmp_path / "audit.json").write_text("[]")
     with pytest.raises(PlauditError, match=r"is not an audit\.json"):
-        require_passed(tmp_path / "audit.json", rewards)
-    told = {"rewards": digest_rewards(rewards), "passed": False, "failed": ["exploit: echo"]}
+        require_passed(Audit(require=str(tmp_path / "audit.json")), rewards)
+    report = inspect("R.yaml", [], rewards, rollouts(), Audit(prompts=4)).as_dict()
+    told = report | {"passed": False, "failed": ["exploit: echo"]}
     (tmp_path / "audit.json").write_text(json.dumps(told))
     with pytest.raises(PlauditError, match=r"did not pass \(exploit: echo\)"):
-        require_passed(tmp_path / "audit.json", rewards)
+        require_passed(Audit(require=str(tmp_path / "audit.json")), rewards)
+
+
+def test_what_the_recipe_asks_for_must_have_been_looked_at_and_held(tmp_path):
+    """An audit with looser bounds, or without probes, does not do."""
+    rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
+    loose = Audit(prompts=4, probes=(), max_malformed_rate=None)
+    report = inspect("R.yaml", [], rewards, rollouts(), loose).as_dict()
+    for probe in report["numbers"]["probes"]:
+        probe |= {"tried": 0, "exploit_rate": None, "failed": 0}
+    (tmp_path / "audit.json").write_text(json.dumps(report, default=str))
+    file = str(tmp_path / "audit.json")
+    require_passed(Audit(require=file), rewards)
+    with pytest.raises(PlauditError, match="not measured, though this recipe asks for it: max_exploit_rate"):
+        require_passed(Audit(require=file, max_exploit_rate=0.0), rewards)
+    report["numbers"]["failures"]["malformed_rate"] = 0.3
+    (tmp_path / "audit.json").write_text(json.dumps(report, default=str))
+    with pytest.raises(PlauditError, match=r"did not pass \(malformed\)"):
+        require_passed(Audit(require=file, max_malformed_rate=0.1), rewards)
+
+
+def test_rows_that_differ_in_extra_info_are_not_one_group(tmp_path):
+    rows = [
+        {"prompt": "Translate: cat", "response": word, "ground_truth": word, "extra_info": {"lang": lang}}
+        for lang, word in (("de", "Katze"), ("fr", "chat"))
+    ]
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    groups = read_rollouts([file])
+    assert [group.prompt.extra_info["lang"] for group in groups] == ["de", "fr"]
 
 
 # GSM8K ---------------------------------------------------------------------------------------------------------------

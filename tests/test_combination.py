@@ -154,6 +154,20 @@ def test_a_gate_asks_only_for_what_another_reward_pays():
     assert values(scored([Number(name="right", weight=0.0), stricter], "1", "2")) == [0.0, 20.0]
 
 
+def test_a_gate_that_failed_is_a_failure_also_if_it_is_only_measured():
+    got = scored([Number(name="right", weight=0.0), Number(name="style", gate="right")], "1", "!")
+    assert values(got) == [1.0, None]
+    assert got.scores[1].failure is not None
+
+
+def test_what_stands_behind_a_gate_that_does_not_apply_is_no_reward():
+    rewards = [Number(name="right", when={"data_source": "x"}), Number(name="style", gate="right")]
+    got = scored(rewards, "4", data_source="y")
+    assert got.scores[0].failure is not None
+    assert got.scores[0].failure.cause == "no_reward"
+    assert values(scored(rewards, "4", data_source="x")) == [8.0]
+
+
 def test_a_gate_names_a_reward_above_it():
     for rewards in ([{"gate": "b"}, {"name": "b"}], [{"name": "b", "gate": "b"}], [{"gate": "none"}]):
         with pytest.raises(ValidationError, match="should name a reward above it"):
@@ -174,7 +188,7 @@ def test_gdpo_normalises_each_reward_by_its_group_and_adds():
     first = [(x - 2) / (1 + 1e-6) for x in (1, 2, 3)]
     second = [(x - 20) / (10 + 1e-6) for x in (30, 10, 20)]
     assert values(got) == approx([a + 0.5 * b for a, b in zip(first, second, strict=True)])
-    assert got.scores[0].parts == {"a": 1.0, "b": 30.0}
+    assert got.scores[0].parts == {"a": 1.0, "b": 30.0, "unnormalised": 1.0 + 0.5 * 30.0}
 
 
 def test_dropped_samples_are_in_no_mean_and_no_deviation():
@@ -211,6 +225,31 @@ def test_running_means_are_of_all_values_so_far_and_outlive_a_restart():
         seen += step
         mean, std = statistics.fmean(seen), statistics.stdev(seen)
         assert values(got) == approx([(x - mean) / (std + 1e-6) for x in step])
+
+
+def test_a_validation_is_not_normalised():
+    for normalise in ("group", "running"):
+        with RewardRunner([Number(normalise=normalise)]) as runner:
+            [got] = runner.collect([group("1", "3")], learn=False)
+        assert values(got) == [1.0, 3.0]
+
+
+def test_running_means_see_no_dropped_sample():
+    class OtherFails(Number):
+        def value(self, prompt: Prompt, sample: Sample) -> float | Score:
+            return BROKEN if sample.text == "100" else 0.0
+
+    with RewardRunner([Number(normalise="running"), OtherFails(name="other")], tolerant=True) as runner:
+        runner.collect([group("1", "2", "100")])
+        state = runner.state()["number"]
+    assert (state["count"], state["mean"]) == (2, 1.5)
+
+
+def test_a_value_that_overflows_is_a_failure():
+    got = scored([Number(scale=1e300)], "1e10", "1")
+    assert values(got) == [None, 1e300]
+    assert got.scores[0].failure is not None
+    assert got.scores[0].failure.cause == "not_a_number"
 
 
 def test_running_means_do_not_depend_on_how_values_are_split():
@@ -270,13 +309,26 @@ def test_a_failure_inside_a_cascade_is_its_failure():
     assert judge.asked == ["!!"]
 
 
+@pytest.mark.parametrize(("mode", "value"), [("addon", 0.8 * 0.5), ("mixed", 0.8 * 0.5 + 0.2 * 0.1)])
+def test_a_value_stated_for_a_rule_that_failed_is_no_pass(mode, value):
+    judge = Verdict(asked=[])
+    reward = Cascade(kind="cascade", mode=mode, rule=Right(on_failure=0.1), judge=judge, judge_weight=0.8)
+    [got] = collect(reward, group("!"))
+    assert values(got) == approx([value])
+    assert judge.asked == ["!"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"judge": {"kind": "exact"}}, "addon and mixed need one"),
         ({"mode": "only", "rule": {"kind": "exact"}, "judge": {"kind": "exact"}}, "mode: only has no rule"),
         ({"mode": "mixed", "judge_weight": 2.0, "rule": {"kind": "exact"}, "judge": {"kind": "exact"}}, "judge_weight is 2"),
-        ({"rule": {"kind": "exact", "weight": 2.0}, "judge": {"kind": "exact"}}, "no when, gate"),
+        (
+            {"rule": {"kind": "exact", "weight": 2.0}, "judge": {"kind": "exact"}},
+            "weight: a rule or judge inside a cascade cannot have that",
+        ),
+        ({"rule": {"kind": "exact", "on_failure": "stop"}, "judge": {"kind": "exact"}}, "on_failure: stop: a rule or judge"),
         ({"rule": {"kind": "exact"}, "judge": {"kind": "exat"}}, "unknown kind"),
     ],
 )

@@ -10,12 +10,12 @@ from conftest import REPOSITORY
 LEVELS = [
     ["errors"],
     ["types", "files", "seeding", "plugins"],
-    ["continued"],
     ["recipe"],
     ["config"],
     ["objectives"],
     ["data", "models"],
     ["report"],
+    ["continued"],
     ["rollout"],
     ["reward_models"],
     ["rewards"],

@@ -237,12 +237,12 @@ def test_other_prompts_or_another_model_are_another_sampling(tmp_path, plaudit, 
     write_jsonl(prompts, prompt_rows(4))
     code, _, err = sample(prompts=prompts)
     assert code == 2
-    assert f'  prompts: {{"{prompts}": ' in err
+    assert f"  prompts.{prompts}: " in err
     write_jsonl(prompts, prompt_rows(3))
     rest = [prompts, "--out", tmp_path / "out.jsonl", "--max-new-tokens", 10, "--device", "cpu"]
     code, _, err = plaudit("sample", tiny_models["qwen2"], *rest)
     assert code == 2
-    assert "  model: {" in err
+    assert "  model.path: " in err
     assert "  weights: " in err
 
 

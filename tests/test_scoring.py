@@ -141,23 +141,25 @@ def test_failures_are_told_and_lose_nothing(plaudit, files):
     (files / "rows.jsonl").write_text(json.dumps({"prompt": "p", "response": "a"}) + "\n" + json.dumps(ROWS[0]))
     code, out, _ = score(plaudit, files)
     assert code == 0
-    assert "1 without a value (1 no_ground_truth)" in out
+    assert "1 without a value (1 no_ground_truth: exact: row " in out
     assert [line["reward"] for line in lines(files)] == [None, 1.0]
 
 
 def test_a_dead_reward_stops_it_and_it_goes_on_when_that_is_mended(plaudit, files):
-    path = write_function(files, "def compute_score(solution_str): raise ConnectionError('no server')")
+    path = write_function(
+        files, "def compute_score(solution_str):\n    return float(solution_str) if int(solution_str) < 256 else 1 / 0"
+    )
     rows = [{"prompt": "p", "response": str(i)} for i in range(600)]
     (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (files / "r.yaml").write_text(f"rewards: [{{kind: function, path: {path}, limits: {{at_once: 4}}}}]")
     code, _, err = score(plaudit, files)
     assert code == 2
-    assert "reward 'function' failed 10 times in a row, the last time with exception: ConnectionError: no server" in err
-    assert not lines(files)
-    (files / "out.jsonl.about.json").unlink()  # the function is another one now
-    (files / "out.jsonl").unlink()
+    assert "calls in a row had failed, the last with exception: ZeroDivisionError" in err
+    assert len(lines(files)) == 256  # no line says so of a row that was not asked about
     path.write_text("def compute_score(solution_str): return float(solution_str)")
-    assert score(plaudit, files)[0] == 0
+    code, _, err = score(plaudit, files, "--set", "rewards.0.limits.retries=1")
+    assert code == 0
+    assert "files of function changed since the first lines" in err
     assert [line["reward"] for line in lines(files)] == list(range(600))
 
 
@@ -180,3 +182,45 @@ def test_bad_input_is_told(plaudit, files, change, message):
     code, _, err = score(plaudit, files)
     assert code == 2
     assert message in err
+
+
+def test_rows_of_pandas_and_tokens_that_are_none():
+    import numpy as np
+
+    row = {"prompt": np.array([{"role": "user", "content": "p"}], dtype=object), "responses": np.array(["4", "5"], dtype=object)}
+    row |= {"ground_truth": "4", "tokens": np.array([1, 2])}
+    with Scorer([{"kind": "exact"}]) as scorer:
+        assert scorer.score([row])[0]["reward"] == [1.0, 0.0]
+        with pytest.raises(DataError, match="`tokens` should be the number of tokens of each response"):
+            scorer.score([{**row, "tokens": [3]}])
+        with pytest.raises(DataError, match="put it into a list"):
+            scorer.score(row)  # pyright: ignore
+    with pytest.raises(RecipeError, match="put this one into a list"):
+        Scorer({"kind": "exact"})  # pyright: ignore
+    with pytest.raises(RecipeError, match=r"there is no kind exat .* Did you mean exact\?"):
+        Scorer([{"kind": "exat"}])
+
+
+def test_a_damaged_note_about_the_output_is_told(plaudit, files):
+    score(plaudit, files)
+    (files / "out.jsonl.about.json").write_text("{")
+    code, _, err = score(plaudit, files)
+    assert (code, "is damaged" in err) == (2, True)
+
+
+def test_another_order_of_rewards_is_another_scoring(plaudit, files):
+    (files / "r.yaml").write_text("rewards: [{kind: exact}, {kind: contains, combine: multiply}]")
+    assert score(plaudit, files)[0] == 0
+    (files / "r.yaml").write_text("rewards: [{kind: contains, combine: multiply}, {kind: exact}]")
+    assert score(plaudit, files)[0] == 2
+
+
+def test_a_dead_judge_inside_a_cascade_stops_it_too(plaudit, files):
+    path = write_function(files, "def compute_score(solution_str): raise ConnectionError('no server')")
+    rows = [{"prompt": "p", "response": str(i), "ground_truth": "x"} for i in range(300)]
+    (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = f"{{kind: function, path: {path}, limits: {{at_once: 4}}}}"
+    (files / "r.yaml").write_text(f"rewards: [{{kind: cascade, rule: {{kind: exact}}, judge: {judge}}}]")
+    code, _, err = score(plaudit, files)
+    assert (code, lines(files)) == (2, [])
+    assert "ConnectionError: no server" in err

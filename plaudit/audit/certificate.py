@@ -1,55 +1,61 @@
 """What an audit was of, so that training can ask for it: a digest of the rewards' settings and of the files they read.
 
 Settings that do not change scores (how many workers, how often to retry, what becomes of a failure) are left out, and a file
-counts by its content, not by where it lies.
+counts by its content, not by where it lies. What a file imports is not covered.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from plaudit.audit.checks import check_all
 from plaudit.errors import PlauditError, nearest_path
-from plaudit.files import digest_of, fingerprint
-from plaudit.recipe import RewardSettings
-
-HARMLESS = ("name", "workers", "limits", "cache", "timeout_s", "on_failure", "max_failure_rate")
+from plaudit.recipe import Audit, RewardSettings
+from plaudit.rewards.cache import HARMLESS, reward_digest
 
 
-def digest_rewards(rewards: Sequence[RewardSettings]) -> dict[str, str]:
-    """By reward: what its scores depend on."""
-    return {reward.label: _digest(reward) for reward in rewards}
+def digest_rewards(rewards: Sequence[RewardSettings]) -> list[list[str]]:
+    """Of each reward, in order: its name, and a digest of what its scores and their use depend on."""
+    return [[reward.label, reward_digest(reward, HARMLESS)] for reward in rewards]
 
 
-def _digest(reward: RewardSettings) -> str:
-    files = {str(file): fingerprint(file) if file.exists() else "absent" for file in reward.files}
-    settings = {name: value for name, value in reward.model_dump(mode="json").items() if name not in HARMLESS}
-    return digest_of(json.dumps([_by_content(settings, files), sorted(files.values())], sort_keys=True))
-
-
-def _by_content(value: Any, files: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _by_content(inner, files) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_by_content(inner, files) for inner in value]
-    return files.get(str(Path(value).expanduser()), value) if isinstance(value, str) else value
-
-
-def require_passed(path: str | Path, rewards: Sequence[RewardSettings]) -> None:
-    """Raise unless `path` is the audit.json of exactly these rewards, and says that they passed."""
-    path = Path(path).expanduser()
+def require_passed(settings: Audit, rewards: Sequence[RewardSettings]) -> None:
+    """Raise unless the audit.json that the settings name is of exactly these rewards, and its numbers keep the settings' bounds."""
+    assert settings.require is not None
+    path = Path(settings.require).expanduser()
     again = "Audit them with: plaudit audit R.yaml ROLLOUTS"
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        audited, passed, failed = dict(report["rewards"]), report["passed"], report["failed"]
+        audited, failed, numbers = list(report["rewards"]), list(report["failed"]), report["numbers"]
+        checks = check_all(numbers, settings)
     except FileNotFoundError:
         raise PlauditError(f"audit.require: {path} does not exist.{nearest_path(path)} {again}") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PlauditError(f"audit.require: {path} is not an audit.json ({type(error).__name__}: {error}). {again}") from None
     now = digest_rewards(rewards)
-    changed = [name for name in now if audited.get(name) != now[name]] + [name for name in audited if name not in now]
-    if changed:
-        names = ", ".join(dict.fromkeys(changed))
-        raise PlauditError(f"audit.require: {path} is of other rewards: {names} changed since. {again}")
-    if passed is not True:
-        raise PlauditError(f"audit.require: {path}: these rewards did not pass ({', '.join(failed)}). Mend them, then audit again.")
+    if audited != now:
+        names = [name for name, digest in now if [name, digest] not in audited] or ["their order"]
+        raise PlauditError(f"audit.require: {path} is of other rewards: {', '.join(names)} changed since. {again}")
+    failed = list(dict.fromkeys([*failed, *(check.name for check in checks if check.state == "fail")]))
+    if failed or report.get("passed") is not True:
+        why = ", ".join(failed) or "nothing was checked"
+        raise PlauditError(f"audit.require: {path}: these rewards did not pass ({why}). Mend them, then audit again.")
+    measured = {_setting(check.name) for check in checks if check.state != "not measured"}
+    # What the recipe itself asks for must have been looked at.
+    unknown = [name for name in BOUNDS.values() if name in settings.model_fields_set and name not in measured]
+    unknown = [name for name in unknown if getattr(settings, name) is not None]
+    if unknown:
+        raise PlauditError(f"audit.require: {path}: not measured, though this recipe asks for it: {', '.join(unknown)}. {again}")
+
+
+BOUNDS = {
+    "accuracy": "min_accuracy", "false accepts": "max_false_accept_rate", "false rejects": "max_false_reject_rate",
+    "calibration": "max_calibration_error", "length": "max_length_correlation", "format": "max_format_effect",
+    "order": "max_order_effect", "self-consistency": "min_self_consistency", "failures": "max_failure_rate",
+    "malformed": "max_malformed_rate", "signal": "max_groups_without_signal", "exploit": "max_exploit_rate",
+}  # fmt: skip
+"""Which setting bounds a check."""
+
+
+def _setting(check: str) -> str | None:
+    return BOUNDS.get(check.partition(":")[0])

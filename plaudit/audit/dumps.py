@@ -133,10 +133,11 @@ def read_dump(rows: Rows, label: str = DEFAULT_LABEL) -> Iterator[dict[str, Any]
 
 
 def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[Rollout]:
-    """Rows of the same prompt, truth and step are one group; groups come in the order of their first rows."""
+    """Rows of the same prompt, truth, extra_info and step are one group; groups come in the order of their first rows."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        key = json.dumps([row["step"], row["prompt"], row["data_source"], row["reward_model"]], sort_keys=True, default=str)
+        same = [row[name] for name in ("step", "prompt", "tools", "data_source", "reward_model", "extra_info")]
+        key = json.dumps(same, sort_keys=True, default=str)
         groups.setdefault(key, []).append(row)
     return [_rollout(members) for members in groups.values()]
 

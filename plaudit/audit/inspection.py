@@ -44,8 +44,8 @@ class Report:
     """The recipe it is of."""
     files: tuple[str, ...]
     settings: Audit
-    rewards: dict[str, str]
-    """By reward: a digest of what its scores depend on."""
+    rewards: list[list[str]]
+    """Of each reward: its name, and a digest of what its scores and their use depend on."""
     numbers: dict[str, Any]
     checks: list[Check]
 

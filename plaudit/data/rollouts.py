@@ -21,7 +21,8 @@ def group_of(row: Mapping[str, Any], id: str, where: str) -> Group:
     texts, counts = responses_of(row, where)
     if "ground_truth" in row and not row.get("reward_model"):
         row = {**row, "reward_model": {"ground_truth": row["ground_truth"]}}
-    prompt = prompt_of({"prompt": "", **row}, str(row.get("id") or id), where)
+    row = {"prompt": ""} | {name: _plain(value) for name, value in row.items()}
+    prompt = prompt_of(row, str(row.get("id") or id), where)
     tokens = NOTHING.astype(np.int32)
     samples = [
         SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, counted)
@@ -35,14 +36,20 @@ def responses_of(row: Mapping[str, Any], where: str) -> tuple[list[str], list[in
     if ("response" in row) == ("responses" in row):
         found = ", ".join(map(str, row)) or "nothing"
         raise DataError(f"{where}: a row to score has `response` (text) or `responses` (a list of texts); this one has {found}")
-    given = row["responses"] if "responses" in row else [row["response"]]
+    given = _plain(row["responses"]) if "responses" in row else [row["response"]]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise DataError(f"{where}: `responses` should be a list of texts, not {given!r:.80}")
-    counts = row.get("tokens")
-    counts = counts if isinstance(counts, Sequence) and not isinstance(counts, str) else [counts]
-    if len(counts) != len(given) or not all(isinstance(count, int) for count in counts):
-        counts = [None] * len(given)
-    return [_text(response, where) for response in given], list(counts)
+    counts: Any = _plain(row.get("tokens"))
+    counts = list(counts) if isinstance(counts, list | tuple) else [counts] * (1 if counts is not None else len(given))
+    counts = [int(count) if isinstance(count, float) and count.is_integer() else count for count in counts]
+    if len(counts) != len(given) or not all(isinstance(count, int | None) for count in counts):
+        raise DataError(f"{where}: `tokens` should be the number of tokens of each response, not {row['tokens']!r:.80}")
+    return [_text(response, where) for response in given], counts
+
+
+def _plain(value: Any) -> Any:
+    """Lists and numbers for numpy's, which rows from pandas hold."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _text(response: Any, where: str) -> str:

@@ -53,7 +53,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     recipe = loaded.recipe
     assert isinstance(recipe, RLRecipe)
     if recipe.audit.require is not None:
-        require_passed(recipe.audit.require, recipe.rewards)
+        require_passed(recipe.audit, recipe.rewards)
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)

@@ -1,12 +1,12 @@
 """`plaudit score`: the rewards of a recipe for responses that are there already, one line of JSON per row, in the order of rows.
 
 Started again, it goes on behind the last line. Scores that take long or cost money are kept besides (`OUT.scores.sqlite`) until all
-is done, so that rows which were under way when it was killed are not scored twice.
+is done, so that rows which were under way when it was killed are not scored twice. Values are as they are: nothing is normalised.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,8 @@ from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import StepProgress, say
-from plaudit.rewards.cache import reward_digest
+from plaudit.rewards.asking import GIVEN_UP
+from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.combine import NO_REWARD
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import result_of
@@ -46,13 +47,18 @@ class Summary:
     values: list[float] = field(default_factory=list)
     malformed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    messages: dict[str, str] = field(default_factory=dict)
+    """The first of each cause."""
     seconds: float = 0.0
 
     def add(self, scored: ScoredGroup) -> None:
         self.rows, self.samples = self.rows + 1, self.samples + len(scored.scores)
         self.values += [score.value for score in scored.scores if score.value is not None]
         self.malformed += sum(score.malformed for score in scored.scores)
-        self.failures.update(score.failure.cause for score in scored.scores if score.failure is not None)
+        for score in scored.scores:
+            if score.failure is not None:
+                self.failures[score.failure.cause] += 1
+                self.messages.setdefault(score.failure.cause, " ".join(score.failure.message.split())[:200])
 
     def __str__(self) -> str:
         parts = [f"{self.rows:,} rows, {self.samples:,} responses"]
@@ -61,7 +67,7 @@ class Summary:
         if self.malformed:
             parts.append(f"{self.malformed:,} malformed")
         if self.failures:
-            causes = ", ".join(f"{count:,} {cause}" for cause, count in self.failures.most_common())
+            causes = ", ".join(f"{count:,} {cause}: {self.messages[cause]}" for cause, count in self.failures.most_common())
             parts.append(f"{self.failures.total():,} without a value ({causes})")
         if self.seconds:
             parts.append(f"{self.samples / self.seconds:,.0f} responses/s")
@@ -71,14 +77,19 @@ class Summary:
 def score(job: ScoreJob) -> Summary:
     """Score what the output does not have yet; returns what this start has scored."""
     about = {
-        "rewards": {reward.label: [reward.model_dump(mode="json"), reward_digest(reward)] for reward in job.rewards},
+        "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
         "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
         "tokenizer": job.tokenizer,
     }
+    files = {f"files of {reward.label}": [fingerprint(file) for file in reward.files] for reward in job.rewards}
+    count_tokens = _counter(job.tokenizer)
     total = sum(len(read_rows(source.path)) for source in job.sources)
     total = min(total, job.max_rows or total)
     summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
-    with continued(job.out, about, "score") as file, RewardRunner(job.rewards, cache=kept, tolerant=True) as runner:
+    with (
+        continued(job.out, about, "score", may_change=files) as file,
+        RewardRunner(job.rewards, cache=kept, tolerant=True) as runner,
+    ):
         if file.done:
             rest = "; going on with the rest" if len(file.done) < total else ""
             say(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
@@ -86,9 +97,9 @@ def score(job: ScoreJob) -> Summary:
         with StepProgress("score", total, len(file.done)) as progress:
             rows = islice(_rows(job.sources), len(file.done), total)
             while some := list(islice(rows, ROWS_AT_ONCE)):
-                groups = _counted([group_of(row, row["id"], where) for row, where in some], job.tokenizer)
-                found = runner.collect(groups)
-                _stop_if_given_up(runner, job.out)  # before there are lines that say so: it will be mended and asked again
+                groups = [_counted(group_of(row, row["id"], where), count_tokens) for row, where in some]
+                found = runner.collect(groups, learn=False)
+                _stop_if_given_up(found, job.out)  # before there are lines that say so: it will be mended and asked again
                 for (row, _), scored in zip(some, found, strict=True):
                     file.write(row | result_of(scored, many="responses" in row))
                     summary.add(scored)
@@ -109,27 +120,33 @@ def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:
             yield {"id": f"{source.path}:{number}", **row}, f"{source.path}: row {number}"
 
 
-def _counted(groups: list[Group], tokenizer: str | None) -> list[Group]:
-    """With the number of tokens of each response, if there is a tokenizer to count them."""
+def _counter(tokenizer: str | None) -> Callable[[str], int] | None:
+    """How many tokens a response has; the end token, which its text does not show, is one of them."""
     if tokenizer is None:
-        return groups
+        return None
     from plaudit.data.templates import load_tokenizer
 
-    count = load_tokenizer(tokenizer)
-
-    def counted(sample: Any) -> Any:
-        if not isinstance(sample, SavedSample) or sample.counted is not None:
-            return sample
-        return replace(sample, counted=len(count(sample.text, add_special_tokens=False)["input_ids"]))
-
-    return [replace(group, samples=tuple(map(counted, group.samples))) for group in groups]
+    encode = load_tokenizer(tokenizer)
+    return lambda text: len(encode(text, add_special_tokens=False)["input_ids"]) + 1  # pyright: ignore
 
 
-def _stop_if_given_up(runner: RewardRunner, out: Path) -> None:
-    for asker in runner.askers:
-        if (why := asker.given_up) is not None:
-            raise TrainingStopped(
-                f"reward '{asker.reward.label}' failed {asker.limits.give_up_after} times in a row, the last time with "
-                f"{why.cause}: {why.message}. Mend it, then go on with the same command; {out} has what was "
-                "scored before."
-            )
+def _counted(group: Group, count: Callable[[str], int] | None) -> Group:
+    """With the number of tokens of each response that comes without it, if somebody counts."""
+    if count is None:
+        return group
+    samples = [
+        replace(sample, counted=count(sample.text)) if isinstance(sample, SavedSample) and sample.counted is None else sample
+        for sample in group.samples
+    ]
+    return replace(group, samples=tuple(samples))
+
+
+def _stop_if_given_up(found: Sequence[ScoredGroup], out: Path) -> None:
+    """A reward that was not asked any more stops it, wherever it stands; what was scored before is in the cache."""
+    for scored in found:
+        for label, scores in scored.by_reward.items():
+            why = next((score.failure for score in scores if score.failure and score.failure.cause == GIVEN_UP), None)
+            if why is not None:
+                raise TrainingStopped(
+                    f"reward '{label}' {why.message}. Mend it, then go on with the same command; {out} has what was scored before."
+                )

@@ -120,14 +120,20 @@ class RewardSettings(Section):
         return self.name or self.kind
 
     @property
+    def inner(self) -> "list[RewardSettings]":
+        """Rewards that it is made of."""
+        return []
+
+    @property
     def files(self) -> list[Path]:
         """What else its scores depend on: a run belongs to their content."""
-        return [] if self.view.longcot_config is None else [Path(self.view.longcot_config).expanduser()]
+        own = [] if self.view.longcot_config is None else [Path(self.view.longcot_config).expanduser()]
+        return own + [file for reward in self.inner for file in reward.files]
 
     @property
     def own_files(self) -> list[Path]:
         """Files of plaudit's that they depend on too: they count for what is known already, not for which run it is."""
-        return []
+        return [file for reward in self.inner for file in reward.own_files]
 
     def applies_to(self, prompt: "Prompt") -> bool:
         """Whether the prompt's fields match `when`."""

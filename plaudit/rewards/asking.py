@@ -17,6 +17,7 @@ from plaudit.rewards.view import see
 from plaudit.types import Failure, Group, Sample, Score
 
 NOT_ASKED = Score(None)
+GIVEN_UP = "given_up"
 ROWS_FAULTS = ("no_ground_truth", "no_tokens", "no_field")
 """Causes that say nothing about the reward: the row lacks what it needs."""
 
@@ -86,10 +87,10 @@ class Asker:
         if not self.reward.scores_alone and len(known) < len(names):
             known = {}
         self.counts["cached"] += len(known)
-        left = [i for i, name in enumerate(names) if name not in known]
+        left = {name: i for i, name in enumerate(names) if name not in known}  # the same answer twice is asked for once
         if left:
-            rest = dataclasses.replace(group, samples=tuple(group.samples[i] for i in left))
-            asked = dict(zip((names[i] for i in left), await self._with_retries(rest), strict=True))
+            rest = dataclasses.replace(group, samples=tuple(group.samples[i] for i in left.values()))
+            asked = dict(zip(left, await self._with_retries(rest), strict=True))
             self._cache.put(asked)
             known |= asked
         return [known[name] for name in names]
@@ -118,16 +119,16 @@ class Asker:
             return await self._in_turn(group)
 
     async def _in_turn(self, group: Group) -> list[Score]:
-        if (why := self.given_up) is not None:
-            if time.monotonic() < self._given_up_until:
-                message = f"not asked: {self._failed_calls} calls in a row had failed, the last with {why.cause}: {why.message}"
-                return [failed("given_up", message, sample.text) for sample in group.samples]
-            self._given_up_until = time.monotonic() + self.limits.pause_s  # one call tries; the others still fail at once
-        if self.limits.per_s:
+        if self.limits.per_s and self.given_up is None:
             now = time.monotonic()
             start = max(now, self._next_start)
             self._next_start = start + 1.0 / self.limits.per_s
             await asyncio.sleep(start - now)
+        if (why := self.given_up) is not None:
+            if time.monotonic() < self._given_up_until:
+                message = f"not asked: {self._failed_calls} calls in a row had failed, the last with {why.cause}: {why.message}"
+                return [failed(GIVEN_UP, message, sample.text) for sample in group.samples]
+            self._given_up_until = time.monotonic() + self.limits.pause_s  # one call tries; the others still fail at once
         self.counts["calls"] += 1
         began = time.monotonic()
         scores = await self._asked(group)
@@ -143,17 +144,18 @@ class Asker:
 
     async def _asked(self, group: Group) -> list[Score]:
         """A bug in the reward is a failure of these samples, not the end of the run."""
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(self.limits.timeout_s):
+            async with asyncio.timeout(self.limits.timeout_s) as limit:
                 given = await self.reward.score([group])
             shape = [len(scores) for scores in given]
             if shape != [len(group.samples)]:
                 raise TypeError(f"score() gave {shape} scores for one group of {len(group.samples)}")
             return [_checked(score, sample.text) for score, sample in zip(given[0], group.samples, strict=True)]
-        except TimeoutError:
-            cause, message = "timeout", f"the group took longer than {self.limits.timeout_s} s"
         except Exception as error:
             cause, message = "exception", last_line(error)
+            if limit is not None and limit.expired():  # a TimeoutError may be the reward's own
+                cause, message = "timeout", f"the group took longer than {self.limits.timeout_s} s"
         return [failed(cause, message, sample.text) for sample in group.samples]
 
 

@@ -5,33 +5,34 @@ A run that was killed asks again only for what it had no answer to. Failures are
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from plaudit.errors import RunError
 from plaudit.files import digest_of, fingerprint
 from plaudit.recipe import RewardSettings
+from plaudit.report.progress import say
 from plaudit.types import Group, Score
 
+# What changes no score and no total: how hard a reward is pressed, and what becomes of its failures.
+HARMLESS = ("name", "limits", "cache", "workers", "timeout_s", "on_failure", "max_failure_rate")
 # How a score is used, not what it is.
-USE = {
-    "name", "when", "weight", "combine", "scale", "clip", "normalise", "gate", "malformed", "on_failure", "max_failure_rate",
-    "limits", "cache", "workers", "timeout_s",
-}  # fmt: skip
+USE = (*HARMLESS, "when", "weight", "combine", "scale", "clip", "normalise", "gate", "malformed")
 HOW_REACHED = {"model": {"url", "credential", "port", "start_timeout_s"}, "sampling": {"timeout_s"}}
 """How a model is reached, not which one it is."""
 
 
 class ScoreCache:
-    """An SQLite file; one thread's."""
+    """An SQLite file. Where it fails later on (a full disk, a lock), scores are not kept any more, and that is said once."""
 
     def __init__(self, file: Path):
-        self.file = file
+        self.file, self._given_up = file, False
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+            # It waits for nobody: the event loop would wait, and all rewards with it.
+            self._database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=0.2)
             self._database.execute("pragma journal_mode = wal")
             self._database.execute("pragma synchronous = normal")
             self._database.execute("create table if not exists scores (key text primary key, score text) without rowid")
@@ -39,6 +40,13 @@ class ScoreCache:
             raise RunError(f"{file}: scores cannot be kept there: {error}") from None
 
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
+        found: dict[str, Score] = {}
+        if not self._given_up:
+            with self._or_give_up():
+                found = self._get(keys)
+        return found
+
+    def _get(self, keys: Sequence[str]) -> dict[str, Score]:
         found: dict[str, Score] = {}
         for start in range(0, len(keys), 500):
             some = keys[start : start + 500]
@@ -49,14 +57,27 @@ class ScoreCache:
 
     def put(self, scores: Mapping[str, Score]) -> None:
         rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None]
-        if rows:
-            self._database.execute("begin")
-            self._database.executemany("insert or replace into scores values (?, ?)", rows)
-            self._database.execute("commit")
+        if rows and not self._given_up:
+            with self._or_give_up():
+                self._database.execute("begin")
+                self._database.executemany("insert or replace into scores values (?, ?)", rows)
+                self._database.execute("commit")
 
     def clear(self) -> None:
         """What was kept is not needed any more."""
-        self._database.execute("delete from scores")
+        if not self._given_up:
+            with self._or_give_up():
+                self._database.execute("delete from scores")
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._given_up = True
+            say(
+                f"{self.file}: scores are not kept any more ({error}); if this is killed, they have to be asked for again", "yellow"
+            )
 
     def close(self) -> None:
         self._database.close()
@@ -74,13 +95,32 @@ def _loads(text: str) -> Score:
 # Keys ----------------------------------------------------------------------------------------------------------------
 
 
-def reward_digest(reward: RewardSettings) -> str:
-    """Of all that its scores depend on, but for the samples."""
-    settings = reward.model_dump(mode="json", exclude=USE & set(type(reward).model_fields))
+def reward_digest(reward: RewardSettings, without: Sequence[str] = USE) -> str:
+    """Of all that its scores depend on, but for the samples. A file counts by its content, not by where it lies."""
+    files = {str(file): fingerprint(file) if file.exists() else "absent" for file in [*reward.files, *reward.own_files]}
+    return digest_of(_json([_by_content(settings_without(reward, without), files), list(files.values())]))
+
+
+def settings_without(reward: RewardSettings, without: Sequence[str]) -> dict[str, Any]:
+    """A reward's settings, and those of rewards inside it, less the ones named."""
+    inner = {
+        name: settings_without(value, HARMLESS)
+        for name in type(reward).model_fields
+        if isinstance(value := getattr(reward, name), RewardSettings)
+    }
+    settings = reward.model_dump(mode="json", exclude={*without, *inner} & set(type(reward).model_fields))
     for section, names in HOW_REACHED.items():
         if isinstance(settings.get(section), dict):
             settings[section] = {name: value for name, value in settings[section].items() if name not in names}
-    return digest_of(_json([settings, [fingerprint(file) for file in [*reward.files, *reward.own_files]]]))
+    return settings | inner
+
+
+def _by_content(value: Any, files: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _by_content(inner, files) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_by_content(inner, files) for inner in value]
+    return files.get(str(Path(value).expanduser()), value) if isinstance(value, str) else value
 
 
 def keys(digest: str, group: Group, *, scores_alone: bool) -> list[str]:

@@ -5,21 +5,24 @@
     mixed    judge_weight · judge + (1 − judge_weight) · rule
 
 A rule passes if it gives more than `pass_above`. Where the judge fails, so does the sample: the rule's verdict does not stand in
-for it. Where the rule fails, the judge is not asked.
+for it. Where the rule fails, the judge is not asked, unless `on_failure` of the rule gives a value to go on with.
 """
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from pydantic import PrivateAttr, model_validator
 
+from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import OneReward
 from plaudit.rewards.asking import NOT_ASKED, Asker
 from plaudit.rewards.combine import counted_value
 from plaudit.rewards.reward import Reward, failed
 from plaudit.types import Group, Score
+
+OUTSIDE = ("when", "gate", "normalise", "weight", "combine", "cache", "max_failure_rate")
+"""Settings that the whole cascade has."""
 
 
 class Cascade(Reward):
@@ -44,19 +47,16 @@ class Cascade(Reward):
             raise ValueError("mode: only has no rule; addon and mixed need one")
         if self.mode == "mixed" and not 0.0 <= self.judge_weight <= 1.0:
             raise ValueError(f"mode: mixed shares 1 between judge and rule; judge_weight is {self.judge_weight:g}")
-        for inner in (self.rule, self.judge):
-            if inner is not None and (inner.gate or inner.when or inner.normalise != "none" or inner.weight != 1.0):
-                raise ValueError("rule and judge inside a cascade have no when, gate, normalise or weight; the cascade has")
+        for inner in self.inner:
+            changed = [name for name in OUTSIDE if getattr(inner, name) != type(inner).model_fields[name].get_default()]
+            if changed or inner.on_failure == "stop":
+                names = ", ".join(changed) or "on_failure: stop"
+                raise ValueError(f"{names}: a rule or judge inside a cascade cannot have that; the cascade can")
         return self
 
     @property
-    def files(self) -> list[Path]:
-        inner = [reward for reward in (self.rule, self.judge) if reward is not None]
-        return [file for reward in inner for file in reward.files] + super().files
-
-    @property
-    def own_files(self) -> list[Path]:
-        return [file for reward in (self.rule, self.judge) if reward is not None for file in reward.own_files]
+    def inner(self) -> list[RewardSettings]:
+        return [reward for reward in (self.rule, self.judge) if reward is not None]
 
     async def open(self) -> None:
         askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
@@ -94,12 +94,10 @@ class Cascade(Reward):
         return [self._together(*both) for both in zip(ruled, judged, strict=True)]
 
     def _needs_judge(self, ruled: Score) -> bool:
-        return ruled.failure is None and not (self.mode == "addon" and self._passes(ruled))
-
-    def _passes(self, ruled: Score) -> bool:
-        assert self.rule is not None
+        if self.rule is None:
+            return True
         value = counted_value(self.rule, ruled)
-        return value is not None and value > self.pass_above
+        return value is not None and not (self.mode == "addon" and value > self.pass_above)
 
     def _together(self, ruled: Score, judged: Score) -> Score:
         parts: dict[str, float] = {}
@@ -114,7 +112,9 @@ class Cascade(Reward):
             parts |= {name: values[name]} | {f"{name}/{part}": x for part, x in score.parts.items()}  # pyright: ignore
         rule, judge = values["rule"], values["judge"]
         if judge is None:
-            value = 1.0  # the rule has passed it
+            assert rule is not None
+            assert rule > self.pass_above, "without a judge's value the rule has passed it"
+            value = 1.0
         elif self.mode == "mixed":
             assert rule is not None
             value = self.judge_weight * judge + (1.0 - self.judge_weight) * rule

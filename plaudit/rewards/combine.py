@@ -12,7 +12,7 @@ normalised. A sample without a value it needs (dropped) counts in no mean and no
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from plaudit.recipe import RewardSettings
@@ -50,28 +50,40 @@ class Running:
 
 
 def combine(
-    rewards: Sequence[RewardSettings], group: Group, by_reward: Sequence[Sequence[Score]], running: Mapping[str, Running]
+    rewards: Sequence[RewardSettings],
+    group: Group,
+    by_reward: Sequence[Sequence[Score]],
+    running: Mapping[str, Running] | None,
 ) -> tuple[Score, ...]:
-    """A group's scores, by reward and sample, as one for each sample."""
-    counted = [
-        [counted_value(reward, score) for score in scores] for reward, scores in zip(rewards, by_reward, strict=True)
-    ]  # fmt: skip
-    needed = [reward.weight != 0 for reward in rewards]
-    missing = [_missing(rewards, [scores[i] for scores in by_reward], group.prompt) for i in range(len(group.samples))]
+    """A group's scores, by reward and sample, as one for each sample. Without running means nothing is normalised: values of a
+    validation must be comparable from one to the next."""
+    counted = counted_values(rewards, by_reward)
+    missing = missing_values(rewards, group.prompt, by_reward, counted)
+    valid = [why is None for why in missing]
     joined = [
-        _normalised(reward, values, running, [why is None for why in missing])
+        list(values) if running is None else _normalised(reward, values, running, valid)
         for reward, values in zip(rewards, counted, strict=True)
     ]
-    return tuple(
-        Score(
-            value=_total(rewards, [values[i] for values in joined], needed) if missing[i] is None else None,
-            parts=_parts(rewards, [scores[i] for scores in by_reward], [values[i] for values in counted]),
-            malformed=any(scores[i].malformed for scores in by_reward),
-            failure=missing[i],
-            view=by_reward[0][i].view if len(by_reward) == 1 else None,
+    scores = []
+    for i in range(len(group.samples)):
+        parts = _parts(rewards, [scores[i] for scores in by_reward], [values[i] for values in counted])
+        total = _total(rewards, [values[i] for values in joined]) if valid[i] else None
+        if total is not None and joined != counted:
+            parts["unnormalised"] = _total(rewards, [values[i] for values in counted])
+        scores.append(
+            Score(
+                value=total,
+                parts=parts,
+                malformed=any(scores[i].malformed for scores in by_reward),
+                failure=missing[i],
+                view=by_reward[0][i].view if len(by_reward) == 1 else None,
+            )
         )
-        for i in range(len(group.samples))
-    )
+    return tuple(scores)
+
+
+def counted_values(rewards: Sequence[RewardSettings], by_reward: Sequence[Sequence[Score]]) -> list[list[float | None]]:
+    return [[counted_value(reward, score) for score in scores] for reward, scores in zip(rewards, by_reward, strict=True)]
 
 
 def counted_value(reward: RewardSettings, score: Score) -> float | None:
@@ -103,10 +115,10 @@ def _normalised(
     return [None if x is None else 0.0 if flat else (x - mean) / (std + EPS) for x in values]
 
 
-def _total(rewards: Sequence[RewardSettings], values: Sequence[float | None], needed: Sequence[bool]) -> float:
+def _total(rewards: Sequence[RewardSettings], values: Sequence[float | None]) -> float:
     total: float | None = None
-    for reward, x, counts in zip(rewards, values, needed, strict=True):
-        if counts and x is not None:
+    for reward, x in zip(rewards, values, strict=True):
+        if reward.weight != 0 and x is not None:
             term = reward.weight * x
             total = term if total is None else OPERATIONS[reward.combine](total, term)
     return 0.0 if total is None else total  # every gate is closed
@@ -119,16 +131,46 @@ def _parts(rewards: Sequence[RewardSettings], scores: Sequence[Score], counted: 
     return parts
 
 
-def _missing(rewards: Sequence[RewardSettings], scores: Sequence[Score], prompt: Prompt) -> Failure | None:
-    """The first failure without which the sample has no value."""
+def missing_values(
+    rewards: Sequence[RewardSettings],
+    prompt: Prompt,
+    by_reward: Sequence[Sequence[Score]],
+    counted: Sequence[Sequence[float | None]],
+) -> list[Failure | None]:
+    """For each sample: the first failure without which it has no value."""
+    samples = range(len(by_reward[0]))
     if not has_reward(rewards, prompt):
-        return Failure(NO_REWARD, f"no reward's `when` matches this row (data_source {prompt.data_source!r})")
-    for reward, score in zip(rewards, scores, strict=True):
-        if score.failure is not None and reward.weight != 0 and isinstance(reward.on_failure, str):
+        return [Failure(NO_REWARD, f"no reward's `when` matches this row (data_source {prompt.data_source!r})") for _ in samples]
+    needed = _needed(rewards)
+    return [_missing(rewards, needed, [scores[i] for scores in by_reward], [values[i] for values in counted]) for i in samples]
+
+
+def _missing(
+    rewards: Sequence[RewardSettings], needed: Set[str], scores: Sequence[Score], counted: Sequence[float | None]
+) -> Failure | None:
+    for reward, score, x in zip(rewards, scores, counted, strict=True):
+        if reward.label not in needed:
+            continue
+        if score.failure is not None and isinstance(reward.on_failure, str):
             return Failure(score.failure.cause, f"{reward.label}: {score.failure.message}")
+        if x is not None and not math.isfinite(reward.weight * x):
+            return Failure("not_a_number", f"{reward.label}: scale {reward.scale:g} and weight {reward.weight:g} make it {x:g}")
     return None
+
+
+def _needed(rewards: Sequence[RewardSettings]) -> set[str]:
+    """Labels of those that count, and of those that open their gates: a gate that has failed is neither open nor closed."""
+    needed: set[str] = set()
+    for reward in reversed(rewards):  # a gate stands above what it opens
+        if reward.weight != 0 or reward.label in needed:
+            needed.add(reward.label)
+            needed |= {reward.gate.reward} if reward.gate else set()
+    return needed
 
 
 def has_reward(rewards: Sequence[RewardSettings], prompt: Prompt) -> bool:
     """Whether anything that counts is said of this prompt's samples."""
-    return any(reward.weight != 0 and reward.applies_to(prompt) for reward in rewards)
+    applies: dict[str, bool] = {}
+    for reward in rewards:
+        applies[reward.label] = reward.applies_to(prompt) and (reward.gate is None or applies[reward.gate.reward])
+    return any(reward.weight != 0 and applies[reward.label] for reward in rewards)

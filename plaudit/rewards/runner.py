@@ -21,7 +21,7 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
 from plaudit.rewards.asking import Asker
 from plaudit.rewards.cache import ScoreCache
-from plaudit.rewards.combine import Running, combine, counted_value, has_reward
+from plaudit.rewards.combine import Running, combine, counted_value, counted_values, has_reward, missing_values
 from plaudit.rewards.reward import Reward
 from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 
@@ -67,7 +67,8 @@ class RewardRunner:
 
     def collect(self, groups: Iterable[Group], expected: int | None = None, *, learn: bool = True) -> list[ScoredGroup]:
         """All groups with their scores. Raises TrainingStopped when a reward fails more than its settings allow: as soon as that
-        is certain, if it is told how many samples to expect. `learn`: running means take these values in."""
+        is certain, if it is told how many samples to expect. Without `learn` (a validation) nothing
+        is normalised, and running means stay as they are."""
         step = _Step(self.rewards, expected, self._tolerant)
         given: list[Group] = []
         pending: list[Future[ByLabel]] = []
@@ -174,15 +175,22 @@ class RewardRunner:
         return waiting
 
     def _together(self, groups: Sequence[Group], scores: Sequence[ByReward], *, learn: bool) -> list[ScoredGroup]:
-        for i, reward in enumerate(self.rewards):
-            if learn and reward.label in self._running:
-                values = [counted_value(reward, score) for by_reward in scores for score in by_reward[i]]
-                self._running[reward.label].add([x for x in values if x is not None])
-        labels = [reward.label for reward in self.rewards]
+        if learn and self._running:
+            self._take_in(groups, scores)
+        labels, running = [reward.label for reward in self.rewards], self._running if learn else None
         return [
-            ScoredGroup(group, combine(self.rewards, group, by_reward, self._running), dict(zip(labels, by_reward, strict=True)))
+            ScoredGroup(group, combine(self.rewards, group, by_reward, running), dict(zip(labels, by_reward, strict=True)))
             for group, by_reward in zip(groups, scores, strict=True)
         ]
+
+    def _take_in(self, groups: Sequence[Group], scores: Sequence[ByReward]) -> None:
+        """Running means see what is trained on: a dropped sample is not."""
+        for group, by_reward in zip(groups, scores, strict=True):
+            counted = counted_values(self.rewards, by_reward)
+            kept = [why is None for why in missing_values(self.rewards, group.prompt, by_reward, counted)]
+            for reward, values in zip(self.rewards, counted, strict=True):
+                if reward.label in self._running:
+                    self._running[reward.label].add([x for x, ok in zip(values, kept, strict=True) if ok and x is not None])
 
     async def _close(self) -> None:
         rest = asyncio.all_tasks() - {asyncio.current_task()}

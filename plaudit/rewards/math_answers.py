@@ -1,0 +1,260 @@
+r"""Where the answer is in a response, how it is written in one way, and whether two plain numbers or texts are the same.
+
+All of it is plain string work, linear in what it reads and in-process; what needs algebra is `math_worker.py`'s.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+WINDOW = 20_000
+"""Characters at the end of a response in which its answer is looked for."""
+MOST_BOXES = 16
+"""Boxes that are looked at, from the last one back."""
+LONGEST_FORMULA = 2000
+LONGEST_LINE = 100
+"""A longer last line is prose: only the last expression in it can be the answer."""
+MOST_DIGITS = 400
+"""Longer numbers are nobody's answer, and slow to read."""
+
+# Where the answer is --------------------------------------------------------------------------------------------------
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BRACES = re.compile(r"\\.|[{}]", re.S)
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.()]|\\[()\[\],;: ]|\\q?quad|\\text|\\mbox|[{}]|\bor\b|\band\b|\bund\b)*")
+_PHRASE = re.compile(
+    r"(?:\bfinal\s+answer|\banswer|\bsolution)\W{0,4}?\s*(?:is|are|:|=)\s*(?:\*\*|:)?(?:\s*(?:equal to|therefore|thus)\b)?|####",
+    re.I,
+)
+_DOLLARS = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
+_NUMBERS = re.compile(r"(?<![\w.])[-+−]?\s?\$?\d[\d,]*(?:\.\d+)?(?:\s?/\s?\d+)?\s?(?:\\?%)?")
+_SENTENCE_END = re.compile(r"(?<!Rs)(?<!\bNo)[.!?](?=\s+[A-Z])")
+
+
+def find_answer(response: str) -> str | None:
+    """The last box; else what follows the last 'answer is', 'Answer:' or ####; else the last line, or the expression in it.
+
+    Boxes with nothing but 'or', 'and' or commas between them are one answer, a list. So are expressions joined by 'or'.
+    """
+    text = response[-WINDOW:]
+    boxed = _boxed(text)
+    if boxed:
+        return boxed
+    phrase = None
+    for phrase in _PHRASE.finditer(text):  # noqa: B007 (the last one)
+        pass
+    if phrase is not None:
+        rest = text[phrase.end() :].strip(" \t*:")
+        line = next((line for line in rest.splitlines() if line.strip(" *\t$")), "")
+        if line.startswith("$$") or "\\[" in line[:3]:
+            line = rest  # a displayed formula may take lines
+        return _expression(_SENTENCE_END.split(line, maxsplit=1)[0], short=LONGEST_LINE) or None
+    lines = text.rstrip().rsplit("\n", 1)
+    return _expression(lines[-1], short=LONGEST_LINE if len(lines[-1].split()) <= 3 else 0) or None
+
+
+def _boxed(text: str) -> str | None:
+    boxes: list[tuple[int, int, str]] = []
+    at = len(text)
+    for _ in range(MOST_BOXES):
+        at = max(text.rfind("\\boxed", 0, at), text.rfind("\\fbox", 0, at))
+        if at < 0:
+            break
+        found = _BOX.match(text, at)
+        box = found and _braced(text, found.end())
+        if not box or not box[1].strip():
+            continue  # cut off, or empty
+        if boxes and not _BETWEEN_BOXES.fullmatch(text, box[0], boxes[0][0]):
+            break
+        boxes.insert(0, (at, box[0], box[1].strip()))
+    contents = list(dict.fromkeys(content for _, _, content in boxes))
+    return ", ".join(contents) or None
+
+
+def _braced(text: str, at: int) -> tuple[int, str] | None:
+    """Where the group that begins at `at` ends, and what is in it. Without braces, the next word is the group."""
+    if text[at : at + 1] != "{":
+        word = re.compile(r"[^\s$.,]+").match(text, at)
+        return (word.end(), word[0]) if word else None
+    depth = 0
+    for brace in _BRACES.finditer(text, at):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.end(), text[at + 1 : brace.start()]
+    return None
+
+
+def _expression(line: str, short: int) -> str:
+    """The line itself if it is short; else, or if it has them, its last formula or number; a list when 'or' joins several."""
+    line = line[-LONGEST_FORMULA:].strip().strip("*").strip()
+    pieces = [(m.start(), m.end(), next(filter(None, m.groups()), "")) for m in _DOLLARS.finditer(line)]
+    bare = _DOLLARS.sub("", line)
+    if pieces and len(pieces) == 1 and not re.search(r"\w", bare):
+        return pieces[0][2].strip()
+    if len(line) <= short and not (pieces and len(bare.split()) > 6):
+        return line
+    if not pieces:
+        pieces = [(m.start(), m.end(), m[0]) for m in _NUMBERS.finditer(line)]
+    if not pieces:
+        return line if len(line) <= LONGEST_LINE else ""
+    joined = [pieces[-1]]
+    for piece in reversed(pieces[:-1]):
+        between = line[piece[1] : joined[0][0]]
+        if not (_BETWEEN_BOXES.fullmatch(between) or re.search(r"\bor\b", between)):
+            break
+        joined.insert(0, piece)
+    return ", ".join(dict.fromkeys(piece[2].strip() for piece in joined))
+
+
+# One way of writing ---------------------------------------------------------------------------------------------------
+
+_UNICODE = {
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ",
+    "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ",
+    "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∉": r"\notin ", "∅": r"\emptyset ", "°": r"\degree ",
+    "º": r"\degree ", "√": r"\sqrt ", "²": "^2", "³": "^3", "¹": "^1", "⁰": "^0", "⁴": "^4", "⁵": "^5", "⁶": "^6", "⁷": "^7",
+    "⁸": "^8", "⁹": "^9", "ⁿ": "^n", "₀": "_0", "₁": "_1", "₂": "_2", "₃": "_3", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "⅔": r"\frac{2}{3}", "（": "(", "）": ")", "，": ", ", "：": ":", "；": ";", "。": ".", "％": r"\%",
+    "＝": "=", "＜": "<", "＞": ">",
+    "｜": "|", "∣": "|", "’": "'", "‘": "'", "“": '"', "”": '"', "\u00a0": " ", "\u2009": " ", "α": r"\alpha ", "β": r"\beta ",
+    "γ": r"\gamma ", "δ": r"\delta ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ",
+    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "∠": "", "△": "", "∆": "",
+    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ",
+}  # fmt: skip
+_TRANSLATE = str.maketrans(_UNICODE)
+
+# Escapes that a JSON reader has eaten ('\frac' as a form feed and 'rac') are common in published references.
+_EATEN = [
+    (re.compile("\x0c(?=rac)"), r"\\f"),
+    (re.compile("\t(?=ext|imes|heta|an[^a-z])"), r"\\t"),
+    (re.compile("\x08(?=inom|eta|ar)"), r"\\b"),
+    (re.compile(r"\n(?=eq?\b)"), r"\\n"),
+    (re.compile(r"\n(?=arctan\b)"), r"\\"),
+]
+# In this order.
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
+    (re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
+    (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])\.?"), " "),
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
+    (re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
+    (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"!=|\\not\s*="), r"\\ne "),
+    (re.compile(r"\\(?:lbrace|{)"), r"\\{"),
+    (re.compile(r"\\(?:rbrace|})"), r"\\}"),
+    (re.compile(r"\\(?:vert|lvert|rvert|mid)(?![a-zA-Z])"), "|"),
+    (re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"\^\s*(?:{\s*)?\\(?:circ|textcirc|degree)(?![a-zA-Z])(?:\s*})?"), r"\\degree "),
+    (re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
+    (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a reader that ate the rest
+    (re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
+    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf|vec|hat)(?![a-zA-Z])\s*(?={)"), ""),
+    (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
+    (re.compile(r"\{,\}|(?<=\d),\\!(?=\d)|\\!"), ""),
+    (re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
+    (re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
+    (re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
+    (re.compile(r"\\(?:angle|triangle)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
+    (re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
+    (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|\*\*"), " "),
+    (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), ""),
+    (re.compile(r"\s+"), " "),
+]  # fmt: skip
+
+
+def normalise(text: str) -> str:
+    """The same answer in one spelling: unicode as LaTeX, one name for each command, no spacing commands, no decoration."""
+    for pattern, replacement in _EATEN:
+        text = pattern.sub(replacement, text)
+    text = text.strip()
+    # '$763.89$' is a formula, '$763.89' is money.
+    if text.count("$") - text.count("\\$") == 2 and text[0] == text[-1] == "$":
+        text = text[1:-1]
+    text = text.translate(_TRANSLATE)
+    if "\\begin" not in text:
+        text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix it is the end of a row
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _without_stray_braces(text).strip().rstrip(".,;: ").strip()
+    return text[1:].lstrip() if text.startswith("= ") else text
+
+
+def _without_stray_braces(text: str) -> str:
+    """Drop closing braces that nothing opened, as in '[0, 1]}'."""
+    depth, kept, start = 0, [], 0
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            if depth == 0:
+                kept.append(text[start : brace.start()])
+                start = brace.end()
+            else:
+                depth -= 1
+    return "".join([*kept, text[start:]])
+
+
+# What needs no algebra ------------------------------------------------------------------------------------------------
+
+_INTEGER = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,{MOST_DIGITS}}})"
+_PLAIN = re.compile(rf"([-+]?)\s?({_INTEGER}(?:\.\d{{0,{MOST_DIGITS}}})?|\.\d{{1,{MOST_DIGITS}}})(?:\s?/\s?({_INTEGER}))?", re.A)
+_FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?{{\s?(-?{_INTEGER})\s?}}\s?{{\s?({_INTEGER})\s?}}", re.A)
+_TEXT = re.compile(r"\\text\s*{([^{}]*)}")
+_WORDS = re.compile(r"(?:[^\W\d_]|[\s,.;:'\"!?-])+")
+_CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+
+
+def plain_number(text: str) -> Fraction | None:
+    """An integer, a decimal or a fraction of integers, exactly; none for anything else. `text` is normalised."""
+    found = _PLAIN.fullmatch(text) or _FRACTION.fullmatch(text)
+    if found is None:
+        return None
+    numerator = Fraction(found[2].replace(",", ""))
+    denominator = Fraction((found[3] or "1").replace(",", ""))
+    return None if denominator == 0 else (-1 if found[1] == "-" else 1) * numerator / denominator
+
+
+def key(text: str) -> str:
+    """What two spellings of the same text have in common: case counts, white space and \\text do not."""
+    return re.sub(r"[\s$]+", "", _TEXT.sub(r"\1", text))
+
+
+def words(text: str) -> str:
+    """An answer in plain words, without case, articles and punctuation; nothing if it is not plain words."""
+    text = _TEXT.sub(r" \1 ", text)
+    if not _WORDS.fullmatch(text) or not re.search(r"[a-z]{3}|[A-Z][a-z]{2}", text):
+        return ""
+    found = re.findall(r"[^\W\d_]+", text.casefold())
+    return " ".join(word for word in found if word not in ("the", "a", "an"))
+
+
+def split_choice(text: str) -> tuple[str, str]:
+    """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', '\\text{A}'; no letter if two are named: 'A or B'."""
+    found = _CHOICE.fullmatch(text)
+    if found is None or re.search(r"\b[A-J]\b|\bor\b", found[2]):
+        return "", text
+    return found[1], found[2].strip()
+
+
+def compare_plainly(answer: str, truth: str, tolerance: float) -> bool | None:
+    """Right, wrong, or none when it takes more than this to tell. Both are normalised."""
+    if key(answer) == key(truth):
+        return True
+    said = words(truth)
+    if said and words(answer):
+        return words(answer) == said
+    (letter, chosen), (right_letter, wanted) = split_choice(answer), split_choice(truth)
+    if letter and right_letter and (letter != right_letter or not chosen or not wanted):
+        return letter == right_letter
+    a, b = plain_number(chosen), plain_number(wanted)
+    if a is None or b is None:
+        return None
+    return a == b or abs(a - b) <= Fraction(tolerance) * abs(b)
