@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plaudit.rewards.ground_truth import plain
+from plaudit.rewards.view import last_boxed
 from plaudit.types import Prompt
 
 NUMBER = re.compile(r"[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -98,8 +100,7 @@ def _ends_like(target: Target, text: str) -> bool:
 
 def final_answer(truth: Any) -> str | None:
     """The answer in a ground truth: what follows GSM8K's ####, what a \\boxed{} holds, or all of it; None if it is long."""
-    if hasattr(truth, "tolist"):  # numpy's
-        truth = truth.tolist()
+    truth = plain(truth)
     if isinstance(truth, list | tuple):
         truth = truth[0] if truth else None
     if isinstance(truth, float) and truth.is_integer():
@@ -109,8 +110,8 @@ def final_answer(truth: Any) -> str | None:
     text = str(truth)
     if "####" in text:
         text = text.rsplit("####", 1)[1]
-    elif boxed := re.findall(r"\\boxed\{([^{}]*)\}", text):
-        text = boxed[-1]
+    elif boxed := last_boxed(text):
+        text = boxed
     text = text.strip()
     return text if 0 < len(text) <= 200 and not text.startswith("{") else None
 

@@ -17,10 +17,10 @@ from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
 from plaudit.reward_models.halves import failure_of, is_out_of_memory
 from plaudit.reward_models.model_thread import Closed, ModelThread
-from plaudit.reward_models.scorer import Scorer
+from plaudit.reward_models.scalar_skill import ScalarSkill
 from plaudit.reward_models.skill import Skill
 from plaudit.reward_models.weights import Weights
-from plaudit.reward_models.writer import Writer
+from plaudit.reward_models.writing_skill import WritingSkill
 from plaudit.types import Failure, Message
 
 
@@ -43,7 +43,7 @@ class Local(Backend):
     async def open(self) -> None:
         assert self._thread is None, "it is open"
         device = resolve_device(self.settings.device, "model.device")
-        kind = Scorer if self.scalar else Writer
+        kind = ScalarSkill if self.scalar else WritingSkill
         thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute, device, gather_s=kind.gather_s)
         skill = self._skill = kind(self.settings, device, thread.closing.is_set)
         offload = self.settings.placement == "offload"

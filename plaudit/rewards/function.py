@@ -42,13 +42,10 @@ class Function(Reward):
         return [Path(self.path).expanduser(), *super().files]
 
     async def open(self) -> None:
-        path = Path(self.path).expanduser()
-        if not path.is_file():
-            problem = "is a folder; name a Python file in it." if path.is_dir() else f"does not exist.{nearest_path(path)}"
-            raise RecipeError(f"reward '{self.label}': {path} {problem}")
+        path = python_file(self.path, self.label)
         self._workers = Workers(path, self.function, self.arguments, count=self.workers, timeout_s=self.timeout_s)
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, self._workers.started))
+            await self._workers.ready()
         except CannotStart as error:
             raise RecipeError(f"reward '{self.label}': {self._explain(path, error.answer)}") from None
 
@@ -89,6 +86,15 @@ class Function(Reward):
                 extra_info=dict(prompt.extra_info),
             )
         )
+
+
+def python_file(name: str, label: str) -> Path:
+    """A user's file; a RecipeError if there is none."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        problem = "is a folder; name a Python file in it." if path.is_dir() else f"does not exist.{nearest_path(path)}"
+        raise RecipeError(f"reward '{label}': {path} {problem}")
+    return path
 
 
 def _as_score(answer: Answer, text: str) -> Score:

@@ -11,7 +11,8 @@ import re
 from fractions import Fraction
 from typing import Any, Literal
 
-from plaudit.rewards.reward import Rule, failed
+from plaudit.rewards.ground_truth import no_truth, plain
+from plaudit.rewards.reward import Rule
 from plaudit.types import Prompt, Sample, Score
 
 MOST_DIGITS = 400
@@ -34,12 +35,7 @@ class Gsm8k(Rule):
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truth = _truth(prompt.ground_truth)
         if truth is None:
-            given = "has no ground truth" if prompt.ground_truth is None else f"has the ground truth {prompt.ground_truth!r:.80}"
-            # The data's fault, not the policy's: no response could be right here.
-            message = (
-                f"row {prompt.id} {given}; gsm8k needs (in `reward_model.ground_truth`) a number, or a text with #### and a number"
-            )
-            return failed("no_ground_truth", message, sample.text)
+            return no_truth(prompt, sample, "gsm8k", "a number, or a text with #### and a number")
         number = _marked(sample.text) if self.method == "strict" else _last(sample.text)
         if number is None:
             return Score(0.0, malformed=True, view=sample.text)
@@ -47,8 +43,7 @@ class Gsm8k(Rule):
 
 
 def _truth(given: Any) -> Fraction | None:
-    if hasattr(given, "tolist"):  # numpy's scalars and arrays
-        given = given.tolist()
+    given = plain(given)
     if isinstance(given, list | tuple) and len(given) == 1:
         given = given[0]
     if isinstance(given, bool) or not isinstance(given, str | int | float):

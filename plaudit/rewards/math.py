@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
 
 from plaudit.errors import RecipeError
+from plaudit.rewards.ground_truth import no_truth, plain
 from plaudit.rewards.math_answers import compare_plainly, find_answer, normalise
 from plaudit.rewards.process import Answer
 from plaudit.rewards.reward import Reward, failed
@@ -42,8 +43,6 @@ LONGEST_ANSWER = 1000
 """Characters of an answer that is more than compared as text: a real one is short."""
 LONGEST_READ = 4000
 """And of one that is looked at all."""
-CANNOT_START = "a worker process could not start"
-"""How `workers.py` says that the failure is ours."""
 WORKER = Path(__file__).with_name("math_worker.py")
 
 
@@ -65,7 +64,7 @@ class Math(Reward):
         arguments = {"tolerance": self.tolerance}
         self._workers = Workers(WORKER, "compare", arguments, count=self.workers, timeout_s=self.timeout_s)
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, self._workers.started))
+            await self._workers.ready()
         except CannotStart as error:
             raise RecipeError(f"reward '{self.label}': {error.answer.get('message', error.answer)}") from None
 
@@ -90,10 +89,7 @@ class Math(Reward):
         """The score, or the comparisons that it waits for."""
         truths = references(prompt.ground_truth)
         if not truths:
-            given = "has no ground truth" if prompt.ground_truth is None else f"has the ground truth {prompt.ground_truth!r:.80}"
-            # The data's fault, not the policy's: no response could be right here.
-            message = f"row {prompt.id} {given}; math needs (in `reward_model.ground_truth`) a text, a number or a list of them"
-            return failed("no_ground_truth", message, sample.text)
+            return no_truth(prompt, sample, "math", "a text, a number or a list of them")
         found = find_answer(sample.text)
         answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
         if not answer:
@@ -116,13 +112,12 @@ def references(truth: Any) -> tuple[str, ...]:
 
     A worked solution counts by its final answer, if it has one in a box or behind ####.
     """
-    if hasattr(truth, "tolist"):  # numpy's scalars and arrays
-        truth = truth.tolist()
+    truth = plain(truth)
     if isinstance(truth, list | tuple):
         return tuple(text for one in truth for text in references(one))
     if isinstance(truth, bool) or not isinstance(truth, str | int | float):
         return ()
-    return _reference(truth) if isinstance(truth, str) else _reference(str(truth))
+    return _reference(str(truth))
 
 
 @lru_cache(maxsize=4096)
@@ -138,6 +133,6 @@ def _as_score(answers: list[Answer], text: str) -> Score:
     best = max(answers, key=lambda answer: answer.get("value", -1.0))
     if "value" in best:
         return Score(best["value"], malformed=best.get("malformed", False), view=text, trace=best.get("trace", {}))
-    if best["cause"] in ("timeout", "died") and not best["message"].startswith(CANNOT_START):
+    if best["cause"] in ("timeout", "died"):
         return Score(0.0, malformed=True, view=text, trace={"cause": best["cause"], "message": best["message"]})
     return failed(best["cause"], best["message"], view=text)

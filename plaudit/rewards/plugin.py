@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt, PrivateAttr
 
-from plaudit.errors import RecipeError, did_you_mean, nearest_path
+from plaudit.errors import RecipeError, did_you_mean
 from plaudit.files import digest_of
 from plaudit.recipe.reward_models import JudgeSampling
 from plaudit.reward_models.backend import Question
 from plaudit.rewards.asking_models import ModelReward, Reply, shown, writing
+from plaudit.rewards.function import python_file
 from plaudit.rewards.reward import failed
 from plaudit.rewards.templates import question_of
 from plaudit.rewards.workers import CannotStart, Workers
@@ -55,10 +56,7 @@ class Plugin(ModelReward):
         return [Path(self.path).expanduser(), *super().files]
 
     async def open(self) -> None:
-        path = Path(self.path).expanduser()
-        if not path.is_file():
-            problem = "is a folder; name a Python file in it." if path.is_dir() else f"does not exist.{nearest_path(path)}"
-            raise RecipeError(f"reward '{self.label}': {path} {problem}")
+        path = python_file(self.path, self.label)
         lists = {
             "functions": list(FUNCTIONS),
             "tokenizer": self._tokenizer(),
@@ -66,7 +64,7 @@ class Plugin(ModelReward):
         }
         self._workers = Workers(path, "", {}, count=self.workers, timeout_s=self.timeout_s, lists=lists)
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, self._workers.started))
+            await self._workers.ready()
         except CannotStart as error:
             raise RecipeError(f"reward '{self.label}': {self._explain(path, error.answer)}") from None
         await super().open()

@@ -9,6 +9,7 @@ no other; they are programs of their own (fork and exec), so that neither our th
 A shell that waits for our end kills what is left when we are killed.
 """
 
+import asyncio
 import pickle
 import queue
 import sys
@@ -26,6 +27,10 @@ IMPORT_S = 300.0
 """What loading the user's file may take: it may import big libraries from a slow disk."""
 CALLS_AT_ONCE = 16
 """Most calls that a process is handed at a time: enough to make the way there and back cheap."""
+
+
+CANNOT_START = "cannot_start"
+"""The cause of calls that no process could be started for: not their own doing, as `died` is."""
 
 
 class CannotStart(Exception):
@@ -68,6 +73,10 @@ class Workers:
         for started, keeper in zip(self.started, self._keepers, strict=True):
             started.set_running_or_notify_cancel()  # whoever waits for it may stop waiting; it goes on
             keeper.start()
+
+    async def ready(self) -> None:
+        """Wait until every process has loaded the file; raises CannotStart if one could not."""
+        await asyncio.gather(*map(asyncio.wrap_future, self.started))
 
     def call(self, **given: Any) -> Future[Answer]:
         """One call, to be made when a process is free. Never raises for what the function does."""
@@ -140,7 +149,7 @@ class Workers:
             except CannotStart as error:
                 message = f"a worker process could not start again: {error}"
                 for call in batch:
-                    call.future.set_result({"cause": "died", "message": message})
+                    call.future.set_result({"cause": CANNOT_START, "message": message})
                 return
             process.send([call.request for call in batch])
             try:

@@ -37,7 +37,7 @@ class _Manner(NamedTuple):
     stop: tuple[str, ...]
 
 
-class Writer(Skill[Asked, Answer]):
+class WritingSkill(Skill[Asked, Answer]):
     # An answer takes seconds, and what comes a moment late would wait for all of them.
     gather_s: ClassVar[float] = 0.02
     template: ChatTemplate

@@ -22,7 +22,7 @@ from plaudit.types import Failure, Message
 Conversation = list[Message]
 
 
-class Scorer(Skill[Conversation, Verdict]):
+class ScalarSkill(Skill[Conversation, Verdict]):
     gather_s: ClassVar[float] = 0.005
     transcript: Transcript
     model: ScalarModel | None = None
