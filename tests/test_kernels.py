@@ -272,6 +272,10 @@ def test_rotate_and_write(ops, dtype, seed):
     qkv, before = wide[:, :width], wide.clone()
 
     ops.rotate_and_write(qkv, heads, rotation, tokens.cache, tokens.layer, tokens.rows, tokens.positions)
+    without_cache = before.clone()
+    ops.rotate(without_cache[:, :width], heads, rotation, tokens.positions)
+    assert torch.equal(without_cache[:, :width], qkv), "turned alone"
+    assert without_cache[:, width:].isnan().all()
 
     query, key, value = exact(before[:, :width]).view(count, -1, size).split([heads.query, heads.kv, heads.kv], 1)
     if with_norms:
@@ -716,11 +720,35 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind):
         engine = NativeEngine(model, None, max_sequences=4, block_tokens=16)
         return {(s.prompt_id, s.index): s for s in engine.generate(requests, sampling)}
 
-    monkeypatch.setattr(forward, "_operations", lambda device: plain)
+    monkeypatch.setattr(forward, "operations_on", lambda device: plain)
     expected = samples()
-    monkeypatch.setattr(forward, "_operations", lambda device: kernels)
+    monkeypatch.setattr(forward, "operations_on", lambda device: kernels)
     found = samples()
     assert found.keys() == expected.keys()
     for key, sample in found.items():
         assert sample.tokens.tolist() == expected[key].tokens.tolist()
         assert np.abs(sample.sampler_logprobs - expected[key].sampler_logprobs).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
+    """Hidden states of packed sequences: on kernels and in torch, those of the model's own modules."""
+    from plaudit.data.pack import pack
+    from plaudit.models.attention import packed_arguments
+    from plaudit.models.policy import load_model
+    from plaudit.recipe import Model
+    from plaudit.rollout.native import whole
+    from plaudit.types import Example
+
+    model = load_model(Model(path=str(tiny_models[kind]), dtype=str(dtype).removeprefix("torch.")), DEVICE).get_decoder()
+    sequences = [np.arange(length) % 300 for length in (20, 1, 37)]
+    batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
+    with torch.no_grad():
+        expected = model(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+    for ops in (plain, kernels):
+        monkeypatch.setattr(whole, "operations_on", lambda device, ops=ops: ops)
+        found = whole.WholePass(model)(batch)
+        assert found.dtype == expected.dtype
+        apart = (found.float() - expected.float()).abs().max().item()
+        assert apart < (1e-4 if dtype == torch.float32 else 0.06), ops.__name__

@@ -65,7 +65,8 @@ for capability in (80, 90):
         compiled(layers._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
         rows = {"rows_ptr": "*i32"}
         rotate = {"QUERY": heads, "KV": kv, "D": size, "HALF": size // 2, "BLOCK": 64, "AT_ONCE": 4, "NORM": True}
-        compiled(layers._rotate_and_write, dtype, capability, rotate, {"num_warps": 2}, **rows)
+        for keep in (True, False):
+            compiled(layers._rotate_and_write, dtype, capability, rotate | {"WRITE": keep}, {"num_warps": 2}, **rows)
         write = {"KV": kv, "HEADS": kv, "D": size, "WIDTH": size, "BLOCK": 64}
         compiled(layers._write, dtype, capability, write, {"num_warps": 2}, **rows)
     row = {"COLUMNS": 5, "TILE": 4096}

@@ -7,7 +7,7 @@ It comes in two forms: a sequence classifier with one label, whose head is `scor
 and nobody has to look for where padding begins; the head computes in fp32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,12 +46,17 @@ class ScalarModel(nn.Module):
     def __init__(self, decoder: PreTrainedModel, head: nn.Linear):
         super().__init__()
         self.decoder, self.head = decoder, head
+        self.states: Callable[[Batch], Tensor] | None = None
+        """A faster way to hidden states than the decoder's modules, if there is one."""
 
     def forward(self, batch: Batch) -> Tensor:
         """A value for each sequence of a packed batch, in fp32."""
-        hidden_TD = self.decoder(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        hidden_TD = (self.states or self._states)(batch)
         last_SD = hidden_TD[batch.starts_S1[1:].long() - 1]
         return self.head(last_SD.float())[:, 0]
+
+    def _states(self, batch: Batch) -> Tensor:
+        return self.decoder(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
 
     def score(self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None) -> np.ndarray:
         """A value for each sequence of tokens, in fp32."""

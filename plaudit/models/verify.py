@@ -21,9 +21,10 @@ def verify_packed(model: PreTrainedModel) -> None:
     _verify(model, _packed_logprobs, _plain_logprobs, "log-probs", skipped=1)
 
 
-def verify_packed_states(decoder: PreTrainedModel) -> None:
-    """The same of a model without an output head, by the hidden states it ends with."""
-    _verify(decoder, _packed_states, _plain_states, "hidden states", skipped=0)
+def verify_packed_states(decoder: PreTrainedModel, states: Callable[[Batch], Tensor] | None = None) -> None:
+    """The same of a model without an output head, by the hidden states it ends with; or of another way to compute them."""
+    another = None if states is None else (lambda _, first, second: states(_batch(first, second)).float())
+    _verify(decoder, another or _packed_states, _plain_states, "hidden states", skipped=0)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from plaudit.reward_models.backend import Verdict
 from plaudit.reward_models.halves import failure_of, in_halves
 from plaudit.reward_models.model_thread import Closed
 from plaudit.reward_models.skill import Skill
+from plaudit.rollout.native.whole import WholePass
 from plaudit.types import Failure, Message
 
 Conversation = list[Message]
@@ -26,6 +27,7 @@ class ScalarSkill(Skill[Conversation, Verdict]):
     gather_s: ClassVar[float] = 0.005
     transcript: Transcript
     model: ScalarModel | None = None
+    _verified = False
 
     def check(self, config: PretrainedConfig) -> None:
         scalar_form(self.settings, config)
@@ -37,8 +39,12 @@ class ScalarSkill(Skill[Conversation, Verdict]):
 
     def take(self, model: ScalarModel) -> None:
         self.model = model
+        if WholePass.fits(model.decoder):
+            model.states, self._verified = WholePass(model.decoder, verify=not self._verified), True
 
     def release(self) -> None:
+        if self.model is not None:
+            self.model.states = None
         self.model = None
 
     def failed(self, failure: Failure) -> Verdict:

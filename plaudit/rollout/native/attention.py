@@ -12,6 +12,7 @@ from plaudit.models.attention import attend_packed
 from plaudit.rollout.native.cache import CacheView, Heads, Rotation, to_device
 from plaudit.rollout.native.rows import POSITION, TOKEN, Rows
 from plaudit.rollout.native.scheduler import Piece
+from plaudit.types import Batch
 
 
 class ReadStep:
@@ -110,3 +111,20 @@ class DecodeStep:
         scale = query_BHD.shape[-1] ** -0.5 if scaling is None else scaling
         options = {"scale": scale, "window": window, "longest": self.longest}
         return self.ops.attend(query_BHD, self.cache, layer, self.positions_T, **options).view(1, *query_BHD.shape)
+
+
+class WholeStep:
+    """Whole sequences, packed, whose keys nobody will want again: what training computes, without gradients."""
+
+    def __init__(self, batch: Batch, ops: Any):
+        self.batch, self.ops = batch, ops
+        self.tokens_T, self.positions_T = batch.tokens_T, batch.positions_T
+
+    def attend_fused(
+        self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
+    ) -> Tensor:
+        self.ops.rotate(qkv_TE, heads, rotation, self.positions_T)
+        query_THD, key_TKD, value_TKD = qkv_TE.view(len(qkv_TE), -1, heads.size).split([heads.query, heads.kv, heads.kv], 1)
+        starts, longest = self.batch.starts_S1, self.batch.longest
+        attended_THD = attend_packed(query_THD, key_TKD, value_TKD, starts, starts, longest, longest, scale=scale, window=window)
+        return attended_THD.reshape(len(qkv_TE), -1)

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from plaudit.models.residual import is_known, is_precise
-from plaudit.rollout.native.attention import DecodeStep, ReadStep
+from plaudit.rollout.native.attention import DecodeStep, ReadStep, WholeStep
 from plaudit.rollout.native.cache import Heads, Rotation, next_power_of_2
 from plaudit.rollout.native.packed import packed
 
@@ -157,7 +157,7 @@ class FusedDecoder:
         for product in (product for layer in self.layers for product in layer.products):
             product.packed = None
 
-    def hidden(self, step: ReadStep | DecodeStep) -> Tensor:
+    def hidden(self, step: ReadStep | DecodeStep | WholeStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps
         assert self.rotation is not None
         x_TD, delta = nn.functional.embedding(step.tokens_T, self.embedding), None

@@ -22,8 +22,8 @@ LOGIT_ROWS = 256  # whose logits are held at a time, on a GPU: 150 MB for a voca
 
 class Forward:
     def __init__(self, model: PreTrainedModel):
-        self.model, self.shape = model, _cache_shape(model)
-        self.ops = _operations(self.shape.device)
+        self.model, self.shape = model, cache_shape(model)
+        self.ops = operations_on(self.shape.device)
         self.decoder = FusedDecoder(model, self.shape.heads) if FusedDecoder.fits(model) else ModuleDecoder(model)
         self.graphs = Graphs(self.shape.device, trusted=isinstance(self.decoder, FusedDecoder))
         self._packed_head: Callable[[Tensor], Tensor] | None = None
@@ -38,7 +38,7 @@ class Forward:
         if self.model.device != self.shape.device:
             raise PlauditError(f"the model was moved to {self.model.device} after its engine was made: make another")
         if self.model.dtype != self.shape.dtype:
-            self.shape = _cache_shape(self.model)
+            self.shape = cache_shape(self.model)
         if self.decoder.refresh(longest):
             self.graphs.forget()
 
@@ -87,7 +87,7 @@ class Forward:
             self.model.eval()
 
 
-def _operations(device: torch.device) -> Any:
+def operations_on(device: torch.device) -> Any:
     if device.type == "cuda":
         from plaudit.rollout.native import kernels
 
@@ -97,7 +97,7 @@ def _operations(device: torch.device) -> Any:
     return plain
 
 
-def _cache_shape(model: PreTrainedModel) -> CacheShape:
+def cache_shape(model: PreTrainedModel) -> CacheShape:
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not heads:

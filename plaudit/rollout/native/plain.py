@@ -36,6 +36,13 @@ def rotate_and_write(
     qkv_TE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor
 ) -> None:
     """Queries and keys turned by their positions, in place; keys and values to the cache."""
+    rotate(qkv_TE, heads, rotation, positions_T)
+    qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
+    write(qkv_THD[:, heads.query : heads.query + heads.kv], qkv_THD[:, heads.query + heads.kv :], cache, layer, rows_T, positions_T)
+
+
+def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor) -> None:
+    """Queries and keys turned by their positions, in place."""
     qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
     turned = qkv_THD[:, : heads.query + heads.kv]
     x = turned
@@ -45,7 +52,6 @@ def rotate_and_write(
     cos, sin = rotation.cos[positions_T][:, None], rotation.sin[positions_T][:, None]
     half = heads.size // 2
     turned.copy_(x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin)
-    write(qkv_THD[:, heads.query : heads.query + heads.kv], qkv_THD[:, heads.query + heads.kv :], cache, layer, rows_T, positions_T)
 
 
 def write(key_TKD: Tensor, value_TKD: Tensor, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor) -> None:

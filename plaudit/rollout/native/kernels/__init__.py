@@ -2,13 +2,14 @@
 
 from plaudit.rollout.native.kernels.attention import attend, rotate_and_attend
 from plaudit.rollout.native.kernels.draw import draw_and_advance
-from plaudit.rollout.native.kernels.layers import add_norm, parts_of_product, rotate_and_write, swiglu, write
+from plaudit.rollout.native.kernels.layers import add_norm, parts_of_product, rotate, rotate_and_write, swiglu, write
 
 __all__ = [
     "add_norm",
     "attend",
     "draw_and_advance",
     "parts_of_product",
+    "rotate",
     "rotate_and_attend",
     "rotate_and_write",
     "swiglu",

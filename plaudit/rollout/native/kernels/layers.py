@@ -86,16 +86,35 @@ HEADS_AT_ONCE = 4
 def rotate_and_write(
     qkv_TE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor
 ) -> None:
-    total = heads.query + 2 * heads.kv
+    _launch_rotation(qkv_TE, heads, rotation, positions_T, cache, layer, rows_T)
+
+
+def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor) -> None:
+    _launch_rotation(qkv_TE, heads, rotation, positions_T)
+
+
+def _launch_rotation(
+    qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor,
+    cache: CacheView | None = None, layer: int = 0, rows_T: Tensor | None = None,
+) -> None:  # fmt: skip
+    total = heads.query + (heads.kv if cache is None else 2 * heads.kv)
     norm = rotation.query_norm
+    # Without a cache: anything in its place, nobody looks at it.
+    places = (
+        (qkv_TE, positions_T, positions_T, 0, 0, 0, 0, positions_T)
+        if cache is None
+        else (
+            cache.anchor, cache.base, cache.tables, cache.tables.stride(0),
+            cache.strides[0], layer * cache.strides[1], cache.strides[2], rows_T,
+        )
+    )  # fmt: skip
     _rotate_and_write[(len(qkv_TE), -(-total // HEADS_AT_ONCE))](
         qkv_TE, qkv_TE.stride(0), rotation.cos, rotation.sin,
         rotation.cos if norm is None else norm, rotation.cos if norm is None else rotation.key_norm, rotation.eps,
-        cache.anchor, cache.base, cache.tables, cache.tables.stride(0),
-        cache.strides[0], layer * cache.strides[1], cache.strides[2],
-        rows_T, positions_T, positions_T.stride(0),
-        QUERY=heads.query, KV=heads.kv, D=heads.size, HALF=next_power_of_2(heads.size // 2), BLOCK=cache.block_tokens,
-        AT_ONCE=HEADS_AT_ONCE, NORM=norm is not None, num_warps=2,
+        *places, positions_T, positions_T.stride(0),
+        QUERY=heads.query, KV=heads.kv, D=heads.size, HALF=next_power_of_2(heads.size // 2),
+        BLOCK=1 if cache is None else cache.block_tokens, AT_ONCE=HEADS_AT_ONCE, NORM=norm is not None, WRITE=cache is not None,
+        num_warps=2,
     )  # fmt: skip
 
 
@@ -105,7 +124,7 @@ def _rotate_and_write(
     anchor_ptr, base_ptr, tables_ptr, tables_stride, block_stride, layer_offset, value_offset,
     rows_ptr, positions_ptr, positions_stride,
     QUERY: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr, NORM: tl.constexpr,
+    AT_ONCE: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """Each program: some heads of one token. A head's halves a, b → a cos − b sin, b cos + a sin, in place."""
     token = tl.program_id(0).to(tl.int64)
@@ -140,6 +159,8 @@ def _rotate_and_write(
     b = tl.where(turned, turned_b, b).to(dtype)
     tl.store(place, a, mask=inside & turned)
     tl.store(place + D // 2, b, mask=inside & turned)
+    if not WRITE:
+        return
     # Keys and values to the cache: [block, layer, key or value, head, position, size].
     row = tl.load(rows_ptr + token).to(tl.int64)
     block = tl.load(tables_ptr + row * tables_stride + position // BLOCK).to(tl.int64)

