@@ -51,7 +51,7 @@ test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n 2 -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
-test-all: test lint .venv-trl/installed .venv-verl/installed
+test-all: test lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
 	$(BIN)/pytest -m slow $(ARGS)
 
 lint: .venv/installed

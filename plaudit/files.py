@@ -100,7 +100,8 @@ def sketch(folder: Path) -> str:
 
 
 def digest_of(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    """Of any text: rows may hold half of a surrogate pair."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md: every one runs and pays what it says."""
+"""The examples of docs/rewards.md: every one runs and pays what it says. Settings and code on the pages about models are read."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from plaudit.scoring import Scorer
 
 TEXT = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
 JUDGES = (REPOSITORY / "docs/judges.md").read_text(encoding="utf-8")
+PAGES = {name: (REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("host_a_judge", "published_reward_model")}
 EXAMPLES = [
     (block["settings"], line)
     for block in re.finditer(r"```yaml\n(?P<settings>\{kind: .*\})\n```\n(?P<lines>(?:    .*\n?)+)", TEXT)
@@ -53,7 +54,18 @@ def test_the_notebook_example(capsys):
 
 
 def test_settings_shown_in_recipes_are_settings():
-    for block in re.findall(r"```yaml\n(rewards:.*?|- (?:kind:|\{kind:).*?)```", TEXT + JUDGES, re.S):
+    for block in re.findall(r"```yaml\n(rewards:.*?|- (?:kind:|\{kind:).*?)```", TEXT + JUDGES + "".join(PAGES.values()), re.S):
         given = yaml.safe_load(block)
         rewards = given["rewards"] if isinstance(given, dict) else given
         Scorer(rewards).close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_about_models(page):
+    """Every block of YAML is rewards, so the test above reads it; code compiles; what is linked is there."""
+    text = PAGES[page]
+    assert len(re.findall(r"```yaml\n(?:rewards:|- (?:kind:|\{kind:))", text)) == text.count("```yaml") > 0
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        compile(code, page, "exec")
+    for link in re.findall(r"\]\(([\w./]+)\)", text):
+        assert (REPOSITORY / "docs" / link).exists(), link

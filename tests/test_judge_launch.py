@@ -127,6 +127,32 @@ def test_the_users_arguments_are_passed_on_and_win(program):
     assert scalar[scalar.index("--runner") + 1] == "pooling"
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (None, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]),
+        (".venv-vllm/bin/python", [".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]),
+        ("/envs/v/bin/vllm", ["/envs/v/bin/vllm", "serve", "m"]),
+        ("~/v/bin/vllm", [os.path.expanduser("~/v/bin/vllm"), "serve", "m"]),
+        ("env CUDA_VISIBLE_DEVICES=1 vllm", ["env", "CUDA_VISIBLE_DEVICES=1", "vllm", "serve", "m"]),
+        ("uv run vllm serve", ["uv", "run", "vllm", "serve", "m"]),
+        ("./start_judge.sh", ["./start_judge.sh", "--model", "m"]),
+    ],
+)
+def test_which_vllm_is_started(program, words):
+    command = Launched(RewardModel(placement="launch", path="m", program=program)).command
+    assert command == [*words, "--host", "127.0.0.1", "--port", "0"]
+
+
+def test_where_there_is_no_vllm_it_says_what_to_set(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\"; exit 1\n")
+    python.chmod(0o755)
+    server = Launched(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
+    with pytest.raises(RecipeError, match="Install it there, or set program to a vllm elsewhere"):
+        ask(server, "a")
+
+
 def test_one_that_cannot_start_says_why(program):
     server = launched(program, "--broken")
     with pytest.raises(RecipeError, match=r"ended before it answered \(exit code 1, after printing 'ValueError: no such model'\)"):

@@ -105,6 +105,13 @@ def causes(scores: Sequence[Score]) -> list[str | None]:
     return [None if score.failure is None else score.failure.cause for score in scores]
 
 
+@pytest.mark.parametrize("kind", ["judge", "group_judge"])
+def test_half_of_a_surrogate_pair_hurts_nobody(kind):
+    """JSON may hold one, and text with one has no UTF-8."""
+    reward = make(kind, "Fine.\n7" if kind == "judge" else "Ranking:\nA > B\nScores:\nA: 7, B: 3")
+    assert causes(scores_of(reward, "\ud800 4", "four")) == [None, None]
+
+
 # Scalar models -------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,9 @@ class RewardModel(Section):
     """Where it computes, in this process."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; what is longer is malformed (default reward), not cut. Default: what the model's context leaves."""
+    program: str | None = None
+    """placement: launch. Where vLLM is installed elsewhere: its `vllm` command, or the Python that has it
+    (`.venv-vllm/bin/python`). `env CUDA_VISIBLE_DEVICES=1 …` before it works. Default: the Python that runs plaudit."""
     arguments: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
     """placement: launch. Further arguments of the server, as they would stand on its command line."""
     port: PositiveInt | None = None
@@ -55,8 +58,8 @@ class RewardModel(Section):
             raise ValueError("url belongs to placement: server")
         if self.placement != "server" and self.path is None:
             raise ValueError("path is missing: a folder in Hugging Face format, or a name on the hub")
-        if self.placement != "launch" and (self.arguments or self.port is not None):
-            raise ValueError("arguments and port belong to placement: launch")
+        if self.placement != "launch" and (self.program or self.arguments or self.port is not None):
+            raise ValueError("program, arguments and port belong to placement: launch")
         return self
 
 

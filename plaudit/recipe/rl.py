@@ -180,4 +180,5 @@ class RLRecipe(Section):
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",
         "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
+        "rewards.*.model.program",
     )  # fmt: skip

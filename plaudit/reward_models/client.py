@@ -353,4 +353,4 @@ def _number(values: Any) -> float:
 
 
 def _unrendered(error: Exception) -> Failure:
-    return Failure("template", f"the chat template cannot render this conversation: {type(error).__name__}: {error}"[:500])
+    return Failure("render", f"the chat template cannot render this conversation: {type(error).__name__}: {error}"[:500])

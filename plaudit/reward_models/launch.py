@@ -105,15 +105,15 @@ class Launched(Backend):
         scalar: bool = False,
         limits: Limits | None = None,
         log: Path | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        program: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         stop_s: float = STOP_S,
     ):
         """`log`: the file for what the server prints (default: a new one among the temporary files). `program`: what is started,
-        before its arguments. `environment`: added to ours."""
+        before its arguments (default: the vLLM that the recipe names). `environment`: added to ours."""
         self.model, self.scalar, self._limits, self._stop_s = model, scalar, limits, stop_s
         self._log = log or Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
-        self._program, self._environment = tuple(program), {**os.environ, **(environment or {})}
+        self._program, self._environment = tuple(program) or _vllm(model.program), {**os.environ, **(environment or {})}
         self._server: ServerProcess | None = None
         self._client: Client | None = None
         self._restarts = 0
@@ -128,6 +128,9 @@ class Launched(Backend):
         model = self.model
         given = [word for argument in model.arguments for word in shlex.split(argument)]
         ours: dict[str, str | None] = {"--model": str(model.path), "--host": HOST, "--port": str(self.port)}
+        named: list[str] = []
+        if self._program[-1] == "serve":
+            named = [str(ours.pop("--model"))]  # it takes no option of that name
         if model.tokenizer:
             ours["--tokenizer"] = model.tokenizer
         if model.dtype != "auto":
@@ -138,7 +141,7 @@ class Launched(Backend):
             ours["--runner"] = "pooling"
         theirs = {word.partition("=")[0] for word in given if word.startswith("--")}
         words = [word for name, value in ours.items() if name not in theirs for word in (name, value) if word is not None]
-        return [*self._program, *words, *given]
+        return [*self._program, *named, *words, *given]
 
     # Starting and stopping --------------------------------------------------------------------------------------------
 
@@ -197,8 +200,10 @@ class Launched(Backend):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
             while True:
                 if not server.alive:
+                    how = server.epitaph()
+                    hint = " Install it there, or set program to a vllm elsewhere." if "No module named 'vllm'" in how else ""
                     raise RecipeError(
-                        f"the server for {self.model.path} ended before it answered ({server.epitaph()}). All it said: {self._log}"
+                        f"the server for {self.model.path} ended before it answered ({how}).{hint} All it said: {self._log}"
                     )
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with session.get(f"http://{HOST}:{self.port}/health") as response:
@@ -289,6 +294,17 @@ class Launched(Backend):
             self._given_up = Failure("died", str(error))
         finally:
             self._restarting = None
+
+
+def _vllm(program: str | None) -> tuple[str, ...]:
+    """How vLLM is started, by its own command or by a Python that has it."""
+    words = [os.path.expanduser(word) for word in shlex.split(program or "")] or [sys.executable]
+    name = Path(words[-1]).name
+    if name == "vllm":
+        words.append("serve")
+    elif name.startswith("python"):
+        words += ["-m", "vllm.entrypoints.openai.api_server"]
+    return tuple(words)
 
 
 async def _is_dead(server: ServerProcess, within_s: float = 1.0) -> bool:

@@ -20,7 +20,7 @@ from plaudit.types import Group, Score
 HARMLESS = ("name", "limits", "cache", "workers", "timeout_s", "on_failure", "max_failure_rate")
 # How a score is used, not what it is.
 USE = (*HARMLESS, "when", "weight", "combine", "scale", "clip", "normalise", "gate", "malformed")
-HOW_REACHED = {"model": {"url", "credential", "port", "start_timeout_s"}, "sampling": {"timeout_s"}}
+HOW_REACHED = {"model": {"url", "credential", "port", "start_timeout_s", "program"}, "sampling": {"timeout_s"}}
 """How a model is reached, not which one it is."""
 
 
