@@ -174,7 +174,8 @@ class RLRecipe(Section):
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
         "rewards.*.cache", "rewards.*.model.url", "rewards.*.model.credential", "rewards.*.model.port",
-        "rewards.*.model.start_timeout_s", "audit.*",
+        "rewards.*.model.start_timeout_s", "rewards.*.model.limits.*", "rewards.*.model.prompt_price",
+        "rewards.*.model.answer_price", "audit.*",
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",
