@@ -1,21 +1,27 @@
-"""Several reward models in one run: who shares a model, who is on the device when, what it all costs, and what becomes of a run whose
-judge dies. The models are real ones, tiny, on the CPU; servers are real HTTP servers."""
+"""Several reward models in one run: who shares a model, who is on the device when, what it all costs, and what becomes of a run
+whose judge dies. The models are real ones, tiny, on the CPU; servers are real HTTP servers."""
 
 import asyncio
 import gc
 import json
+import os
+import re
+import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
 from conftest import prompt_rows, rl_recipe, train_rl, write_jsonl, write_recipe
 from fault_server import FaultServer
+from safetensors.torch import load_file, save_file
 from test_local_models import make_classifier
 from test_rewards import group, values
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,9 +31,9 @@ from plaudit.errors import RecipeError
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Question, Writing
-from plaudit.reward_models.client import Client
 from plaudit.reward_models.local import Local
 from plaudit.reward_models.weights import CENSUS, Weights
+from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import ScoredGroup
 
@@ -170,7 +176,7 @@ def test_models_that_differ_in_anything_are_not_shared(folders, loads):
         runner.collect(GROUPS)
         counts = runner.counts()
     assert loads == ["kind", "kind"]
-    assert {name for name in counts if name.endswith("calls")} == {"judge/calls", "judge/kind/calls", "judge/kind 2/calls"}
+    assert {name for name in counts if name.endswith("calls")} == {"judge/calls", "judge/kind/calls", "judge/kind-2/calls"}
 
 
 def test_a_model_that_cannot_be_opened_is_told_once(tmp_path, monkeypatch):
@@ -258,3 +264,273 @@ def test_a_cascade_of_two_offloaded_models(folders, loads):
     with runner_of(resident) as runner:
         kept = runner.collect(GROUPS)
     assert [values(one) for one in offloaded] == [pytest.approx(values(one), abs=1e-5) for one in kept]
+
+
+# What is known already -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["scalar_model", "critique_then_score", "cascade"])
+def test_scores_of_a_model_that_was_overwritten_are_not_used(folders, tiny_models, tmp_path, kind):
+    folder = shutil.copytree(folders["kind"], tmp_path / "rm")
+    scalar = {"kind": "scalar_model", "model": model(folder, "resident")}
+    reward = {
+        "scalar_model": scalar,
+        "critique_then_score": {**critique_of(folders, "resident"), "scorer": scalar},
+        "cascade": {"kind": "cascade", "mode": "only", "judge": scalar},
+    }[kind]
+
+    def scores() -> tuple[list[float | None], float]:
+        with runner_of(reward, cache=tmp_path / "scores.sqlite") as runner:
+            return by_reward(runner.collect(GROUPS))[kind], runner.counts()["judge/rm/calls"]
+
+    first, again = scores(), scores()
+    assert again[0] == first[0]
+    assert (first[1], again[1]) == (9, 0), "from the cache"
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"] = -weights["score.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    changed, calls = scores()
+    assert calls == 9
+    assert changed != pytest.approx(first[0])
+
+
+def test_what_a_model_is_known_by(folders, tmp_path):
+    folder, digests = shutil.copytree(folders["kind"], tmp_path / "rm"), []
+
+    def digest(path: Path | str, **settings) -> str:
+        given = {"kind": "scalar_model", "model": {"path": str(path), "device": "cpu", **settings}}
+        [reward] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
+        return reward_digest(reward)
+
+    digests.append(digest(folder))
+    assert digest(shutil.copytree(folder, tmp_path / "moved")) == digests[0], "not by where it lies"
+    for name in ("chat_template.jinja", "tokenizer_config.json", "config.json"):
+        (folder / name).write_text((folder / name).read_text() + " ")
+        digests.append(digest(folder))
+    (folder / "README.md").write_text("new")
+    assert digest(folder) == digests[-1]
+    large = folder / "model-00002-of-00002.safetensors"
+    large.write_bytes(bytes(3 << 20))
+    digests.append(digest(folder))
+    os.utime(large, ns=(1, 1))
+    digests.append(digest(folder))
+    assert len(set(digests)) == len(digests)
+    server = {"placement": "server", "url": "http://a:1"}
+    assert digest(folder, **server) == digest(
+        folder, **server | {"url": "http://b:2", "limits": {"at_once": 2}, "prompt_price": 1.0}
+    )
+    before = digest("judge", **server, tokenizer=str(folder))
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert digest("judge", **server, tokenizer=str(folder)) != before, "the conversations are rendered with it here"
+
+
+def test_a_server_s_model_is_known_by_the_name_it_has_there(tmp_path):
+    def requests(name: str) -> int:
+        with Grader(model=name) as server:
+            reward = {**JUDGING, "model": {"placement": "server", "url": server.url}}
+            with runner_of(reward, cache=tmp_path / "scores.sqlite") as runner:
+                runner.collect(GROUPS)
+            return len(server.requests)
+
+    assert [requests(name) for name in ("judge-1", "judge-1", "judge-2")] == [9, 0, 9]
+
+
+# What it costs -------------------------------------------------------------------------------------------------------
+
+
+class Grader(FaultServer):
+    """Answers with a digit."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.answered: list[str] = []
+
+    def _good(self, path: str, body: dict[str, Any], content: str) -> dict[str, Any]:
+        self.answered.append(content)
+        choice = {"message": {"role": "assistant", "content": str(sum(content.encode()) % 10)}}
+        usage = {"prompt_tokens": 100, "completion_tokens": 10}
+        return {"choices": [{"index": 0, "finish_reason": "stop", **choice}], "usage": usage}
+
+
+def test_calls_retries_tokens_and_cost_are_told(tmp_path, plaudit):
+    rows = [{"prompt": f"{i}?", "response": "503:1 times"} for i in range(5)]
+    template = tmp_path / "prompt.jinja"
+    template.write_text("{{ response }} {{ question }}")
+    with Grader() as server:
+        served = {
+            "placement": "server",
+            "url": server.url,
+            "limits": {"retries": 2, "backoff_s": 0.001},
+            "prompt_price": 2.0,
+            "answer_price": 20.0,
+        }
+        rewards = [{**JUDGING, "name": name, "template": str(template), "model": served} for name in ("first", "second")]
+        with runner_of(*rewards) as runner:
+            for i in range(2):
+                runner.collect([group("503:1 times", id=f"{i}")])
+            counts = runner.counts()
+            assert runner.counts()["judge/calls"] == 0.0
+        assert counts["judge/judge/calls"] == counts["judge/judge/first/calls"] + counts["judge/judge/second/calls"] + 1
+        assert counts["judge/judge/retries"] == 1
+        assert counts["judge/cost"] == pytest.approx(4 * (100 * 2.0 + 10 * 20.0) / 1e6)
+        assert counts["judge/judge/first/cost"] == pytest.approx(counts["judge/cost"] / 2)
+        file = write_recipe(tmp_path / "r.yaml", {"rewards": rewards[:1]})
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        code, out, _ = plaudit("score", tmp_path / "rows.jsonl", "--rewards", file, "--out", tmp_path / "out.jsonl")
+    assert code == 0
+    assert "judge: 10 calls (5 retries), 500 + 50 tokens, cost 0.002" in " ".join(out.split())
+
+
+# A judge that dies ---------------------------------------------------------------------------------------------------
+
+
+def metrics_of(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "judge/"))} for row in rows]
+
+
+def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(tmp_path, tiny_model, plaudit, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # prompts have their file in their id, and so in what is drawn
+    prompts = write_jsonl(Path("prompts.jsonl"), prompt_rows())
+
+    def recipe(name: str, server: Grader) -> Path:
+        limits = {"at_once": 1, "retries": 1, "backoff_s": 0.05}
+        reward = {**JUDGING, "model": {"placement": "server", "url": server.url, "limits": limits}, "limits": {"at_once": 1}}
+        return write_recipe(
+            tmp_path / f"{name}.yaml", rl_recipe(tiny_model, prompts, tmp_path / name, reward, run={"max_steps": 3})
+        )
+
+    with Grader() as server:
+        train_rl(recipe("whole", server))
+        whole = Counter(server.answered)
+    with Grader() as server:
+        server.dies_after = len(whole) // 2 + 1  # in the second step
+        file = recipe("run", server)
+        began = time.monotonic()
+        code, _, err = plaudit("rl", file)
+        assert time.monotonic() - began < 20.0
+        assert code == 2
+        stopped = [line for line in err.splitlines() if "reward 'judge' failed" in line]
+        assert len(stopped) == 1
+        assert err.splitlines()[-1] == stopped[0]
+        assert re.search(r"^step 2: reward 'judge' failed on at least \d of 12 samples .*nobody listens there", stopped[0])
+        assert "max_failure_rate is 0.1" in stopped[0]
+        assert "go on with the same command" in stopped[0]
+        assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
+        code, _, err = plaudit("rl", file)
+        assert (code, "nobody listens there" in err) == (2, True), "still dead, and told before anything is sampled"
+        before, server.dies_after = len(server.answered), None
+        assert 0 < before < whole.total()
+        server.live()
+        assert plaudit("rl", file)[0] == 0
+        assert Counter(server.answered) == whole, "nothing is asked twice"
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    last = (tmp_path / name / "model/model.safetensors" for name in ("run", "whole"))
+    assert len({file.read_bytes() for file in last}) == 1
+
+
+# All kinds at once ---------------------------------------------------------------------------------------------------
+
+
+class ModelServer:
+    """An OpenAI-compatible server in a thread, whose model is one of ours: `with ModelServer(folder, scalar=True) as url`."""
+
+    def __init__(self, folder: Path, *, scalar: bool):
+        self.name = folder.name
+        self._model = Local(RewardModel(path=str(folder), device="cpu"), scalar=scalar)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return self._do(self._start())
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, work) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self) -> str:
+        await self._model.open()
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._write)
+        app.router.add_post("/v1/completions", self._write)
+        app.router.add_post("/classify", self._classify)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        await self._model.close()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": self.name, "max_model_len": 2048}]})
+
+    async def _write(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        question = Question(body.get("messages", []), body.get("prompt"))
+        [answer] = await self._model.write([question], Writing(body["max_tokens"], body["temperature"], body["top_p"]))
+        said = {"message": {"role": "assistant", "content": answer.text}, "text": answer.text}
+        reason = "length" if answer.truncated else "stop"
+        usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.new_tokens}
+        return web.json_response({"choices": [{"index": 0, "finish_reason": reason, **said}], "usage": usage})
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["use_activation"] is False
+        [verdict] = await self._model.judge([body["messages"]])
+        return web.json_response({"data": [{"probs": [verdict.value]}], "usage": {"prompt_tokens": verdict.prompt_tokens}})
+
+
+def test_models_judges_a_plugin_and_rules_in_one_run(folders, tiny_model, tmp_path, monkeypatch, loads):
+    monkeypatch.chdir(tmp_path)
+    rows = [{**row, "rm_prompt": f"Rate the answer to sum {i}:" if i % 2 else ""} for i, row in enumerate(prompt_rows())]
+    prompts = write_jsonl(Path("prompts.jsonl"), rows)
+    plugin = tmp_path / "rider_reward.py"
+    plugin.write_text(PLUGIN)
+
+    def run(name: str, models: dict[str, dict[str, Any]]) -> tuple[list[dict], list[dict]]:
+        writes = {"max_new_tokens": 4, "retry": 0}
+        tree = rl_recipe(tiny_model, prompts, tmp_path / name, {}, run={"max_steps": 2}, optim={"lr": 1e-4})
+        tree["rewards"] = [
+            {"kind": "scalar_model", "name": "kind", "model": models["kind"], "scale": 0.1},
+            {"kind": "repetition", "weight": 0.5},
+            {"kind": "scalar_model", "name": "short", "model": models["short"], "weight": 0.2},
+            {"kind": "judge", "model": models["grader"], "sampling": writes, "scale": 0.1},
+            {"kind": "plugin", "path": str(plugin), "model": models["rider"], "sampling": writes, "weight": 0.3},
+            {"kind": "length", "unit": "characters", "at_least": 1, "at_most": 20, "slack": 20, "weight": 0.1},
+        ]
+        train_rl(write_recipe(tmp_path / f"{name}.yaml", tree))
+        metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        samples = [row for step in (1, 2) for row in read_rows(tmp_path / name / f"samples/train_{step:06d}.parquet")]
+        return metrics, samples
+
+    metrics, samples = run("offload", {name: model(folder) for name, folder in folders.items()})
+    assert loads == ["kind", "short", "grader", "rider"] * 2
+    assert CENSUS.most_offloaded == 1
+    assert CENSUS.alive() == []
+    parts = ("kind", "short", "judge", "plugin", "repetition", "length")
+    for row in metrics:
+        assert {f"parts/{part}" for part in parts} <= set(row)
+        assert row["dropped"] == row["judge/retries"] == 0
+        assert {f"judge/{name}/calls" for name in folders} <= set(row)
+        assert row["judge/calls"] == sum(row[f"judge/{name}/calls"] for name in folders)
+    for part in ("kind", "short", "judge", "plugin"):
+        assert len({sample[f"part/{part}"] for sample in samples}) > 1, f"{part} says the same of everything"
+
+    with ExitStack() as stack:
+        served = {}
+        for name, folder in folders.items():
+            url = stack.enter_context(ModelServer(folder, scalar=name in ("kind", "short")))
+            served[name] = {"placement": "server", "url": url, "path": name}
+        _, others = run("server", served)
+    assert [row["response"] for row in others] == [row["response"] for row in samples]
+    for column in ("reward", *(f"part/{part}" for part in parts)):
+        assert [row[column] for row in others] == pytest.approx([row[column] for row in samples], abs=1e-4), column

@@ -107,7 +107,7 @@ class Connection:
         # Text may hold half of a surrogate pair, which no server can read: UTF-8 with '?' instead.
         data = _ENCODER.encode(body).encode("utf-8", "replace")
         async with self._places:
-            reserved = await self.pace.reserve(guess=len(data) / BYTES_PER_TOKEN)
+            reserved = await self.pace.begin(guess=len(data) / BYTES_PER_TOKEN)
             began = time.monotonic()
             try:
                 return await self._with_retries(path, data, read, affinity, began + limit_s)
@@ -118,7 +118,6 @@ class Connection:
     async def _with_retries(self, path: str, data: bytes, read: Callable[[Any], T], affinity: str, deadline: float) -> T | Failure:
         avoid = None
         for tried in itertools.count():
-            await self.pace.turn()
             replica = self.replicas.choose(affinity, avoid)
             self.usage.calls += 1
             self.usage.retries += tried > 0
@@ -133,6 +132,7 @@ class Connection:
                 tries = f" ({tried + 1} tries)" if tried else ""
                 return Failure(found.cause, self.clean(f"{replica.url(path)}: {found.message}{tries}"))
             await asyncio.sleep(wait)
+            self.pace.repeat()
             avoid = replica
         raise AssertionError("not reached")
 

@@ -23,17 +23,22 @@ class Pace:
         self._queue = asyncio.Lock()
         self._tokens, self._calls = 0, 0
 
-    async def turn(self) -> None:
-        """Wait until one more call may begin."""
-        if self._between_s:
-            now = time.monotonic()
-            begin = max(now, self._next)
-            self._next = begin + self._between_s
-            await asyncio.sleep(begin - now)
+    async def begin(self, guess: float) -> float:
+        """Wait until one more question may be asked; returns the tokens that are reserved for it, to be released when it is over.
+        `guess`: how many it may cost, while no call has shown it."""
+        reserved = await self._reserve(guess)
+        now = time.monotonic()
+        turn = max(now, self._next)
+        self._next = turn + self._between_s
+        if turn > now:
+            await asyncio.sleep(turn - now)
+        return reserved
 
-    async def reserve(self, guess: float) -> float:
-        """Wait until there are tokens for one more question; returns how many it may use, to be released when it is over. `guess`:
-        what it may cost, while no call has shown it."""
+    def repeat(self) -> None:
+        """A question is asked again. It has waited already, and its clock runs: those that come after it wait longer."""
+        self._next += self._between_s
+
+    async def _reserve(self, guess: float) -> float:
         if self._most is None:
             return 0.0
         async with self._queue:

@@ -6,6 +6,7 @@ it does is counted once, in its own usage; what each reward asked of it is count
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 from weakref import WeakKeyDictionary
@@ -133,10 +134,11 @@ def amounts(loop: asyncio.AbstractEventLoop) -> dict[str, Amounts]:
     """What was asked of each model since it was opened, by the model's name; of one that several rewards ask, also by
     `model/reward`."""
     found: dict[str, Amounts] = {}
+    twins: Counter[str] = Counter()
     # By what they are, not by who came first: names must be the same when a run goes on.
     for model in sorted(_MODELS.get(loop, {}).values(), key=lambda one: (one.name, one.scalar, one.settings.model_dump_json())):
-        twins = sum(name.partition(" ")[0] == model.name and "/" not in name for name in found)
-        name = f"{model.name} {twins + 1}" if twins else model.name
+        twins[model.name] += 1
+        name = f"{model.name}-{twins[model.name]}" if twins[model.name] > 1 else model.name
         found[name] = _amounts(model.backend.usage, model.settings)
         if len(model.shares) > 1:
             for share in sorted(model.shares, key=lambda one: one.label):

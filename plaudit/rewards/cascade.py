@@ -61,6 +61,10 @@ class Cascade(Reward):
     def inner(self) -> list[RewardSettings]:
         return [reward for reward in (self.rule, self.judge) if reward is not None]
 
+    @property
+    def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(reward.scores_alone for reward in self.inner if isinstance(reward, Reward))
+
     async def open(self) -> None:
         askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
         assert askers[1] is not None, "settings become rewards when a recipe is read"
@@ -134,11 +138,11 @@ class Cascade(Reward):
                 self._keep("ruled", group, await rule.ask(group, None, before))
 
     def _keep(self, name: str, group: Group, found: Sequence[Score | None]) -> None:
-        names = keys("", group, scores_alone=True)
+        names = keys("", group, scores_alone=self.scores_alone)
         self._kept |= {(name, key): score for key, score in zip(names, found, strict=True) if score is not None}
 
     def _recall(self, name: str, group: Group) -> list[Score | None]:
-        return [self._kept.get((name, key)) for key in keys("", group, scores_alone=True)]
+        return [self._kept.get((name, key)) for key in keys("", group, scores_alone=self.scores_alone)]
 
     def forget(self) -> None:
         self._kept.clear()
