@@ -389,16 +389,22 @@ def metrics_of(run: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "judge/"))} for row in rows]
 
 
-def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(tmp_path, tiny_model, plaudit, monkeypatch):
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
+    tmp_path, tiny_model, plaudit, monkeypatch, at_once
+):
     monkeypatch.chdir(tmp_path)  # prompts have their file in their id, and so in what is drawn
     prompts = write_jsonl(Path("prompts.jsonl"), prompt_rows())
 
     def recipe(name: str, server: Grader) -> Path:
-        limits = {"at_once": 1, "retries": 1, "backoff_s": 0.05}
-        reward = {**JUDGING, "model": {"placement": "server", "url": server.url, "limits": limits}, "limits": {"at_once": 1}}
-        return write_recipe(
-            tmp_path / f"{name}.yaml", rl_recipe(tiny_model, prompts, tmp_path / name, reward, run={"max_steps": 3})
-        )
+        served = {
+            "placement": "server",
+            "url": server.url,
+            "limits": {"at_once": at_once, "retries": 1, "backoff_s": 0.05},
+        }
+        reward = {**JUDGING, "model": served, "limits": {"at_once": at_once}}
+        tree = rl_recipe(tiny_model, prompts, tmp_path / name, reward, run={"max_steps": 3})
+        return write_recipe(tmp_path / f"{name}.yaml", tree)
 
     with Grader() as server:
         train_rl(recipe("whole", server))
@@ -413,17 +419,20 @@ def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
         stopped = [line for line in err.splitlines() if "reward 'judge' failed" in line]
         assert len(stopped) == 1
         assert err.splitlines()[-1] == stopped[0]
-        assert re.search(r"^step 2: reward 'judge' failed on at least \d of 12 samples .*nobody listens there", stopped[0])
+        assert re.search(r"^step 2: reward 'judge' failed on at least \d+ of 12 samples .*nobody listens there", stopped[0])
         assert "max_failure_rate is 0.1" in stopped[0]
         assert "go on with the same command" in stopped[0]
         assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
         code, _, err = plaudit("rl", file)
         assert (code, "nobody listens there" in err) == (2, True), "still dead, and told before anything is sampled"
         before, server.dies_after = len(server.answered), None
-        assert 0 < before < whole.total()
+        assert 12 < before < whole.total()
         server.live()
-        assert plaudit("rl", file)[0] == 0
-        assert Counter(server.answered) == whole, "nothing is asked twice"
+        assert plaudit("rl", file, "rewards.0.model.limits.retries=3", "rewards.0.model.prompt_price=1")[0] == 0
+        # What was under way for a group of which nothing was known yet may be asked again; what was scored is not.
+        assert set(server.answered) == set(whole)
+        assert len(server.answered) - before <= whole.total() - 12
+        assert at_once > 1 or Counter(server.answered) == whole, "nothing is asked twice"
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
     last = (tmp_path / name / "model/model.safetensors" for name in ("run", "whole"))
     assert len({file.read_bytes() for file in last}) == 1
