@@ -99,6 +99,25 @@ def sketch(folder: Path) -> str:
     return digest.hexdigest()
 
 
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
+"""Weights, config, tokenizer, chat template, code."""
+
+
+def sketch_all(path: Path) -> str:
+    """Changes when anything does that a model's answers depend on: small files by their content, larger ones by size, time and both
+    ends. `path`: a model's folder, or one of its files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted({f for name in MODEL_FILES for f in path.glob(name)} if path.is_dir() else {path}):
+        about, end = file.stat(), 1 << 20
+        digest.update(f"{file.name if path.is_dir() else ''} {about.st_size}".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(end))
+            if about.st_size > end:
+                content.seek(max(end, about.st_size - end))
+                digest.update(content.read() + str(about.st_mtime_ns).encode())
+    return digest.hexdigest()
+
+
 def digest_of(text: str) -> str:
     """Of any text: rows may hold half of a surrogate pair."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 from fault_server import FaultServer
+from pydantic import ValidationError
 
+from plaudit.config import load
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models import pace
 from plaudit.reward_models.backend import Answer, Question, Usage, Verdict, Writing
 from plaudit.reward_models.client import Client
 from plaudit.reward_models.connection import Limits, fault_of
@@ -468,3 +471,104 @@ def test_2000_questions_with_30_percent_faults():
     check_counts(usage, 2000)
     assert requests == usage.calls
     assert usage.new_tokens == 2 * (2000 - 200)
+
+
+# Limits of the recipe ------------------------------------------------------------------------------------------------
+
+
+def by_recipe(settings: RewardModel, *contents: str, writing: Writing | None = None) -> tuple[list[Answer], Usage]:
+    """Asked with the limits that the recipe gives."""
+    return write(settings, [question(content) for content in contents], writing, limits=settings.limits)
+
+
+def test_no_more_calls_at_once_than_the_recipe_says(server):
+    server.latency_s = 0.02
+    by_recipe(model(server, limits={"at_once": 3}), *map(str, range(12)))
+    assert server.most_under_way == 3
+
+
+def test_calls_begin_at_the_recipe_s_rate(server):
+    by_recipe(model(server, limits={"per_s": 50}), *map(str, range(6)))
+    begun = [asked.at for asked in server.requests]
+    assert begun[-1] - begun[0] >= 0.095
+
+
+def test_waiting_for_its_turn_costs_a_call_none_of_its_time(server):
+    answers, _ = by_recipe(model(server, limits={"per_s": 10}), *"abcd", writing=Writing(16, timeout_s=0.2))
+    assert [cause(answer) for answer in answers] == [None] * 4
+
+
+def test_silence_and_retries_have_limits(server):
+    limits = {"read_timeout_s": 0.1, "retries": 1, "backoff_s": 0.0}
+    [answer], usage = by_recipe(model(server, limits=limits), "hang a")
+    assert answer.failure is not None
+    assert (answer.failure.cause, usage.calls) == ("timeout", 2)
+    assert "silent for 0.1 s (read_timeout_s). (2 tries)" in answer.failure.message
+
+
+def test_tokens_of_a_minute_are_shared_out(monkeypatch):
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+
+    async def run() -> list[float]:
+        limited, begun = pace.Pace(tokens_per_minute=600), []
+        for _ in range(10):
+            reserved = await limited.begin(guess=50.0)
+            begun.append(now[0])
+            limited.release(reserved)
+            limited.spend(100)
+        await pace.Pace().begin(guess=1e9)  # without a rate nobody waits
+        return begun
+
+    # Six calls use up the first minute's tokens; then there are 100 every ten seconds.
+    assert asyncio.run(run()) == pytest.approx([0, 0, 0, 0, 0, 0, 10, 20, 30, 40])
+
+
+def test_calls_under_way_have_their_tokens_reserved():
+    async def run() -> int:
+        limited, begun = pace.Pace(tokens_per_minute=600), []
+
+        async def call() -> None:
+            await limited.begin(guess=200.0)
+            begun.append(1)
+
+        calls = [asyncio.create_task(call()) for _ in range(9)]
+        await asyncio.sleep(0.05)
+        for one in calls:
+            one.cancel()
+        return len(begun)
+
+    assert asyncio.run(run()) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"path": "m", "limits": {"at_once": 3}}, "limits belong to placement: server and launch"),
+        ({"path": "m", "placement": "offload", "limits": {"retries": 0}}, "limits belong to placement: server and launch"),
+        ({"placement": "server", "url": "http://a", "limits": {"at_once": 0}}, "greater than 0"),
+        ({"placement": "server", "url": "http://a", "prompt_price": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_limits_that_make_no_sense(settings, told):
+    with pytest.raises(ValidationError, match=told):
+        RewardModel.model_validate(settings)
+
+
+def test_a_misspelt_limit_is_told_with_the_right_name(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rewards: [{kind: judge, model: {placement: server, url: 'http://a', limits: {at_onec: 3}}}]")
+    with pytest.raises(RecipeError, match=r"rewards.0.model.limits.at_onec is not a setting.*at_once"):
+        load(recipe)
+
+
+def test_what_a_model_costs():
+    priced = RewardModel(path="m", prompt_price=2.0, answer_price=10.0)
+    assert priced.cost(1_000_000, 100_000) == pytest.approx(3.0)
+    assert RewardModel(path="m", answer_price=1.0).cost(10**9, 500_000) == pytest.approx(0.5)
+    assert RewardModel(path="m").cost(1, 1) is None

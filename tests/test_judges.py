@@ -913,6 +913,14 @@ def test_a_judge_inside_a_cascade():
     assert len(backend_of(reward.judge).asked) == 2  # pyright: ignore
 
 
+def test_a_cascade_is_known_by_its_group_if_its_judge_compares():
+    def cascade(judge: str) -> Any:
+        given = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": {"kind": judge, "model": MODEL}}
+        return ScoreRecipe.model_validate({"rewards": [given]}).rewards[0]
+
+    assert [cascade(judge).scores_alone for judge in ("judge", "group_judge", "pairwise_judge")] == [True, False, False]
+
+
 def test_rm_prompt_of_a_row_reaches_the_reward():
     assert prompt_of({"prompt": "q", "rm_prompt": "grade"}, "p", "row").extra_info == {"rm_prompt": "grade"}
     assert prompt_of({"prompt": "q", "rm_prompt": None, "extra_info": {"a": 1}}, "p", "row").extra_info == {"a": 1}

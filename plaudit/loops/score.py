@@ -20,6 +20,7 @@ from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import StepProgress, say
+from plaudit.reward_models.shared import Amounts, said
 from plaudit.rewards.asking import GIVEN_UP
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.combine import NO_REWARD
@@ -50,6 +51,8 @@ class Summary:
     messages: dict[str, str] = field(default_factory=dict)
     """The first of each cause."""
     seconds: float = 0.0
+    models: dict[str, Amounts] = field(default_factory=dict)
+    """What was asked of each."""
 
     def add(self, scored: ScoredGroup) -> None:
         self.rows, self.samples = self.rows + 1, self.samples + len(scored.scores)
@@ -71,6 +74,7 @@ class Summary:
             parts.append(f"{self.failures.total():,} without a value ({causes})")
         if self.seconds:
             parts.append(f"{self.samples / self.seconds:,.0f} responses/s")
+        parts += [f"{name}: {said(amounts)}" for name, amounts in self.models.items()]
         return "; ".join(parts)
 
 
@@ -106,6 +110,7 @@ def score(job: ScoreJob) -> Summary:
                 summary.seconds = time.perf_counter() - began
                 progress.update(len(file.done) + summary.rows, {"time/responses_per_s": summary.samples / summary.seconds})
         file.sync()
+        summary.models = runner.amounts()
     for leftover in (kept, *(kept.with_name(f"{kept.name}-{end}") for end in ("wal", "shm"))):
         leftover.unlink(missing_ok=True)  # every row has its line
     if summary.failures[NO_REWARD]:

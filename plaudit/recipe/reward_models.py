@@ -15,6 +15,30 @@ from pydantic import (
 from plaudit.recipe.section import Section, any_number
 
 
+class CallLimits(Section):
+    """How hard a model's servers are pressed, all of them together, and when a call is given up. A call asks one question."""
+
+    at_once: PositiveInt = 512
+    """Calls under way at the same time."""
+    per_s: PositiveFloat | None = None
+    """Calls begun in a second, repeated ones included."""
+    tokens_per_minute: PositiveInt | None = None
+    """Tokens in a minute, of prompts and answers together: a call waits while the last minute's are used up."""
+    connect_timeout_s: PositiveFloat = 10.0
+    """How long a server may take to accept a connection."""
+    read_timeout_s: PositiveFloat | None = None
+    """How long a server may be silent. An answer comes whole, so this is also the longest that one may take to write."""
+    call_timeout_s: PositiveFloat | None = None
+    """The longest that one try may take; default: what is left until the deadline."""
+    deadline_s: PositiveFloat = 120.0
+    """The longest that one number may take, all tries included; of an answer, sampling.timeout_s says it. Waiting for its turn does
+    not count."""
+    retries: NonNegativeInt = 4
+    """Further tries of a call that failed in a way that may pass."""
+    backoff_s: NonNegativeFloat = 0.5
+    """The wait before the first of them, about; it doubles each time."""
+
+
 class RewardModel(Section):
     path: str | None = None
     """A folder in Hugging Face format, or a name on the hub. With placement: server, the name it is served under (default: the
@@ -49,6 +73,12 @@ class RewardModel(Section):
     """placement: launch. How long it may take until it answers."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you have read that code."""
+    limits: CallLimits = CallLimits()
+    """placement: server or launch. How hard its servers are pressed: calls at once, rates, timeouts, retries."""
+    prompt_price: NonNegativeFloat | None = None
+    """What a million tokens of prompts cost; with it, what the model costs is counted (judge/cost)."""
+    answer_price: NonNegativeFloat | None = None
+    """What a million tokens of answers cost."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RewardModel":
@@ -60,7 +90,21 @@ class RewardModel(Section):
             raise ValueError("path is missing: a folder in Hugging Face format, or a name on the hub")
         if self.placement != "launch" and (self.program or self.arguments or self.port is not None):
             raise ValueError("program, arguments and port belong to placement: launch")
+        if self.placement not in ("server", "launch") and self.limits != CallLimits():
+            raise ValueError("limits belong to placement: server and launch; a model in this process is asked in batches")
         return self
+
+    @property
+    def local_paths(self) -> list[str]:
+        """Folders and files on this machine that its answers may depend on; a server's model is known by its name alone."""
+        own = None if self.placement == "server" else self.path
+        return [given for given in (own, self.tokenizer, self.chat_template) if given is not None]
+
+    def cost(self, prompt_tokens: int, new_tokens: int) -> float | None:
+        """Of so many tokens, in the prices' money; None if it has no prices."""
+        if self.prompt_price is None and self.answer_price is None:
+            return None
+        return (prompt_tokens * (self.prompt_price or 0.0) + new_tokens * (self.answer_price or 0.0)) / 1e6
 
 
 class JudgeSampling(Section):

@@ -135,6 +135,11 @@ class RewardSettings(Section):
         """Files of plaudit's that they depend on too: they count for what is known already, not for which run it is."""
         return [file for reward in self.inner for file in reward.own_files]
 
+    @property
+    def models(self) -> list[str]:
+        """Folders of models (or names on the hub) on which they depend as well."""
+        return [path for reward in self.inner for path in reward.models]
+
     def applies_to(self, prompt: "Prompt") -> bool:
         """Whether the prompt's fields match `when`."""
         return all(

@@ -137,6 +137,11 @@ class RLOptim(Optim):
     """Shape after the warm-up. wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
 
 
+INSIDE = ("", "scorer.", "rule.", "judge.")
+"""Where a reward has its model: itself, or in a reward that it is made of."""
+HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "start_timeout_s", "limits.*", "prompt_price", "answer_price")
+
+
 class RLRecipe(Section):
     """Reinforcement learning against rewards."""
 
@@ -173,8 +178,8 @@ class RLRecipe(Section):
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
-        "rewards.*.cache", "rewards.*.model.url", "rewards.*.model.credential", "rewards.*.model.port",
-        "rewards.*.model.start_timeout_s", "audit.*",
+        "rewards.*.cache", "audit.*",
+        *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",

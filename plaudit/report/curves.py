@@ -7,8 +7,10 @@ from pathlib import Path
 def _uninteresting(name: str) -> bool:
     """To look at: a panel takes a tenth of a second to draw."""
     bare = name.removeprefix("val/")
-    return bare in ("step", "tokens", "epoch", "updates", "skipped_steps", "sampled_tokens") or (
-        bare.startswith("time/") and bare != "time/tokens_per_s"
+    return (
+        bare in ("step", "tokens", "epoch", "updates", "skipped_steps", "sampled_tokens")
+        or (bare.startswith("time/") and bare != "time/tokens_per_s")
+        or (bare.startswith("judge/") and bare != "judge/cost")
     )
 
 

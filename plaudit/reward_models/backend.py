@@ -85,6 +85,11 @@ class Backend(ABC):
 
     usage: Usage
 
+    @property
+    def name(self) -> str:
+        """Its folder, or what it is called where it is served."""
+        return ""
+
     @abstractmethod
     async def open(self) -> None:
         """Load it, connect to it, or start it; raises a RecipeError that says what to do if that is impossible."""
@@ -100,6 +105,11 @@ class Backend(ABC):
     @abstractmethod
     async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
         """A scalar model's number for each conversation, which ends with the assistant's message."""
+
+    @property
+    def weights(self) -> "Backend":
+        """Whose `load` and `unload` bring its weights to the device: the same for all who share a model."""
+        return self
 
     async def load(self) -> None:  # noqa: B027 (nothing to do is a fine way to do it)
         """placement: offload. Onto the device, before a step's groups are scored. What goes wrong is a failure of those who ask."""

@@ -49,10 +49,10 @@ class Client(Backend):
         limits: Limits | None = None,
         wait_s: float = 0.0,
     ):
-        """`urls`: instead of the recipe's, of servers started for us. `scalar`: it gives numbers, and does not write. `wait_s`: how
-        long `open` may wait for the servers."""
+        """`urls`, `limits`: instead of the recipe's. `scalar`: it gives numbers, and does not write. `wait_s`: how long `open` may
+        wait for the servers."""
         self.model, self.scalar, self._wait_s = model, scalar, wait_s
-        self._connection = Connection(Replicas(urls or model.url), limits or Limits(), model.credential)
+        self._connection = Connection(Replicas(urls or model.url), limits or model.limits, model.credential)
         self._template: ChatTemplate | None = None
         self._served_path = model.path if model.placement == "server" else None
         self.usage = self._connection.usage
@@ -84,6 +84,10 @@ class Client(Backend):
 
     async def close(self) -> None:
         await self._connection.close()
+
+    @property
+    def name(self) -> str:
+        return self._connection.replicas.all[0].model or self.model.path or self._connection.replicas.all[0].root
 
     async def _meet(self, replica: Replica) -> str | None:
         """Learn what the server calls the model; or why it does not say so now. Raises if it never will."""
@@ -294,6 +298,7 @@ class Client(Backend):
     def _count(self, prompt_tokens: int, new_tokens: int = 0) -> None:
         self.usage.prompt_tokens += prompt_tokens
         self.usage.new_tokens += new_tokens
+        self._connection.pace.spend(prompt_tokens + new_tokens)
 
     def count_failure(self, failure: Failure) -> Failure:
         """Counted, for a question that no server was asked: as one try that went wrong."""

@@ -22,16 +22,18 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from plaudit.errors import RecipeError, redact
+from plaudit.recipe.reward_models import CallLimits as Limits
 from plaudit.reward_models.backend import Usage
+from plaudit.reward_models.pace import Pace
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.types import Failure
 
 T = TypeVar("T")
 IDLE_S = 4.0
 """How long an unused connection is kept: less than servers keep it (uvicorn: 5 s), or we would write into one they just closed."""
-CONNECT_S = 10.0
-"""How long a server may take to accept a connection."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
+BYTES_PER_TOKEN = 4
+"""Of text, about."""
 WORDS_KEPT = 300
 """Characters of a server's answer that go into a message."""
 
@@ -42,23 +44,6 @@ class Garbage(Exception):
 
 class TooLong(Exception):
     """The server says that the prompt does not fit into its context."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How calls are made."""
-
-    at_once: int = 512
-    """Calls under way at the same time, over all servers."""
-    deadline_s: float = 120.0
-    """The longest that one number may take, all tries included; for answers `Writing.timeout_s` says it. Waiting for its turn
-    does not count."""
-    call_timeout_s: float | None = None
-    """The longest that one try may take; None: what is left until the deadline."""
-    retries: int = 4
-    """Further tries of a call that failed in a way that may pass."""
-    backoff_s: float = 0.5
-    """The wait before the first of them, about; it doubles each time."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +67,7 @@ class Connection:
         self._key = ""
         self._session: aiohttp.ClientSession | None = None
         self._places = asyncio.Semaphore(limits.at_once)
+        self.pace = Pace(limits.per_s, limits.tokens_per_minute)
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -121,11 +107,13 @@ class Connection:
         # Text may hold half of a surrogate pair, which no server can read: UTF-8 with '?' instead.
         data = _ENCODER.encode(body).encode("utf-8", "replace")
         async with self._places:
+            reserved = await self.pace.begin(guess=len(data) / BYTES_PER_TOKEN)
             began = time.monotonic()
             try:
                 return await self._with_retries(path, data, read, affinity, began + limit_s)
             finally:
                 self.usage.seconds += time.monotonic() - began
+                self.pace.release(reserved)
 
     async def _with_retries(self, path: str, data: bytes, read: Callable[[Any], T], affinity: str, deadline: float) -> T | Failure:
         avoid = None
@@ -144,6 +132,7 @@ class Connection:
                 tries = f" ({tried + 1} tries)" if tried else ""
                 return Failure(found.cause, self.clean(f"{replica.url(path)}: {found.message}{tries}"))
             await asyncio.sleep(wait)
+            self.pace.repeat()
             avoid = replica
         raise AssertionError("not reached")
 
@@ -165,14 +154,17 @@ class Connection:
 
     async def _call(self, replica: Replica, path: str, data: bytes, read: Callable[[Any], T], limit_s: float) -> T | Fault:
         assert self._session is not None, "a connection is opened before it is used"
-        timeout = aiohttp.ClientTimeout(total=max(limit_s, 0.001), sock_connect=CONNECT_S)
+        limits = self.limits
+        timeout = aiohttp.ClientTimeout(
+            total=max(limit_s, 0.001), sock_connect=limits.connect_timeout_s, sock_read=limits.read_timeout_s
+        )
         try:
             async with self._session.post(
                 replica.url(path), data=replica.named(data), timeout=timeout, allow_redirects=False
             ) as response:
                 raw = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            return fault_of(error, limit_s)
+            return fault_of(error, limit_s, limits)
         if response.status != 200:
             return _refusal(response, raw)
         try:
@@ -191,20 +183,21 @@ class Connection:
             async with self._session.get(replica.url(path), timeout=timeout, allow_redirects=False) as response:
                 return response.status, await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            return fault_of(error, limit_s)
+            return fault_of(error, limit_s, self.limits)
 
     def clean(self, text: str) -> str:
         """Without the key: some servers repeat it when they do not like it."""
         return redact(text.replace(self._key, f"${self._credential}") if self._key else text)
 
 
-def fault_of(error: Exception, limit_s: float) -> Fault:
+def fault_of(error: Exception, limit_s: float, limits: Limits = Limits()) -> Fault:  # noqa: B008 (frozen)
     """The cause of an error that came instead of an answer, and what to do about it."""
     match error:
         case aiohttp.ConnectionTimeoutError():
-            return Fault(
-                "timeout", f"no connection within {min(CONNECT_S, limit_s):g} s. Is the host right, and reachable from here?"
-            )
+            within = min(limits.connect_timeout_s, limit_s)
+            return Fault("timeout", f"no connection within {within:g} s. Is the host right, and reachable from here?")
+        case aiohttp.SocketTimeoutError() if limits.read_timeout_s is not None:
+            return Fault("timeout", f"silent for {limits.read_timeout_s:g} s (read_timeout_s).")
         case TimeoutError():
             return Fault("timeout", f"no answer within {limit_s:.3g} s. Raise timeout_s, or ask fewer at once.")
         case aiohttp.InvalidURL():

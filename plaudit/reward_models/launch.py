@@ -143,6 +143,10 @@ class Launched(Backend):
         words = [word for name, value in ours.items() if name not in theirs for word in (name, value) if word is not None]
         return [*self._program, *named, *words, *given]
 
+    @property
+    def name(self) -> str:
+        return str(self.model.path)
+
     # Starting and stopping --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:

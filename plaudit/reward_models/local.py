@@ -34,6 +34,10 @@ class Local(Backend):
         self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded: nobody has loaded it before asking")
 
     @property
+    def name(self) -> str:
+        return str(self.settings.path)
+
+    @property
     def batches(self) -> int:
         """That were computed so far."""
         return self._thread.batches if self._thread is not None else 0

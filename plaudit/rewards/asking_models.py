@@ -17,9 +17,9 @@ from pydantic import PrivateAttr
 from plaudit.files import digest_of
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Writing
-from plaudit.reward_models.choose import backend_for
+from plaudit.reward_models.shared import share
 from plaudit.rewards.parsing import behind_thoughts
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.reward import Loadable, Reward
 from plaudit.rewards.templates import OURS, JudgeTemplate
 from plaudit.types import Failure, Message, Prompt, Score
 
@@ -47,7 +47,7 @@ class ModelReward(Reward):
     async def open(self) -> None:
         self._given = self._backend is not None
         if self._backend is None:
-            self._backend = backend_for(self.model, scalar=self.scalar)
+            self._backend = share(self.model, scalar=self.scalar, label=self.label)
         await self._backend.open()
 
     async def close(self) -> None:
@@ -59,11 +59,17 @@ class ModelReward(Reward):
     def waits_for_all(self) -> bool:
         return self.model.placement == "offload"
 
-    async def load(self) -> None:
-        await self.backend.load()
+    @property
+    def phases(self) -> list[Loadable | None]:
+        return [self.backend.weights if self.model.placement == "offload" else None]
 
-    async def unload(self) -> None:
-        await self.backend.unload()
+    @property
+    def models(self) -> list[str]:
+        return [*self.model.local_paths, *super().models]
+
+    @property
+    def served_names(self) -> list[str]:
+        return [self.backend.name] if self.model.placement == "server" and self.model.path is None else []
 
 
 @dataclass(frozen=True)

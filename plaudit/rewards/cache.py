@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.errors import RunError
-from plaudit.files import digest_of, fingerprint
+from plaudit.files import digest_of, fingerprint, sketch_all
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import say
 from plaudit.types import Group, Score
@@ -20,8 +20,11 @@ from plaudit.types import Group, Score
 HARMLESS = ("name", "limits", "cache", "workers", "timeout_s", "on_failure", "max_failure_rate")
 # How a score is used, not what it is.
 USE = (*HARMLESS, "when", "weight", "combine", "scale", "clip", "normalise", "gate", "malformed")
-HOW_REACHED = {"model": {"url", "credential", "port", "start_timeout_s", "program"}, "sampling": {"timeout_s"}}
-"""How a model is reached, not which one it is."""
+HOW_REACHED = {
+    "model": {"url", "credential", "port", "start_timeout_s", "program", "limits", "prompt_price", "answer_price"},
+    "sampling": {"timeout_s"},
+}
+"""How a model is reached and what it costs, not which one it is."""
 
 
 class ScoreCache:
@@ -96,8 +99,11 @@ def _loads(text: str) -> Score:
 
 
 def reward_digest(reward: RewardSettings, without: Sequence[str] = USE) -> str:
-    """Of all that its scores depend on, but for the samples. A file counts by its content, not by where it lies."""
+    """Of all that its scores depend on, but for the samples. A file counts by its content, not by where it lies; so does a model's
+    folder, as far as that can be told quickly. A model on the hub or behind a URL counts by its name."""
     files = {str(file): fingerprint(file) if file.exists() else "absent" for file in [*reward.files, *reward.own_files]}
+    folders = (Path(path).expanduser() for path in reward.models)
+    files |= {str(path): sketch_all(path) for path in folders if path.exists()}
     return digest_of(_json([_by_content(settings_without(reward, without), files), list(files.values())]))
 
 

@@ -17,8 +17,9 @@ from pydantic import PrivateAttr, model_validator
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import OneReward
 from plaudit.rewards.asking import NOT_ASKED, Asker
+from plaudit.rewards.cache import keys
 from plaudit.rewards.combine import counted_value
-from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.reward import PREPARED, Loadable, Reward, failed
 from plaudit.types import Group, Score
 
 OUTSIDE = ("when", "gate", "normalise", "weight", "combine", "cache", "max_failure_rate")
@@ -40,6 +41,8 @@ class Cascade(Reward):
     """A rule's value above this is a pass."""
 
     _askers: tuple[Asker | None, Asker] | None = PrivateAttr(None)
+    _kept: dict[tuple[str, str], Score] = PrivateAttr(default_factory=dict)
+    """What passes before the last have found out, by what it is (`ruled`, `rule`, `judge`: failures of these two) and sample."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Cascade":
@@ -58,6 +61,10 @@ class Cascade(Reward):
     def inner(self) -> list[RewardSettings]:
         return [reward for reward in (self.rule, self.judge) if reward is not None]
 
+    @property
+    def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(reward.scores_alone for reward in self.inner if isinstance(reward, Reward))
+
     async def open(self) -> None:
         askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
         assert askers[1] is not None, "settings become rewards when a recipe is read"
@@ -68,15 +75,9 @@ class Cascade(Reward):
     def waits_for_all(self) -> bool:
         return any(isinstance(reward, Reward) and reward.waits_for_all for reward in (self.rule, self.judge))
 
-    async def load(self) -> None:
-        for reward in (self.rule, self.judge):
-            if isinstance(reward, Reward):
-                await reward.load()
-
-    async def unload(self) -> None:
-        for reward in (self.rule, self.judge):
-            if isinstance(reward, Reward):
-                await reward.unload()
+    @property
+    def served_names(self) -> list[str]:
+        return [name for reward in self.inner if isinstance(reward, Reward) for name in reward.served_names]
 
     async def close(self) -> None:
         for reward in (self.rule, self.judge):
@@ -88,10 +89,68 @@ class Cascade(Reward):
 
     async def _score(self, group: Group) -> list[Score]:
         assert self._askers is not None, "a reward is opened before it scores"
-        rule, judge = self._askers
-        ruled = [NOT_ASKED] * len(group.samples) if rule is None else list(await rule.ask(group))
-        judged = await judge.ask(group, [self._needs_judge(score) for score in ruled])
+        ruled = await self._ruled(group)
+        judged = await self._askers[1].ask(group, [self._needs_judge(score) for score in ruled], self._recall("judge", group))
         return [self._together(*both) for both in zip(ruled, judged, strict=True)]
+
+    async def _ruled(self, group: Group) -> list[Score]:
+        assert self._askers is not None
+        rule = self._askers[0]
+        if rule is None:
+            return [NOT_ASKED] * len(group.samples)
+        known = self._recall("ruled", group)
+        ruled = [score for score in known if score is not None]
+        return ruled if len(ruled) == len(known) else list(await rule.ask(group, None, self._recall("rule", group)))
+
+    # Models that share the device: the rule's passes, then the judge's ------------------------------------------------
+
+    @property
+    def _passes(self) -> list[tuple[Loadable | None, list[tuple[str, int]]]]:
+        """What is on the device in each, and what is done then: (`rule` or `judge`, its phase)."""
+        passes: list[tuple[Loadable | None, list[tuple[str, int]]]] = []
+        for name, reward in (("rule", self.rule), ("judge", self.judge)):
+            for phase, needed in enumerate(reward.phases) if isinstance(reward, Reward) else ():
+                if not passes or passes[-1][0] is not needed:
+                    passes.append((needed, []))
+                passes[-1][1].append((name, phase))
+        return passes
+
+    @property
+    def phases(self) -> list[Loadable | None]:
+        return [needed for needed, _ in self._passes]
+
+    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
+        _, parts = self._passes[phase]
+        await asyncio.gather(*(self._prepare(group, parts) for group in groups))
+        return [[PREPARED] * len(group.samples) for group in groups]  # what failed is told with the scores
+
+    async def _prepare(self, group: Group, parts: Sequence[tuple[str, int]]) -> None:
+        assert self._askers is not None
+        rule, judge = self._askers
+        for name, phase in parts:
+            before = self._recall(name, group)
+            if name == "judge":
+                wanted = [self._needs_judge(score) for score in await self._ruled(group)]
+                self._keep(name, group, await judge.prepare(group, wanted, phase, before))
+            elif rule is not None and phase < len(rule.reward.phases) - 1:
+                self._keep(name, group, await rule.prepare(group, None, phase, before))
+            elif rule is not None:
+                self._keep("ruled", group, await rule.ask(group, None, before))
+
+    def _keep(self, name: str, group: Group, found: Sequence[Score | None]) -> None:
+        names = keys("", group, scores_alone=self.scores_alone)
+        self._kept |= {(name, key): score for key, score in zip(names, found, strict=True) if score is not None}
+
+    def _recall(self, name: str, group: Group) -> list[Score | None]:
+        return [self._kept.get((name, key)) for key in keys("", group, scores_alone=self.scores_alone)]
+
+    def forget(self) -> None:
+        self._kept.clear()
+        for reward in self.inner:
+            if isinstance(reward, Reward):
+                reward.forget()
+
+    # Both, in one value -----------------------------------------------------------------------------------------------
 
     def _needs_judge(self, ruled: Score) -> bool:
         if self.rule is None:

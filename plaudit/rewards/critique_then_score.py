@@ -3,6 +3,9 @@
 The second reward is a `scalar_model` (critique-then-BT) or a `judge`. What it scores is the response, then `join`, then the
 critique, as if the policy had written all of it; that string is kept as the score's view, the critique in its trace. Where the
 first call fails, so does the sample: a score without its critique would be on another scale.
+
+Two models that share the device take turns: all critiques of a step are written with the critic there, then all scores are given
+with the scorer there.
 """
 
 import asyncio
@@ -11,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 
 from plaudit.recipe.rewards import OneReward, RewardSettings
-from plaudit.reward_models.backend import Question
 from plaudit.rewards.asking_models import JudgeReward, Reply, shortened
+from plaudit.rewards.cache import keys
 from plaudit.rewards.judge import Judge
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.reward import PREPARED, Loadable, Reward
 from plaudit.rewards.scalar_model import ScalarModel
 from plaudit.rewards.templates import Unrenderable
 from plaudit.types import Group, Score
@@ -30,6 +33,8 @@ class CritiqueThenScore(JudgeReward):
     """What scores them: a reward of kind scalar_model or judge, with a model of its own."""
     join: str = "\n\nCritique:\n"
     """What stands between response and critique."""
+
+    _critiques: dict[str, Reply[str]] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CritiqueThenScore":
@@ -55,6 +60,14 @@ class CritiqueThenScore(JudgeReward):
         return [*self.scorer.own_files, *super().own_files]
 
     @property
+    def models(self) -> list[str]:
+        return [*self.scorer.models, *super().models]
+
+    @property
+    def served_names(self) -> list[str]:
+        return [*self._second.served_names, *super().served_names]
+
+    @property
     def _second(self) -> Reward:
         assert isinstance(self.scorer, Reward)
         return self.scorer
@@ -68,11 +81,10 @@ class CritiqueThenScore(JudgeReward):
             if error is not None:
                 raise error
 
-    async def load(self) -> None:
-        await asyncio.gather(super().load(), self._second.load())
-
-    async def unload(self) -> None:
-        await asyncio.gather(super().unload(), self._second.unload())
+    @property
+    def phases(self) -> list[Loadable | None]:
+        [critic], [scorer] = super().phases, self._second.phases
+        return [critic] if critic is scorer else [critic, scorer]
 
     async def close(self) -> None:
         await asyncio.gather(super().close(), self._second.close())
@@ -80,14 +92,34 @@ class CritiqueThenScore(JudgeReward):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self._score, groups)))
 
-    async def _score(self, group: Group) -> list[Score]:
-        questions: list[Question] = []
+    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._prepare, groups)))
+
+    async def _prepare(self, group: Group) -> list[Score]:
         try:
-            questions = [self.question(group.prompt, response=sample.text) for sample in group.samples]
+            critiques = await self._criticise(group)
         except Unrenderable as error:
             return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
+        self._critiques |= zip(keys("", group, scores_alone=True), critiques, strict=True)
+        pairs = zip(critiques, group.samples, strict=True)
+        return [PREPARED if reply.failure is None else reply.unfit(sample.text) for reply, sample in pairs]
+
+    def forget(self) -> None:
+        self._critiques.clear()
+
+    async def _criticise(self, group: Group) -> list[Reply[str]]:
+        questions = [self.question(group.prompt, response=sample.text) for sample in group.samples]
         # A critique that was cut is still one.
-        critiques: list[Reply[str]] = await self.ask(questions, lambda _, text: text, whole=False)
+        return await self.ask(questions, lambda _, text: text, whole=False)
+
+    async def _score(self, group: Group) -> list[Score]:
+        known = [self._critiques.get(key) for key in keys("", group, scores_alone=True)]
+        critiques = [reply for reply in known if reply is not None]
+        if len(critiques) < len(known):
+            try:
+                critiques = await self._criticise(group)
+            except Unrenderable as error:
+                return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
         scores = {i: reply.unfit(group.samples[i].text) for i, reply in enumerate(critiques) if reply.found is None}
         left = [i for i in range(len(critiques)) if i not in scores]
         if left:

@@ -8,16 +8,24 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from plaudit.recipe import RewardSettings
 from plaudit.types import Failure, Group, Prompt, Sample, Score
 
 
+class Loadable(Protocol):
+    """What is on the device only while it is needed."""
+
+    async def load(self) -> None: ...
+
+    async def unload(self) -> None: ...
+
+
 class Reward(RewardSettings, ABC):
     """One file, one kind: the class is named after its file, and `kind:` in a recipe finds it there.
 
-    The runner calls all three on its own event loop. What takes long there is awaited, never slept through.
+    The runner calls all of it on its own event loop. What takes long there is awaited, never slept through.
     """
 
     kind: Any
@@ -41,6 +49,24 @@ class Reward(RewardSettings, ABC):
 
     async def unload(self) -> None:
         """And take it off again."""
+
+    @property
+    def phases(self) -> list[Loadable | None]:
+        """A reward that waits for all: what is on the device in each of its passes over a step's groups (None: nothing). The last
+        pass is `score`, those before it are `prepare`. Known once it is open; rewards that share a model name the same."""
+        return [self if self.waits_for_all else None]
+
+    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
+        """A pass before the last: what it finds out is kept for `score`. What it gives is PREPARED or a failure."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """A step's groups are scored: what `prepare` kept is not needed any more."""
+
+    @property
+    def served_names(self) -> list[str]:
+        """What servers call the models behind it, where the recipe does not name them. Known once it is open."""
+        return []
 
     async def open(self) -> None:
         """Start what scoring needs (worker processes, connections). Called once, before the first score."""
@@ -66,6 +92,10 @@ class Rule(Reward):
         except Exception as error:
             return failed("exception", last_line(error), view=sample.text)
         return value if isinstance(value, Score) else Score(value, view=sample.text)
+
+
+PREPARED = Score(0.0)
+"""What `prepare` gives for a sample with which all is well."""
 
 
 def failed(cause: str, message: str, view: str | None = None) -> Score:

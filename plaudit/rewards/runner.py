@@ -2,9 +2,9 @@
 
 The rewards live on an event loop with a thread of its own. `collect` pulls groups on the caller's thread, where sampling goes on,
 and hands each one to all rewards as it comes; what it returns has the order in which the groups came. Rewards whose models share
-the device wait until all groups are sampled; then one after the other is loaded, asked about all of them, and unloaded. What
-rewards say together is worked out when all of a step is there, in that order: means of all values so far must not depend on who
-was fast.
+the device wait until all groups are sampled; then one model after the other is loaded, asked about all of them by all rewards that
+share it, and unloaded, so that never more than one is there. What rewards say together is worked out when all of a step is there,
+in that order: means of all values so far must not depend on who was fast.
 """
 
 import asyncio
@@ -13,16 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
+from plaudit.reward_models.shared import Amounts
+from plaudit.reward_models.shared import amounts as amounts_of
 from plaudit.rewards.asking import Asker
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.combine import Running, combine, counted_value, counted_values, has_reward, missing_values
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.reward import Loadable, Reward
 from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
@@ -42,6 +44,7 @@ class RewardRunner:
         self.askers = [Asker(reward, self.cache) for reward in self.rewards]
         self._waiting = self._those_that_wait()
         self._tolerant = tolerant
+        self._told: dict[str, Amounts] = {}
         self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -106,9 +109,22 @@ class RewardRunner:
             )
 
     def counts(self) -> dict[str, float]:
-        """Since the last time, by reward: samples asked for again. (Not what the cache had: a run that goes on logs the same.)"""
+        """Since the last time: samples asked for again, by reward; and what was asked of each model, which is less where the cache
+        had the score already."""
         asked_again = {asker.reward.label: asker.counts.pop("retries", 0) for asker in self.askers}
-        return {f"retries/{label}": float(count) for label, count in asked_again.items() if count}
+        counts = {f"retries/{label}": float(count) for label, count in asked_again.items() if count}
+        amounts, before = self.amounts(), self._told
+        self._told = amounts
+        totals: Counter[str] = Counter()
+        for name, amount in amounts.items():
+            for what, count in amount.items():
+                counts[f"judge/{name}/{what}"] = since = count - before.get(name, {}).get(what, 0.0)
+                totals[f"judge/{what}"] += since if "/" not in name else 0.0  # pyright: ignore[reportArgumentType]
+        return counts | totals
+
+    def amounts(self) -> dict[str, Amounts]:
+        """What was asked of each model since it was opened: calls, retries, tokens, cost."""
+        return amounts_of(self._loop)
 
     # What a run saves -------------------------------------------------------------------------------------------------
 
@@ -139,17 +155,41 @@ class RewardRunner:
 
     async def _score_waiting(self, groups: Sequence[Group], found: Sequence[ByLabel], step: "_Step") -> None:
         """One model after the other; what they say is added to what was found."""
-        for asker in self._waiting:
-            await asker.reward.load()
-            try:
-                pairs = zip(groups, found, strict=True)
-                scores = await asyncio.gather(*(asker.ask(group, self._wanted(asker, by_label)) for group, by_label in pairs))
-            finally:
-                await asker.reward.unload()
-            for group, by_label, one in zip(groups, found, scores, strict=True):
-                by_label[asker.reward.label] = one
-                step.count(group, {asker.reward.label: one})
-            step.check()
+        left = [_Passes(asker, asker.reward.phases, len(groups)) for asker in self._waiting]
+        try:
+            while left:
+                needed = _next(left)
+                if needed is not None:
+                    await needed.load()
+                try:
+                    while ready := [one for one in _ready(left) if one.needed is needed]:
+                        await asyncio.gather(*(self._pass(one, groups, found, step) for one in ready))
+                        left = [one for one in left if not one.done]
+                        step.check()
+                finally:
+                    if needed is not None:
+                        await needed.unload()
+        finally:
+            for asker in self._waiting:
+                asker.reward.forget()
+
+    async def _pass(self, one: "_Passes", groups: Sequence[Group], found: Sequence[ByLabel], step: "_Step") -> None:
+        """One reward's next pass over all groups."""
+        asker, label = one.asker, one.asker.reward.label
+        every = [
+            (group, self._wanted(asker, by_label), failed)
+            for group, by_label, failed in zip(groups, found, one.failed, strict=True)
+        ]  # fmt: skip
+        if one.is_last:
+            scores = await asyncio.gather(*(asker.ask(*each) for each in every))
+            for group, by_label, of_group in zip(groups, found, scores, strict=True):
+                by_label[label] = of_group
+                step.count(group, {label: of_group})
+        else:
+            one.failed = await asyncio.gather(
+                *(asker.prepare(group, wanted, one.phase, failed) for group, wanted, failed in every)
+            )  # fmt: skip
+        one.phase += 1
 
     async def _ask(self, asker: Asker, group: Group, asked: Mapping[str, asyncio.Task[tuple[Score, ...]]]) -> tuple[Score, ...]:
         gate = asker.reward.gate
@@ -210,6 +250,50 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     for error in await asyncio.gather(*works, return_exceptions=True):
         if error is not None:
             raise error
+
+
+# Models that share the device ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Passes:
+    """Where a reward stands with its passes over a step's groups."""
+
+    asker: Asker
+    phases: Sequence[Loadable | None]
+    groups: InitVar[int]
+    phase: int = 0
+    failed: Sequence[Sequence[Score | None]] = ()
+    """By group: what passes so far could not do."""
+
+    def __post_init__(self, groups: int) -> None:
+        self.failed = [()] * groups
+
+    @property
+    def needed(self) -> Loadable | None:
+        return self.phases[self.phase]
+
+    @property
+    def is_last(self) -> bool:
+        return self.phase == len(self.phases) - 1
+
+    @property
+    def done(self) -> bool:
+        return self.phase == len(self.phases)
+
+
+def _ready(left: Sequence[_Passes]) -> list[_Passes]:
+    """Those whose gate is known."""
+    waited_for = {one.asker.reward.label for one in left}
+    return [one for one in left if (gate := one.asker.reward.gate) is None or gate.reward not in waited_for]
+
+
+def _next(left: Sequence[_Passes]) -> Loadable | None:
+    """What comes to the device next: nothing, while something can be done without; else what need not come a second time."""
+    wanted = [one.needed for one in _ready(left)]
+    later = [needed for one in left for needed in one.phases[one.phase + 1 :]]
+    later += [one.needed for one in left if one not in _ready(left)]
+    return min(wanted, key=lambda needed: (needed is not None, any(needed is other for other in later)))
 
 
 # One step's failures -------------------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ class Similarity(Reward):
     _encode: Encode | None = PrivateAttr(None)
     _one_at_a_time: asyncio.Lock | None = PrivateAttr(None)
 
+    @property
+    def models(self) -> list[str]:
+        return [self.path]
+
     async def open(self) -> None:
         self._one_at_a_time = asyncio.Lock()
         if self._encode is None:
