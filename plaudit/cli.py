@@ -171,7 +171,7 @@ def doctor(
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
     loaded, sources = load_checked(recipe, overrides, None)
 
-    from plaudit.doctor import examine
+    from plaudit.doctor.page import examine
 
     raise typer.Exit(0 if examine(loaded, sources, max_rows=rows) else 1)
 

@@ -194,7 +194,9 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
 def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in children:
-        if isinstance(value, str) and (SECRET_NAME.search(str(key)) or redact(value) != value):
+        # `credential` holds the name of a variable; what does not look like one may be the key itself.
+        names_one = key == "credential" and isinstance(value, str) and re.fullmatch(r"[A-Z_][A-Z0-9_]*", value)
+        if isinstance(value, str) and ((SECRET_NAME.search(str(key)) and not names_one) or redact(value) != value):
             raise RecipeError(
                 f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. "
                 "Put it into the environment (such as WANDB_API_KEY) and delete it here."

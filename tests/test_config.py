@@ -552,6 +552,15 @@ def test_secrets_are_refused_and_not_shown(complaint, override):
     assert SECRET not in message
 
 
+def test_the_name_of_a_variable_is_no_secret(tmp_path):
+    model = {"placement": "server", "url": "http://judge:1", "credential": "JUDGE_API_KEY"}
+    file = tmp_path / "r.yaml"
+    file.write_text(json.dumps({"stage": "score", "rewards": [{"kind": "judge", "model": model}]}))
+    load(file)
+    with pytest.raises(RecipeError, match="keys and passwords do not belong in a recipe"):
+        load(file, ["rewards.0.model.credential=hunter2-key"])
+
+
 @pytest.mark.parametrize("name", ["stop_token", "end_token", "max_tokens", "key"])
 def test_not_every_token_is_a_secret(complaint, name):
     assert f"run.{name} is not a setting." in complaint(MINIMAL, f"run.{name}='<|im_end|>'")

@@ -136,6 +136,20 @@ def quick_collections():
     gc.unfreeze()
 
 
+def test_models_that_load_side_by_side_do_not_disturb_each_other(tiny_models):
+    """transformers replaces methods of all models while it loads one: tied weights of another would be missing."""
+
+    async def go() -> None:
+        for _ in range(4):
+            models = [Local(settings_of(tiny_models[kind]), scalar=False) for kind in ("qwen2", "qwen3", "qwen2")]
+            try:
+                await asyncio.gather(*(model.open() for model in models))
+            finally:
+                await asyncio.gather(*(model.close() for model in models))
+
+    run(go())
+
+
 @torch.no_grad()
 def plain_scores(folder: Path, conversations: Sequence[list[Message]]) -> list[float]:
     """What transformers says of each alone, by its own template and its own head."""

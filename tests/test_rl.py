@@ -1149,7 +1149,7 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, ti
     assert "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name', at mine.py:1" in out
     config = AutoConfig.from_pretrained(tiny_model)
     vars(config)["max_position_embeddings"] = None
-    monkeypatch.setattr("plaudit.doctor.AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config))
+    monkeypatch.setattr("plaudit.doctor.rows.AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config))
     code, out, _ = plaudit("doctor", recipe())
     assert "the model takes any number" in out
 

@@ -1,26 +1,40 @@
-"""What training a model takes in memory: an estimate, made without loading it.
+"""What training takes in memory, and the reward models beside it: an estimate, made without loading anything.
 
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys+values, f MLP
                   with gradient checkpointing             T · (4 L · h + b · one layer's share), the residual stream being in fp32
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
+    cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
+    reward model  P · b; while it scores, a scalar one    T · b · (6 h + 2 k + 3 f), T tokens of a pass; one that writes: a cache
 
+A step samples, then scores with the models that are offloaded, one at a time, then trains. Each phase needs its own sum.
 The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 0.5B and 1.5B estimates are 1–5 % above them.
 """
 
+import json
+import math
 import re
+import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from plaudit.errors import RecipeError
+from plaudit.models.folder import INDEX, read_config
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.policy import resolve_dtype
+from plaudit.models.scalar import TOKENS_PER_PASS
 from plaudit.recipe import Lora, Model
+from plaudit.recipe.reward_models import RewardModel
+
+Phase = Literal["sampling", "scoring", "training"]
+PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,8 @@ class MemoryPlan:
         return self.weights + self.training + self.activations + self.logits
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {_gigabytes(getattr(self, name))}" for name in ("weights", "training", "activations", "logits"))
-        return f"about {_gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
+        parts = ", ".join(f"{name} {gigabytes(getattr(self, name))}" for name in ("weights", "training", "activations", "logits"))
+        return f"about {gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
 
 
 def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: int) -> MemoryPlan:
@@ -50,10 +64,7 @@ def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: 
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
 
-    text = config.get_text_config()
-    layers, hidden, mlp = text.num_hidden_layers, text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    heads = text.num_attention_heads
-    kv = getattr(text, "num_key_value_heads", heads) * (getattr(text, "head_dim", None) or hidden // heads)
+    layers, hidden, kv, mlp = _shape(config)
     layer = tokens_per_micro_batch * size * (13 * hidden + 2 * kv + 4 * mlp)
     whole = layers * layer
     checkpointed = layer + layers * tokens_per_micro_batch * 4 * hidden
@@ -101,5 +112,119 @@ def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
-def _gigabytes(size: float) -> str:
+class _Shape(NamedTuple):
+    layers: int
+    hidden: int
+    kv: int
+    mlp: int
+
+
+def _shape(config: PretrainedConfig) -> _Shape:
+    text = config.get_text_config()
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    kv = kv_heads * (getattr(text, "head_dim", None) or hidden // heads)
+    return _Shape(text.num_hidden_layers, hidden, kv, getattr(text, "intermediate_size", None) or 4 * hidden)
+
+
+def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"
+
+
+# All of a step -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one thing takes on a device, and when."""
+
+    name: str
+    phases: tuple[Phase, ...]
+    fixed: float
+    elastic: float = 0.0
+    """Taken if it is there: a cache, which makes do with less."""
+    in_turn: bool = False
+    """Of those that are, one is there at a time."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """All that a device has to hold."""
+
+    needs: tuple[Need, ...]
+    there: float
+
+    def at(self, phase: Phase, *, fixed_only: bool = False) -> float:
+        """The sum in a phase, with the largest of those that come in turn."""
+        sizes = [(need.fixed + (0.0 if fixed_only else need.elastic), need) for need in self.needs if phase in need.phases]
+        together = sum(size for size, need in sizes if not need.in_turn)
+        return together + max((size for size, need in sizes if need.in_turn), default=0.0)
+
+    @property
+    def peak(self) -> Phase:
+        return max(PHASES, key=self.at)
+
+    @property
+    def verdict(self) -> Literal["fits", "tight", "too much"]:
+        if max(self.at(phase, fixed_only=True) for phase in PHASES) > self.there:
+            return "too much"
+        return "tight" if self.at(self.peak) > 0.9 * self.there else "fits"
+
+
+@dataclass(frozen=True)
+class RewardModelMemory:
+    parameters: int
+    weights: float
+    working: float
+    """While it scores."""
+    elastic: bool
+    """… which makes do with less."""
+
+
+def plan_reward_model(
+    settings: RewardModel, device: torch.device, *, scalar: bool, sequences: int, tokens: int
+) -> RewardModelMemory:
+    """`sequences` and `tokens` of each: what a model that writes has under way."""
+    assert settings.path is not None
+    config = read_config(settings.path, trust_remote_code=settings.trust_remote_code)
+    size = resolve_dtype(settings.dtype, device).itemsize
+    parameters = count_parameters(settings.path, trust_remote_code=settings.trust_remote_code)
+    _, hidden, kv, mlp = _shape(config)
+    a_pass = TOKENS_PER_PASS[device.type] * size * (6 * hidden + 2 * kv + 3 * mlp)
+    working = a_pass if scalar else plan_cache(config, size, sequences=sequences, tokens=tokens)
+    return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)
+
+
+def plan_cache(config: PretrainedConfig, size: int, *, sequences: int, tokens: int) -> float:
+    """Keys and values, of `size` bytes each."""
+    shape = _shape(config)
+    return sequences * tokens * shape.layers * 2 * shape.kv * size
+
+
+def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
+    """As the headers of its safetensors have them; of a model that is not a folder here, from its config."""
+    folder = Path(path)
+    if folder.is_dir():
+        return sum(_parameters_of_file(file) for file in _weight_files(folder))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in model.parameters())
+
+
+def _weight_files(folder: Path) -> Sequence[Path]:
+    index = folder / INDEX
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    return [folder / "model.safetensors"]
+
+
+def _parameters_of_file(file: Path) -> int:
+    """A safetensors file begins with the length of its header, which is JSON."""
+    try:
+        with file.open("rb") as opened:
+            [length] = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(min(length, 2**27)))
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise RecipeError(f"{file}: its weights cannot be read: {error}") from None

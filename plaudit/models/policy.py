@@ -3,6 +3,7 @@
 Weights are safetensors on both ways; a model that only has pickled weights is refused.
 """
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 # Settings of models that compute more than packed attention and a product with the head's weight.
 UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "attention_chunk_size")
+
+# While it loads a model, transformers replaces methods of all of them. Reward models load in threads of their own: two at once
+# would leave tied weights untied for good.
+ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass
@@ -103,15 +108,16 @@ def load_pretrained(auto: Any, path: str, dtype: torch.dtype, *, trust_remote_co
     """With all of its weights, from safetensors, as one of transformers' auto classes makes it; on the CPU."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
-        model, report = auto.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with ONE_AT_A_TIME:
+            model, report = auto.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, SafetensorError) as error:
         reason = redact(" ".join(str(error).split()))[:300]
         raise RecipeError(f"no model could be loaded from {path} (safetensors only, never pickled weights): {reason}") from None

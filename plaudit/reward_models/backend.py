@@ -7,6 +7,7 @@ Both never raise for one question: what could not be answered comes back as a fa
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from plaudit.types import Failure, Message
 
@@ -80,6 +81,20 @@ class Usage:
     """Tries that went wrong, by cause."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a model that is open reads what it is asked, as far as that is known here."""
+
+    template: Any = None
+    """The ChatTemplate or Transcript that messages are rendered with; None: its server renders them."""
+    context: int | None = None
+    """How many tokens it takes at most."""
+    name: str = ""
+    """What its server calls it."""
+    weights: str = ""
+    """The folder or hub name that its server has loaded, if it tells."""
+
+
 class Backend(ABC):
     """A model that judges. All methods run on the rewards' event loop; what computes or waits long does so elsewhere."""
 
@@ -116,3 +131,7 @@ class Backend(ABC):
 
     async def unload(self) -> None:  # noqa: B027
         """placement: offload. Off it again; its memory is really returned."""
+
+    def reading(self) -> Reading:
+        """Once it is open."""
+        return Reading()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plaudit.errors import PlauditError, RecipeError, did_you_mean
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import say
-from plaudit.reward_models.backend import Answer, Backend, Question, Verdict, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Verdict, Writing
 from plaudit.reward_models.connection import Connection, Fault, Garbage, Limits, TooLong
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.seeding import stable_seed
@@ -163,6 +163,10 @@ class Client(Backend):
         usage.calls = usage.retries = usage.prompt_tokens = 0
         usage.seconds = 0.0
         usage.faults.clear()
+
+    def reading(self) -> Reading:
+        replica = self._connection.replicas.all[0]
+        return Reading(self._template, replica.max_tokens, replica.model, replica.weights)
 
     # Answers ----------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import aiohttp
 from plaudit.errors import RecipeError, redact
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import say
-from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
 from plaudit.reward_models.client import Client
 from plaudit.reward_models.connection import Limits
 from plaudit.types import Failure, Message
@@ -235,6 +235,10 @@ class Launched(Backend):
             server, self._server = self._server, None
             # Shielded: a task that is cancelled here must not leave a server behind.
             await asyncio.shield(asyncio.to_thread(server.stop, self._stop_s))
+
+    def reading(self) -> Reading:
+        assert self._client is not None, "it was never opened"
+        return self._client.reading()
 
     # Asking -----------------------------------------------------------------------------------------------------------
 

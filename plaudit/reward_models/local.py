@@ -14,7 +14,7 @@ from torch import nn
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.policy import resolve_device
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
 from plaudit.reward_models.halves import failure_of, is_out_of_memory
 from plaudit.reward_models.model_thread import Closed, ModelThread
 from plaudit.reward_models.scalar_skill import ScalarSkill
@@ -71,6 +71,11 @@ class Local(Backend):
         if self.settings.placement == "offload":
             assert self._thread is not None
             await self._thread.do(self._unload)
+
+    def reading(self) -> Reading:
+        skill = self._skill
+        assert isinstance(skill, ScalarSkill | WritingSkill), "it was never opened"
+        return Reading(skill.transcript if isinstance(skill, ScalarSkill) else skill.template, skill.context)
 
     # Asking -----------------------------------------------------------------------------------------------------------
 

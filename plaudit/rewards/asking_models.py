@@ -44,6 +44,10 @@ class ModelReward(Reward):
         assert self._backend is not None, "a reward is opened before it scores"
         return self._backend
 
+    def use(self, backend: Backend) -> None:
+        """Ask this one, which is not open yet, instead of the one that the settings mean."""
+        self._backend = backend
+
     async def open(self) -> None:
         self._given = self._backend is not None
         if self._backend is None:
