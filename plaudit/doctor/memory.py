@@ -93,8 +93,13 @@ def plan_devices(recipe: Recipe) -> dict[str, Budget]:
 
 
 def _models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
+    """Each with the names of all rewards that share it, and the first of those rewards."""
     rewards = () if isinstance(recipe, SFTRecipe) else recipe.rewards
-    return [found for reward in rewards for found in all_models_of(reward)]
+    found: dict[Any, tuple[str, ModelReward]] = {}
+    for name, reward in (model for asked in rewards for model in all_models_of(asked)):
+        key = reward.model, reward.scalar
+        found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
+    return list(found.values())
 
 
 def _policy(recipe: RLRecipe, device: torch.device) -> list[Need]:

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
 from plaudit.reward_models.choose import backend_for
 from plaudit.types import Message
 
@@ -103,6 +103,9 @@ class Share(Backend):
 
     async def unload(self) -> None:
         await self.model.backend.unload()
+
+    def reading(self) -> Reading:
+        return self.model.backend.reading()
 
 
 # All of an event loop ------------------------------------------------------------------------------------------------

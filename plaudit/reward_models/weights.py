@@ -7,14 +7,16 @@ from where they come back as fast as the bus is; they never change, so nothing i
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
+ALIGNED = 512  # bytes that copies like to begin at
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,14 @@ class HostCopies:
     """All tensors of a module, in the host's memory: pinned where there is a GPU to copy them to."""
 
     def __init__(self, module: nn.Module):
-        pinned = torch.cuda.is_available()
+        tensors = [*module.parameters(), *module.buffers()]
+        sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED for tensor in tensors]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
+        if torch.cuda.is_available():
+            _pin(self, whole)
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        for tensor in (*module.parameters(), *module.buffers()):
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        for tensor, part in zip(tensors, whole.split(sizes), strict=True):
+            copy = part[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             self._pairs.append((tensor, copy.copy_(tensor.detach(), non_blocking=True)))
         _wait()
 
@@ -135,6 +141,14 @@ class HostCopies:
         except BaseException:
             self.send_away()  # not half of it
             raise
+
+
+def _pin(owner: object, memory: Tensor) -> None:
+    """As long as its owner lives. (torch's own pinned memory comes in powers of two: up to twice of what is asked for.)"""
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    # It holds the memory, which must not be freed before.
+    weakref.finalize(owner, lambda: cudart.cudaHostUnregister(memory.data_ptr()))
 
 
 def _wait() -> None:
