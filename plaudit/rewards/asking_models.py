@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 
 from plaudit.files import digest_of
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Writing
 from plaudit.reward_models.choose import backend_for
 from plaudit.rewards.parsing import behind_thoughts
 from plaudit.rewards.reward import Reward
@@ -58,6 +58,10 @@ class ModelReward(Reward):
     @property
     def waits_for_all(self) -> bool:
         return self.model.placement == "offload"
+
+    @property
+    def usages(self) -> list[Usage]:
+        return super().usages if self._backend is None else [self._backend.usage, *super().usages]
 
     async def load(self) -> None:
         await self.backend.load()

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from plaudit.recipe.rewards import OneReward, RewardSettings
-from plaudit.reward_models.backend import Question
+from plaudit.reward_models.backend import Question, Usage
 from plaudit.rewards.asking_models import JudgeReward, Reply, shortened
 from plaudit.rewards.judge import Judge
 from plaudit.rewards.reward import Reward
@@ -53,6 +53,10 @@ class CritiqueThenScore(JudgeReward):
     @property
     def own_files(self) -> list[Path]:
         return [*self.scorer.own_files, *super().own_files]
+
+    @property
+    def usages(self) -> list[Usage]:
+        return [*super().usages, *self._second.usages]
 
     @property
     def _second(self) -> Reward:
