@@ -17,6 +17,7 @@ from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_model
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import Model, RLRecipe, ScoreRecipe
+from plaudit.serving.cli import serve
 
 app = typer.Typer(
     name="plaudit",
@@ -139,6 +140,7 @@ def score(
 
 
 app.command(context_settings=ANYTHING_MAY_FOLLOW)(audit)
+app.command(context_settings=ANYTHING_MAY_FOLLOW)(serve)
 
 
 @app.command()

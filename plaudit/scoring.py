@@ -65,7 +65,7 @@ class Scorer:
 
     def close(self) -> None:
         if self._runner is not None:
-            self._runner.__exit__()
+            self._runner.close()
             self._runner = None
 
     def __enter__(self) -> Self:

@@ -69,6 +69,10 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("sample",), ["Sample responses to prompts", "goes on where it stopped", "--out", "--max-new-tokens", "--n"]),
         (("score",), ["Score saved responses", "goes on where it stopped", "--rewards", "--out", "ground_truth"]),
         (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
+        (
+            ("serve",),
+            ["as an HTTP service", "--host", "--port", "--token-env", "--max-in-flight", "--grace-s", "section.name=value"],
+        ),
         (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
         (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
         (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
@@ -90,7 +94,7 @@ def test_help(plaudit, verb, explains):
 def test_every_verb_has_help():
     """The list above is all there are."""
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
-        "audit", "config", "demo", "doctor", "rl", "sample", "score", "sft",
+        "audit", "config", "demo", "doctor", "rl", "sample", "score", "serve", "sft",
     ]  # fmt: skip
     assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model", "smollm2", "sorting", "arithmetic"]
 

@@ -1,5 +1,6 @@
 """Several rewards as one: when they count, how they are scaled and combined, gates, cascades, and means of all values so far."""
 
+import asyncio
 import math
 import statistics
 from typing import ClassVar, Literal
@@ -386,3 +387,53 @@ def test_a_model_is_unloaded_when_scoring_fails():
     with RewardRunner([Offloaded(on_failure="stop")]) as runner, pytest.raises(TrainingStopped):
         runner.collect([group("!")])
     assert Offloaded.log == ["load offloaded", "unload offloaded"]
+
+
+# Groups by themselves, as a service has them -------------------------------------------------------------------------
+
+
+def test_a_group_by_itself_is_not_normalised_and_nothing_stops_it():
+    rewards = [Number(normalise="group"), Number(name="other", normalise="running", on_failure="stop")]
+    with RewardRunner(rewards, tolerant=True) as runner:
+        got = runner.run(runner.score(group("1", "3", "!"))).result()
+        assert values(got) == [2.0, 6.0, None]
+        assert runner.state()["other"]["count"] == 0
+
+
+class Patient(Offloaded):
+    """Scores when it is let."""
+
+    kind: Literal["patient"] = "patient"
+    may_go: ClassVar[asyncio.Event]
+
+    async def load(self) -> None:
+        await super().load()
+        await self.may_go.wait()
+
+
+def test_groups_that_come_while_the_device_is_taken_are_asked_together_next():
+    async def ask(runner: RewardRunner) -> list[list[float | None]]:
+        Patient.may_go = asyncio.Event()
+        first = asyncio.create_task(runner.score(group("1")))
+        while not Patient.log:
+            await asyncio.sleep(0)
+        others = [asyncio.create_task(runner.score(group(str(i)))) for i in range(2, 6)]
+        await asyncio.sleep(0.01)
+        first.cancel()  # whoever has the device may go; nobody else is lost
+        others[1].cancel()
+        Patient.may_go.set()
+        found = await asyncio.gather(*others, return_exceptions=True)
+        assert isinstance(found[1], asyncio.CancelledError)
+        return [values(one) for one in found if isinstance(one, ScoredGroup)]
+
+    Patient.log.clear()
+    with RewardRunner([Patient()], tolerant=True) as runner:
+        assert runner.run(ask(runner)).result() == [[2.0], [4.0], [5.0]]
+        assert not runner._in_line
+    assert Patient.log == ["load patient", "unload patient"] * 2
+
+
+def test_a_sum_that_is_too_large_is_a_failure():
+    got = scored([Number(times=1e308), Number(name="other", times=1e308)], "1", "0.1")
+    assert values(got) == [None, approx(2e307)]
+    assert got.scores[0].failure.cause == "not_a_number"

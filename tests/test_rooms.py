@@ -25,7 +25,7 @@ LEVELS = [
     ["run"],
     ["inputs"],
     ["scoring"],
-    ["prepare", "evals", "audit", "adapters"],
+    ["prepare", "evals", "audit", "adapters", "serving"],
     ["loops", "doctor"],
     ["cli"],
     ["__main__"],

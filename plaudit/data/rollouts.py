@@ -4,7 +4,8 @@ A row has `prompt` (messages or text), `response` or `responses`, and what rewar
 `reward_model.ground_truth` (or `ground_truth`), `extra_info`, `tokens` (how many each response has).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ def group_of(row: Mapping[str, Any], id: str, where: str) -> Group:
     prompt = prompt_of(row, str(row.get("id") or id), where)
     tokens = NOTHING.astype(np.int32)
     samples = [
-        SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, counted)
-        for i, (text, counted) in enumerate(zip(texts, counts, strict=True))
+        SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, count)
+        for i, (text, count) in enumerate(zip(texts, counts, strict=True))
     ]
     return Group(prompt, tokens, tuple(samples))
 
@@ -45,6 +46,27 @@ def responses_of(row: Mapping[str, Any], where: str) -> tuple[list[str], list[in
     if len(counts) != len(given) or not all(isinstance(count, int | None) for count in counts):
         raise DataError(f"{where}: `tokens` should be the number of tokens of each response, not {row['tokens']!r:.80}")
     return [_text(response, where) for response in given], counts
+
+
+def token_counter(tokenizer: str | None) -> Callable[[str], int] | None:
+    """How many tokens a response has; the end token, which its text does not show, is one of them."""
+    if tokenizer is None:
+        return None
+    from plaudit.data.templates import load_tokenizer
+
+    encode = load_tokenizer(tokenizer)
+    return lambda text: len(encode(text, add_special_tokens=False)["input_ids"]) + 1  # pyright: ignore
+
+
+def counted(group: Group, count: Callable[[str], int] | None) -> Group:
+    """With the number of tokens of each response that comes without it, if somebody counts."""
+    if count is None:
+        return group
+    samples = [
+        replace(sample, counted=count(sample.text)) if isinstance(sample, SavedSample) and sample.counted is None else sample
+        for sample in group.samples
+    ]
+    return replace(group, samples=tuple(samples))
 
 
 def _plain(value: Any) -> Any:

@@ -6,15 +6,15 @@ is done, so that rows which were under way when it was killed are not scored twi
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from plaudit.continued import continued
 from plaudit.data.conversations import Source
-from plaudit.data.rollouts import group_of
+from plaudit.data.rollouts import counted, group_of, token_counter
 from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
@@ -26,7 +26,7 @@ from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.combine import NO_REWARD
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import result_of
-from plaudit.types import Group, SavedSample, ScoredGroup
+from plaudit.types import ScoredGroup
 
 ROWS_AT_ONCE = 256
 
@@ -86,7 +86,7 @@ def score(job: ScoreJob) -> Summary:
         "tokenizer": job.tokenizer,
     }
     files = {f"files of {reward.label}": [fingerprint(file) for file in reward.files] for reward in job.rewards}
-    count_tokens = _counter(job.tokenizer)
+    count_tokens = token_counter(job.tokenizer)
     total = sum(len(read_rows(source.path)) for source in job.sources)
     total = min(total, job.max_rows or total)
     summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
@@ -101,7 +101,7 @@ def score(job: ScoreJob) -> Summary:
         with StepProgress("score", total, len(file.done)) as progress:
             rows = islice(_rows(job.sources), len(file.done), total)
             while some := list(islice(rows, ROWS_AT_ONCE)):
-                groups = [_counted(group_of(row, row["id"], where), count_tokens) for row, where in some]
+                groups = [counted(group_of(row, row["id"], where), count_tokens) for row, where in some]
                 found = runner.collect(groups, learn=False)
                 _stop_if_given_up(found, job.out)  # before there are lines that say so: it will be mended and asked again
                 for (row, _), scored in zip(some, found, strict=True):
@@ -123,27 +123,6 @@ def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:
     for source in sources:
         for number, row in enumerate(read_rows(source.path)):
             yield {"id": f"{source.path}:{number}", **row}, f"{source.path}: row {number}"
-
-
-def _counter(tokenizer: str | None) -> Callable[[str], int] | None:
-    """How many tokens a response has; the end token, which its text does not show, is one of them."""
-    if tokenizer is None:
-        return None
-    from plaudit.data.templates import load_tokenizer
-
-    encode = load_tokenizer(tokenizer)
-    return lambda text: len(encode(text, add_special_tokens=False)["input_ids"]) + 1  # pyright: ignore
-
-
-def _counted(group: Group, count: Callable[[str], int] | None) -> Group:
-    """With the number of tokens of each response that comes without it, if somebody counts."""
-    if count is None:
-        return group
-    samples = [
-        replace(sample, counted=count(sample.text)) if isinstance(sample, SavedSample) and sample.counted is None else sample
-        for sample in group.samples
-    ]
-    return replace(group, samples=tuple(samples))
 
 
 def _stop_if_given_up(found: Sequence[ScoredGroup], out: Path) -> None:

@@ -207,7 +207,7 @@ class ScoreRecipe(Section):
     """Rewards alone, to score or audit saved responses with."""
 
     stage: Literal["score"] = "score"
-    """Which verbs this recipe is for: score and audit."""
+    """Which verbs this recipe is for: score, audit and serve."""
     rewards: Rewards
     """What responses are paid for: a list, each with a kind."""
     audit: Audit = Audit()

@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 
 from plaudit.files import digest_of
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Writing
 from plaudit.reward_models.shared import share
 from plaudit.rewards.parsing import behind_thoughts
 from plaudit.rewards.reward import Loadable, Reward
@@ -66,6 +66,10 @@ class ModelReward(Reward):
     @property
     def phases(self) -> list[Loadable | None]:
         return [self.backend.weights if self.model.placement == "offload" else None]
+
+    @property
+    def usages(self) -> list[Usage]:
+        return super().usages if self._backend is None else [self._backend.usage, *super().usages]
 
     @property
     def models(self) -> list[str]:

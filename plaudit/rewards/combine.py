@@ -68,6 +68,9 @@ def combine(
     for i in range(len(group.samples)):
         parts = _parts(rewards, [scores[i] for scores in by_reward], [values[i] for values in counted])
         total = _total(rewards, [values[i] for values in joined]) if valid[i] else None
+        failure = missing[i]
+        if total is not None and not math.isfinite(total):
+            total, failure = None, Failure("not_a_number", f"the rewards come to {total:g} together")
         if total is not None and joined != counted:
             parts["unnormalised"] = _total(rewards, [values[i] for values in counted])
         scores.append(
@@ -75,7 +78,7 @@ def combine(
                 value=total,
                 parts=parts,
                 malformed=any(scores[i].malformed for scores in by_reward),
-                failure=missing[i],
+                failure=failure,
                 view=by_reward[0][i].view if len(by_reward) == 1 else None,
             )
         )

@@ -5,6 +5,8 @@ and hands each one to all rewards as it comes; what it returns has the order in 
 the device wait until all groups are sampled; then one model after the other is loaded, asked about all of them by all rewards that
 share it, and unloaded, so that never more than one is there. What rewards say together is worked out when all of a step is there,
 in that order: means of all values so far must not depend on who was fast.
+
+`score` is for those who have no steps: a service, whose groups come when they come, and which lives on the same event loop.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
@@ -29,6 +31,7 @@ from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
 ByLabel = dict[str, tuple[Score, ...]]
+T = TypeVar("T")
 
 
 class RewardRunner:
@@ -43,6 +46,10 @@ class RewardRunner:
         self.cache = ScoreCache(cache) if cache is not None else None
         self.askers = [Asker(reward, self.cache) for reward in self.rewards]
         self._waiting = self._those_that_wait()
+        self._device = asyncio.Lock()
+        """Whoever has it may load models that share the device."""
+        self._in_line: list[tuple[Group, ByLabel]] = []
+        """Groups by themselves that wait for such models."""
         self._tolerant = tolerant
         self._told: dict[str, Amounts] = {}
         self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
@@ -50,17 +57,33 @@ class RewardRunner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.start()
         try:
-            self._submit(_all(reward.open() for reward in self.rewards)).result()
+            self.run(self.open()).result()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the event loop; `close` has to follow."""
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Whatever should happen on the rewards' event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def open(self) -> None:
+        """Open the rewards, side by side. On their event loop."""
+        await _all(reward.open() for reward in self.rewards)
+
+    def close(self) -> None:
+        """End what is under way, and close the rewards."""
         try:
-            self._submit(self._close()).result()
+            self.run(self._close()).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -79,7 +102,7 @@ class RewardRunner:
             for group in groups:
                 given.append(group)
                 step.samples += len(group.samples)
-                pending.append(self._submit(self._score(group, step)))
+                pending.append(self.run(self._score_in(step, group)))
                 step.check()
             step.all_sampled = True
             step.check()
@@ -87,16 +110,24 @@ class RewardRunner:
             wait(pending, return_when=FIRST_EXCEPTION)
             step.check()
             found = [future.result() for future in pending]
-            self._submit(self._score_waiting(given, found, step)).result()
+            self.run(self._score_waiting_in(step, given, found)).result()
             self.waited_s = time.monotonic() - sampled
-            scores = [[by_label[reward.label] for reward in self.rewards] for by_label in found]
-            return self._together(given, scores, learn=learn)
+            return self._together(given, found, learn=learn)
         except BaseException:
             for future in pending:
                 future.cancel()
             if isinstance(groups, Generator):
                 groups.close()  # sampling ends now, not when somebody lets go of the traceback
             raise
+
+    async def score(self, group: Group) -> ScoredGroup:
+        """One group by itself, as soon as it can be scored; on the rewards' event loop. As in a validation nothing is normalised;
+        and nothing is stopped: what failed says so in its scores. Cancelled, nobody is asked about it any further."""
+        found = await self._score(group)
+        if self._waiting:
+            await self._score_in_line(group, found)
+        [scored] = self._together([group], [found], learn=False)
+        return scored
 
     def require_rewards(self, prompts: Iterable[Prompt]) -> None:
         """Raise a RecipeError if there are prompts for which no reward has anything to say."""
@@ -142,30 +173,52 @@ class RewardRunner:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    async def _score(self, group: Group, step: "_Step") -> ByLabel:
+    async def _score_in(self, step: "_Step", group: Group) -> ByLabel:
+        found = await self._score(group)
+        step.count(group, found)
+        step.check()  # raised here, it ends the wait for the others
+        return found
+
+    async def _score_waiting_in(self, step: "_Step", groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
+        async with self._device:
+            await self._score_waiting(list(zip(groups, found, strict=True)), step)
+
+    async def _score_in_line(self, group: Group, found: ByLabel) -> None:
+        """Loading a model is what takes long: whoever has the device asks for all who wait by then."""
+        mine = (group, found)
+        self._in_line.append(mine)
+        try:
+            async with self._device:
+                if not any(one is mine for one in self._in_line):
+                    return  # another one has asked for us
+                together = list(self._in_line)
+                await self._score_waiting(together)
+                self._in_line = [one for one in self._in_line if not any(one is done for done in together)]
+        finally:  # cancelled, perhaps: the others stay in line
+            self._in_line = [one for one in self._in_line if one is not mine]
+
+    async def _score(self, group: Group) -> ByLabel:
         """What can be said while others are still sampled."""
         asked: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
         for asker in self.askers:
             if asker not in self._waiting:
                 asked[asker.reward.label] = asyncio.create_task(self._ask(asker, group, asked))
-        found = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
-        step.count(group, found)
-        step.check()  # raised here, it ends the wait for the others
-        return found
+        return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
 
-    async def _score_waiting(self, groups: Sequence[Group], found: Sequence[ByLabel], step: "_Step") -> None:
+    async def _score_waiting(self, groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None" = None) -> None:
         """One model after the other; what they say is added to what was found."""
         left = [_Passes(asker, asker.reward.phases, len(groups)) for asker in self._waiting]
         try:
             while left:
                 needed = _next(left)
-                if needed is not None:
-                    await needed.load()
-                try:
+                try:  # cancelled while it is loaded, it is unloaded all the same
+                    if needed is not None:
+                        await needed.load()
                     while ready := [one for one in _ready(left) if one.needed is needed]:
-                        await asyncio.gather(*(self._pass(one, groups, found, step) for one in ready))
+                        await asyncio.gather(*(self._pass(one, groups, step) for one in ready))
                         left = [one for one in left if not one.done]
-                        step.check()
+                        if step is not None:
+                            step.check()
                 finally:
                     if needed is not None:
                         await needed.unload()
@@ -173,18 +226,19 @@ class RewardRunner:
             for asker in self._waiting:
                 asker.reward.forget()
 
-    async def _pass(self, one: "_Passes", groups: Sequence[Group], found: Sequence[ByLabel], step: "_Step") -> None:
+    async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None") -> None:
         """One reward's next pass over all groups."""
         asker, label = one.asker, one.asker.reward.label
         every = [
             (group, self._wanted(asker, by_label), failed)
-            for group, by_label, failed in zip(groups, found, one.failed, strict=True)
+            for (group, by_label), failed in zip(groups, one.failed, strict=True)
         ]  # fmt: skip
         if one.is_last:
             scores = await asyncio.gather(*(asker.ask(*each) for each in every))
-            for group, by_label, of_group in zip(groups, found, scores, strict=True):
+            for (group, by_label), of_group in zip(groups, scores, strict=True):
                 by_label[label] = of_group
-                step.count(group, {label: of_group})
+                if step is not None:
+                    step.count(group, {label: of_group})
         else:
             one.failed = await asyncio.gather(
                 *(asker.prepare(group, wanted, one.phase, failed) for group, wanted, failed in every)
@@ -214,7 +268,8 @@ class RewardRunner:
                 waiting.append(asker)
         return waiting
 
-    def _together(self, groups: Sequence[Group], scores: Sequence[ByReward], *, learn: bool) -> list[ScoredGroup]:
+    def _together(self, groups: Sequence[Group], found: Sequence[ByLabel], *, learn: bool) -> list[ScoredGroup]:
+        scores: list[ByReward] = [[by_label[reward.label] for reward in self.rewards] for by_label in found]
         if learn and self._running:
             self._take_in(groups, scores)
         labels, running = [reward.label for reward in self.rewards], self._running if learn else None
@@ -240,9 +295,6 @@ class RewardRunner:
             await asyncio.wait(rest, timeout=5.0)  # rewards are closed when nothing uses them any more
         await _all(reward.close() for reward in self.rewards)
         await self._loop.shutdown_default_executor()
-
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

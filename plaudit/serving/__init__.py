@@ -1,0 +1,1 @@
+"""A recipe's rewards as an HTTP service (`plaudit serve`)."""

@@ -1,0 +1,143 @@
+"""What the service has done so far, in Prometheus' text format."""
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from plaudit.rewards.asking import Asker
+from plaudit.types import Score
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Of the latency histogram: from a rule to a judge that thinks."""
+TOTAL = "total"
+Labels = Mapping[str, str]
+
+
+class Metrics:
+    """Counted on the HTTP server's thread, but for what rewards count themselves, which is only read here."""
+
+    def __init__(self, askers: Sequence[Asker]):
+        self.in_flight = 0
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.samples = self.malformed = 0
+        self._askers = askers
+        self._slots: dict[str, list[int]] = defaultdict(lambda: [0] * (len(BOUNDS_S) + 1))
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._without_value: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._counts: Counter[str] = Counter()
+
+    def count_request(self, path: str, status: int, seconds: float) -> None:
+        self.requests[path, status] += 1
+        self._slots[path][bisect.bisect_left(BOUNDS_S, seconds)] += 1
+        self._seconds[path] += seconds
+
+    def count_scores(self, scores: Iterable[Score]) -> None:
+        labels = {asker.reward.label for asker in self._askers}
+        for score in scores:
+            self.samples += 1
+            self.malformed += score.malformed
+            if score.value is None:
+                self._without_value[score.failure.cause if score.failure else "unknown"] += 1
+            else:
+                self._add(TOTAL, score.value)
+            for name, value in score.parts.items():
+                if name in labels:
+                    self._add(f"reward:{name}", value)
+
+    def _add(self, name: str, value: float) -> None:
+        if math.isfinite(value):  # a part that nobody needs may be anything, and would be the mean for ever
+            self._sums[name] += value
+            self._counts[name] += 1
+
+    # Writing ----------------------------------------------------------------------------------------------------------
+
+    def text(self, state: str) -> str:
+        return "".join([*self._of_requests(state), *self._of_samples(), *self._of_rewards(), *self._of_models()])
+
+    def _of_requests(self, state: str) -> Iterator[str]:
+        states = [({"state": one}, float(one == state)) for one in ("starting", "ready", "stopping")]
+        yield _family("plaudit_state", "gauge", "1 for the state that the service is in.", states)
+        yield _family("plaudit_in_flight", "gauge", "Requests for scores under way.", [({}, self.in_flight)])
+        counts = [({"path": path, "status": str(status)}, count) for (path, status), count in sorted(self.requests.items())]
+        yield _family("plaudit_requests_total", "counter", "Requests answered; status 499: the client had gone.", counts)
+        lines = ["# HELP plaudit_request_seconds From request to answer.\n# TYPE plaudit_request_seconds histogram\n"]
+        for path, slots in sorted(self._slots.items()):
+            total = 0
+            for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), slots, strict=True):
+                total += count
+                lines.append(_line("plaudit_request_seconds_bucket", {"path": path, "le": bound}, total))
+            lines.append(_line("plaudit_request_seconds_sum", {"path": path}, self._seconds[path]))
+            lines.append(_line("plaudit_request_seconds_count", {"path": path}, total))
+        yield "".join(lines)
+
+    def _of_samples(self) -> Iterator[str]:
+        yield _family("plaudit_samples_total", "counter", "Responses answered for.", [({}, self.samples)])
+        yield _family("plaudit_samples_malformed_total", "counter", "Of these, malformed.", [({}, self.malformed)])
+        causes = [({"cause": cause}, count) for cause, count in sorted(self._without_value.items())]
+        yield _family("plaudit_samples_without_value_total", "counter", "Of these, without a total, by cause.", causes)
+        mean = [({}, self._sums[TOTAL] / self._counts[TOTAL])] if self._counts[TOTAL] else []
+        yield _family("plaudit_total_mean", "gauge", "Mean of all totals so far.", mean)
+        yield _family("plaudit_total_sum", "gauge", "Sum of all totals so far.", [({}, self._sums[TOTAL])])
+        yield _family("plaudit_total_count", "counter", "Totals so far.", [({}, self._counts[TOTAL])])
+
+    def _of_rewards(self) -> Iterator[str]:
+        counts = {asker.reward.label: dict(asker.counts) for asker in self._askers}  # a copy: they count on another thread
+        named = [(label, f"reward:{label}") for label in counts if self._counts[f"reward:{label}"]]
+        means = [({"reward": label}, self._sums[name] / self._counts[name]) for label, name in named]
+        yield _family("plaudit_reward_mean", "gauge", "Mean of a reward's part so far, before its weight.", means)
+        sums = [({"reward": label}, self._sums[name]) for label, name in named]
+        yield _family("plaudit_reward_sum", "gauge", "Sum of a reward's part so far.", sums)
+        numbers = [({"reward": label}, self._counts[name]) for label, name in named]
+        yield _family("plaudit_reward_count", "counter", "Responses that a reward has valued.", numbers)
+        for key, help in (
+            ("calls", "Calls of a reward, one for a group."),
+            ("retries", "Responses asked about again."),
+            ("cached", "Responses whose score was known."),
+        ):
+            found = [({"reward": label}, count.get(key, 0)) for label, count in counts.items()]
+            yield _family(f"plaudit_reward_{key}_total", "counter", help, found)
+        failures = [
+            ({"reward": label, "cause": key.removeprefix("failed: ")}, number)
+            for label, count in counts.items()
+            for key, number in sorted(count.items())
+            if key.startswith("failed: ")
+        ]
+        yield _family("plaudit_reward_failures_total", "counter", "Responses that a reward failed on, by cause.", failures)
+        seconds = [({"reward": asker.reward.label}, asker.seconds) for asker in self._askers]
+        yield _family("plaudit_reward_seconds_total", "counter", "Spent in calls, side by side or not.", seconds)
+
+    def _of_models(self) -> Iterator[str]:
+        usages = [(asker.reward.label, usage) for asker in self._askers for usage in asker.reward.usages]
+        for key, help in (
+            ("calls", "Calls of the models behind a reward, repeated ones included."),
+            ("retries", "Calls that repeat one that went wrong."),
+            ("prompt_tokens", "Tokens that models have read."),
+            ("new_tokens", "Tokens that models have written."),
+        ):
+            sums: Counter[str] = Counter()
+            for label, usage in usages:
+                sums[label] += getattr(usage, key)
+            yield _family(f"plaudit_model_{key}_total", "counter", help, [({"reward": label}, n) for label, n in sums.items()])
+        failures: Counter[tuple[str, str]] = Counter()
+        for label, usage in usages:
+            for cause, count in dict(usage.failures).items():
+                failures[label, cause] += count
+        found = [({"reward": label, "cause": cause}, count) for (label, cause), count in sorted(failures.items())]
+        yield _family("plaudit_model_failures_total", "counter", "Questions without an answer, by cause.", found)
+
+
+def _family(name: str, kind: str, help: str, values: Iterable[tuple[Labels, float]]) -> str:
+    return f"# HELP {name} {help}\n# TYPE {name} {kind}\n" + "".join(_line(name, labels, value) for labels, value in values)
+
+
+def _line(name: str, labels: Labels, value: float) -> str:
+    inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{inside}}} {value:.17g}\n" if inside else f"{name} {value:.17g}\n"
+
+
+def _escaped(text: str) -> str:
+    text = text.encode("utf-8", "replace").decode()
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
