@@ -17,7 +17,8 @@ from plaudit import plugins
 from plaudit.config import LoadedRecipe, flatten, load, to_yaml
 from plaudit.config import settings as recipe_settings
 from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
-from plaudit.recipe import STAGES, Optim, Section, SFTRecipe
+from plaudit.recipe import STAGES, Optim, RewardSettings, Section, SFTRecipe
+from plaudit.recipe.rewards import OneReward
 from plaudit.train.schedule import lr_at
 
 MINIMAL = """\
@@ -508,8 +509,12 @@ def test_what_a_resumed_run_may_change_exists(stage):
     """A pattern that means no setting is misspelt."""
     places = {".".join(map(str, place)) for place, _ in recipe_settings(STAGES[stage])}
     if stage == "rl":
-        kinds = [plugins.kind("rewards", name) for name in plugins.kinds("rewards")]
-        places |= {".".join(map(str, place)) for kind in kinds for place, _ in recipe_settings(kind, ("rewards", 0))}
+        kinds: list[type[RewardSettings]] = [plugins.kind("rewards", name) for name in plugins.kinds("rewards")]
+        rewards = (RewardSettings, OneReward | None)
+        inside = {name for kind in kinds for name, info in kind.model_fields.items() if info.annotation in rewards}
+        assert inside == {"scorer", "rule", "judge"}
+        for start in (("rewards", 0), *(("rewards", 0, name) for name in inside)):
+            places |= {".".join(map(str, place)) for kind in kinds for place, _ in recipe_settings(kind, start)}
     patterns = STAGES[stage].RESUME_MAY_CHANGE + STAGES[stage].RESUME_CHANGES_ROUNDING
     assert not [pattern for pattern in patterns if not fnmatch.filter(places, pattern)]
 

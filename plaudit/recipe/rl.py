@@ -139,7 +139,7 @@ class RLOptim(Optim):
 
 INSIDE = ("", "scorer.", "rule.", "judge.")
 """Where a reward has its model: itself, or in a reward that it is made of."""
-HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "start_timeout_s", "limits.*", "prompt_price", "answer_price")
+HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "start_timeout_s", "program", "limits.*", "prompt_price", "answer_price")
 
 
 class RLRecipe(Section):
@@ -185,5 +185,4 @@ class RLRecipe(Section):
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",
         "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
-        "rewards.*.model.program",
     )  # fmt: skip
