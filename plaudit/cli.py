@@ -53,6 +53,36 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
+def dpo(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Direct preference optimisation on pairs of answers. Started again with the same recipe, it goes on where it stopped.
+
+    Rows have `chosen` and `rejected`; docs/preferences.md tells the rest.
+    """
+    loaded, sources = load_checked(recipe, overrides, "dpo")
+
+    from plaudit.loops.dpo import train
+
+    with _memory_advice(loaded):
+        model = train(loaded, sources)
+    print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
+
+
+@app.command("reward-model", context_settings=ANYTHING_MAY_FOLLOW)
+def reward_model(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Train a Bradley–Terry reward model on pairs of answers. Started again with the same recipe, it goes on where it stopped.
+
+    Rows have `chosen` and `rejected`; docs/preferences.md tells the rest. `kind: scalar_model` uses what it makes.
+    """
+    loaded, sources = load_checked(recipe, overrides, "reward-model")
+
+    from plaudit.loops.reward_model import train
+
+    with _memory_advice(loaded):
+        model = train(loaded, sources)
+    print(f"reward model: {model}\ncurves:       {model.parent / 'curves.png'}")
+
+
+@app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Reinforcement learning against rewards. Started again with the same recipe, it goes on where it stopped.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from plaudit.config import LoadedRecipe, load
 from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
-from plaudit.recipe import Model, Recipe, RewardSettings, ScoreRecipe, SFTData, SFTRecipe
+from plaudit.recipe import DPORecipe, Model, PairData, Recipe, RewardedRecipe, RewardSettings, ScoreRecipe, SFTData
 
 
 def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
@@ -17,24 +17,27 @@ def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None)
         return loaded, {}
     data = loaded.recipe.data
     parts = {"train": data.train, "val": data.val}
-    named = data.dataset_info if isinstance(data, SFTData) else None
-    sources = {part: resolve_sources(names, named, f"data.{part}") for part, names in parts.items()}
+    named = data.dataset_info if isinstance(data, SFTData | PairData) else None
+    ranked = isinstance(data, PairData)
+    sources = {part: resolve_sources(names, named, f"data.{part}", ranked=ranked) for part, names in parts.items()}
     require_model(loaded.recipe.model, "model.")
+    if isinstance(loaded.recipe, DPORecipe) and loaded.recipe.loss.reference is not None:
+        require_model_folder(loaded.recipe.loss.reference, "loss.reference")
     return loaded, sources
 
 
 def load_rewards(path: Path, overrides: Sequence[str] | None = None) -> tuple[RewardSettings, ...]:
     """The rewards of a recipe that has nothing else, or of one for RL."""
     recipe = load(path, overrides or ()).recipe
-    if isinstance(recipe, SFTRecipe):
-        raise PlauditError(f"{path} is a recipe for `plaudit sft`: it has no rewards")
+    if not isinstance(recipe, RewardedRecipe):
+        raise PlauditError(f"{path} is a recipe for `plaudit {recipe.stage}`: it has no rewards")
     require_reward_files(recipe)
     return recipe.rewards
 
 
 def require_reward_files(recipe: Recipe) -> None:
     """Files that rewards need are there, and can be read."""
-    for reward in () if isinstance(recipe, SFTRecipe) else recipe.rewards:
+    for reward in recipe.rewards if isinstance(recipe, RewardedRecipe) else ():
         for file in reward.files:
             if not file.is_file():
                 raise PlauditError(f"reward '{reward.label}': {file} is not a file.{nearest_path(file)}")
@@ -49,16 +52,26 @@ def require_model(settings: Model, prefix: str) -> None:
     """A model setting that must be a folder here, and is not. (`org/name` may be on the hub; transformers will tell.)"""
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
-        given = getattr(settings, setting)
-        if given is None or given in names or Path(given).exists():
-            continue
-        looks_local = given.startswith((".", "/", "~")) or given.count("/") != 1 or Path(given).parent.is_dir()
-        if looks_local:
-            raise PlauditError(
-                f"{prefix}{setting}: {given} does not exist.{did_you_mean(given, names) or nearest_path(Path(given))}"
-            )
-    model = Path(settings.path)
+        _require_there(getattr(settings, setting), f"{prefix}{setting}", names)
+    _require_config(settings.path, f"{prefix}path" if prefix else "MODEL")
+
+
+def require_model_folder(path: str, setting: str) -> None:
+    """The same of a setting that is only a path."""
+    _require_there(path, setting, [])
+    _require_config(path, setting)
+
+
+def _require_there(given: str | None, setting: str, names: Sequence[str]) -> None:
+    if given is None or given in names or Path(given).exists():
+        return
+    looks_local = given.startswith((".", "/", "~")) or given.count("/") != 1 or Path(given).parent.is_dir()
+    if looks_local:
+        raise PlauditError(f"{setting}: {given} does not exist.{did_you_mean(given, names) or nearest_path(Path(given))}")
+
+
+def _require_config(path: str, setting: str) -> None:
+    model = Path(path)
     if model.exists() and not (model / "config.json").is_file():
         near = f". Did you mean {model / 'model'}?" if (model / "model/config.json").is_file() else ""
-        what = f"{prefix}path" if prefix else "MODEL"
-        raise PlauditError(f"{what}: {model} is not a model in Hugging Face format: there is no config.json in it{near}")
+        raise PlauditError(f"{setting}: {model} is not a model in Hugging Face format: there is no config.json in it{near}")

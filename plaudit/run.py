@@ -4,6 +4,7 @@
     run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
     metrics.jsonl     one line per step; names under `time/` are the machine's, all others are exact and repeat
     curves.png        the same, drawn
+    reference.safetensors    DPO: the reference's log-probs of every pair
     samples/          RL: every sample with its scores, a parquet file per step; validation's too
     failures/         RL: what a reward failed on, when that stopped the run
     checkpoints/      train/checkpoint.py;  best → the one with the best validation
@@ -59,6 +60,7 @@ WRITTEN = (
     "samples",
     "failures",
     "scores.sqlite",
+    "reference.safetensors",
     "checkpoints",
     "best",
     "model",

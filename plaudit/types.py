@@ -1,7 +1,7 @@
 """The nouns that cross rooms, and nothing else.
 
 Shape suffixes, here and everywhere: T tokens of a packed batch, N of them that are learnt, S sequences, B sequences being sampled,
-D hidden size, V vocabulary, G samples of a group.
+D hidden size, V vocabulary, G samples of a group, P pairs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Conversation:
 
     messages: list[Message]
     tools: list[Any] | None = None
+    learnt_from: int = 0
+    """Assistants' turns before this message are not learnt: of a pair, what both have in common."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,33 @@ class Experience(Example):
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two tokenised sequences, of which the chosen one is better."""
+
+    chosen: Example
+    rejected: Example
+    margin: float = 0.0
+    """By how much it is better, if anybody said so."""
+    ref_chosen: float = 0.0
+    """Log-prob of the chosen answer under DPO's reference: the sum over its learnt tokens."""
+    ref_rejected: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+
+@dataclass(frozen=True)
+class PairTargets:
+    """What is known of the pairs of a batch, in their order."""
+
+    num_targets: tuple[int, ...]
+    """Learnt tokens of each sequence: chosen, rejected, chosen, …"""
+    margins_P: torch.Tensor
+    ref_chosen_P: torch.Tensor
+    ref_rejected_P: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Targets:
     """What RL knows of the tokens that a batch learns, in their order."""
 
@@ -176,6 +205,8 @@ class Batch:
     longest: int
     targets: Targets | None = None
     """In RL: advantages and log-probs of the learnt tokens."""
+    pairs: PairTargets | None = None
+    """Of pairs: sequences 2i and 2i + 1 are the chosen and the rejected one of pair i."""
 
     @property
     def num_tokens(self) -> int:

@@ -96,6 +96,56 @@ def train_sft(recipe_file: Path, *overrides: str) -> Path:
     return train(*load_checked(recipe_file, list(overrides), "sft"))
 
 
+def pair_rows(count: int = 40) -> list[dict]:
+    """Sums with a plain answer that is preferred to one that guesses; some behind an earlier turn, some with a system prompt."""
+    rows = []
+    for i in range(count):
+        a, b = i % 7, (i * 3) % 10
+        prompt = [{"role": "user", "content": f"What is {a} + {b}?"}]
+        if i % 3 == 0:
+            prompt.insert(0, {"role": "system", "content": "Answer with a number."})
+        if i % 5 == 0:
+            prompt += [{"role": "assistant", "content": f"{a + b}"}, {"role": "user", "content": "And twice that?"}]
+        rejected = f"I guess {a + b}" if i % 2 else f"I guess that it may be {a + b} or more"
+        rows.append({"prompt": prompt, "chosen": f"the answer is {a + b}." if i % 4 else f"{a + b}.", "rejected": rejected})
+    return rows
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pair_rows())
+
+
+def pair_recipe(model_path: Path, pairs: Path, run_dir: Path, **sections: dict) -> dict:
+    """A small recipe for `plaudit dpo` or `plaudit reward-model`; keyword arguments as in `sft_recipe`."""
+    tree = {
+        "model": {"path": str(model_path)},
+        "data": {"train": str(pairs), "max_tokens": 256},
+        "train": {"pairs_per_step": 6, "tokens_per_micro_batch": 256},
+        "optim": {"lr": 1e-3, "warmup_steps": 2},
+        "run": {"dir": str(run_dir), "epochs": 10, "max_steps": 8, "device": "cpu"},
+    }
+    for section, settings in sections.items():
+        tree[section] = {**tree.get(section, {}), **settings}
+    return tree
+
+
+def train_dpo(recipe_file: Path, *overrides: str) -> Path:
+    """`plaudit dpo` in this process."""
+    from plaudit.cli import load_checked
+    from plaudit.loops.dpo import train
+
+    return train(*load_checked(recipe_file, list(overrides), "dpo"))
+
+
+def train_reward_model(recipe_file: Path, *overrides: str) -> Path:
+    """`plaudit reward-model` in this process."""
+    from plaudit.cli import load_checked
+    from plaudit.loops.reward_model import train
+
+    return train(*load_checked(recipe_file, list(overrides), "reward-model"))
+
+
 def prompt_rows(count: int = 12) -> list[dict]:
     """Questions with one right answer, of different lengths."""
     sums = [(i % 7, (i * 3) % 10) for i in range(count)]

@@ -65,6 +65,8 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
     [
         ((), ["Train language models with reward models.", "sft", "config", "doctor", "prepare", "--version"]),
         (("sft",), ["Supervised fine-tuning on conversations", "goes on where it stopped", "R.yaml", "section.name=value"]),
+        (("dpo",), ["Direct preference optimisation", "goes on where it stopped", "chosen and rejected", "section.name=value"]),
+        (("reward-model",), ["Bradley–Terry reward model", "goes on where it stopped", "scalar_model", "section.name=value"]),
         (("rl",), ["Reinforcement learning against rewards", "goes on where it stopped", "R.yaml", "section.name=value"]),
         (("sample",), ["Sample responses to prompts", "goes on where it stopped", "--out", "--max-new-tokens", "--n"]),
         (("score",), ["Score saved responses", "goes on where it stopped", "--rewards", "--out", "ground_truth"]),
@@ -80,6 +82,7 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),
         (("prepare", "smollm2"), ["SmolLM2-135M-Instruct", "--out", "--gguf"]),
         (("prepare", "sorting"), ["Letters to sort", "--out"]),
+        (("prepare", "pairs"), ["the best and the worst", "--out", "--min-responses", "--min-margin", "--val-share", "--seed"]),
         (("prepare", "arithmetic"), ["Sums and differences", "--out", "--train", "--val", "--digits", "--operators", "--seed"]),
     ],
 )
@@ -94,9 +97,10 @@ def test_help(plaudit, verb, explains):
 def test_every_verb_has_help():
     """The list above is all there are."""
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
-        "audit", "config", "demo", "doctor", "rl", "sample", "score", "serve", "sft",
+        "audit", "config", "demo", "doctor", "dpo", "reward_model", "rl", "sample", "score", "serve", "sft",
     ]  # fmt: skip
-    assert [command.name for command in cli.prepare.registered_commands] == ["tiny-model", "smollm2", "sorting", "arithmetic"]
+    verbs = ["tiny-model", "smollm2", "sorting", "arithmetic", "pairs"]
+    assert [command.name for command in cli.prepare.registered_commands] == verbs
 
 
 def test_version(plaudit):
@@ -146,7 +150,7 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_
         (["doctor", "{recipe}", "optim.lrr=1"], "{recipe} (command line): optim.lrr is not a setting. Did you mean optim.lr?"),
         (
             ["sft", "{recipe}", "stage=sff"],
-            '{recipe} (command line): stage should be one of sft, rl, score, not "sff". Did you mean sft?',
+            '{recipe} (command line): stage should be one of sft, dpo, reward-model, rl, score, not "sff". Did you mean sft?',
         ),
         (["sft", "{recipe}", "data.train={folder}/none.jsonl"], "data.train: {folder}/none.jsonl does not exist."),
         (["doctor", "{recipe}", "data.val={folder}/x/y.jsonl"], "data.val: {folder}/x/y.jsonl does not exist. There is no folder"),

@@ -316,8 +316,14 @@ def test_missing_settings_say_what_they_are(complaint):
 def test_stage(read, complaint):
     assert read(MINIMAL, stage="sft").recipe.stage == "sft"
     assert read(f"stage: sft\n{MINIMAL}").recipe.stage == "sft"
-    assert complaint(f"{MINIMAL}stage: sftt") == 'r.yaml:4: stage should be one of sft, rl, score, not "sftt". Did you mean sft?'
-    assert complaint(f"{MINIMAL}stage: [sft]") == 'r.yaml:4: stage should be one of sft, rl, score, not ["sft"]. Did you mean sft?'
+    assert (
+        complaint(f"{MINIMAL}stage: sftt")
+        == 'r.yaml:4: stage should be one of sft, dpo, reward-model, rl, score, not "sftt". Did you mean sft?'
+    )
+    assert (
+        complaint(f"{MINIMAL}stage: [sft]")
+        == 'r.yaml:4: stage should be one of sft, dpo, reward-model, rl, score, not ["sft"]. Did you mean sft?'
+    )
     assert "stage should be 'sft', not null" in complaint(f"{MINIMAL}stage: null")
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import REPOSITORY, sft_recipe, train_sft, write_jsonl, write_recipe
+from conftest import REPOSITORY, pair_recipe, sft_recipe, train_reward_model, train_sft, write_jsonl, write_recipe
 from test_judge_launch import gone
 
 from plaudit.recipe.reward_models import RewardModel
@@ -318,6 +318,18 @@ def test_a_scalar_model_says_the_same_behind_a_url_as_in_this_process(models, sc
     assert asked_there == asked_here
     values = [value for one in here for value in one["reward"]]
     assert max(values) - min(values) > 0.1
+
+
+def test_a_trained_reward_model_says_the_same_in_vllm(tmp_path, models, pairs_file):
+    """`plaudit reward-model`, full and with LoRA merged: what it saves is served as it is."""
+    for name, lora in (("full", None), ("lora", {"rank": 4})):
+        recipe = pair_recipe(models.judge, pairs_file, tmp_path / name, model={"dtype": "float32", "lora": lora})
+        folder = train_reward_model(write_recipe(tmp_path / f"{name}.yaml", recipe))
+        here, _ = scored([{"kind": "scalar_model", "model": {"path": str(folder), "dtype": "float32", "device": "cpu"}}], ROWS)
+        with served(folder, tmp_path / f"{name}.log", scalar=True) as url:
+            there, _ = scored([{"kind": "scalar_model", "model": {"placement": "server", "url": url}}], ROWS)
+        for ours, theirs in zip(here, there, strict=True):
+            assert theirs["reward"] == pytest.approx(ours["reward"], abs=1e-4)
 
 
 # A server that a recipe starts ---------------------------------------------------------------------------------------

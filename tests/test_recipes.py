@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, train_rl, train_sft
+from conftest import REPOSITORY, train_dpo, train_reward_model, train_rl, train_sft
 
 from plaudit.config import load, to_yaml
 from plaudit.scoring import Scorer
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
-TRAIN = {"sft": train_sft, "rl": train_rl}
+TRAIN = {"sft": train_sft, "dpo": train_dpo, "reward-model": train_reward_model, "rl": train_rl}
 TRAINING = [path for path in RECIPES if load(path).recipe.stage in TRAIN]
 SCORING = [path for path in RECIPES if path not in TRAINING]
 
@@ -26,17 +26,17 @@ def test_recipe_is_valid_and_says_its_stage(path, tmp_path):
 def test_there_are_recipes_of_every_stage():
     stages = {load(path).recipe.stage for path in RECIPES}
     assert stages <= {*TRAIN, "score"}, "a new stage is tried here too"
-    assert "sft" in stages
+    assert {"sft", "dpo", "reward-model", "rl"} <= stages
 
 
-def small(recipe, rows_file: Path, prompts_file: Path) -> list[str]:
+def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path) -> list[str]:
     """What makes any recipe of a stage small enough: few and short sequences; rows of its own where its own are not here."""
-    data = {"sft": rows_file, "rl": prompts_file}[recipe.stage]
+    data = {"sft": rows_file, "rl": prompts_file}.get(recipe.stage, pairs_file)
     overrides = [
         f"data.{part}={data}" for part in ("train", "val") for files in [getattr(recipe.data, part)] if not all(map(_here, files))
     ]
-    if recipe.stage == "sft":
-        return [*overrides, "train.rows_per_step=4"]
+    if recipe.stage != "rl":
+        return [*overrides, f"train.{'rows' if recipe.stage == 'sft' else 'pairs'}_per_step=4"]
     overrides += ["rollout.n=2", "rollout.max_new_tokens=8", "train.prompts_per_step=2", "validation.max_prompts=2"]
     if recipe.train.prompts_per_update is not None:
         overrides.append("train.prompts_per_update=1")
@@ -63,12 +63,12 @@ def test_recipe_scores(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, prompts_file, monkeypatch):
+def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_file, prompts_file, monkeypatch):
     """From the repository's own folder, which paths in recipes are relative to."""
     monkeypatch.chdir(REPOSITORY)
     recipe = load(path).recipe
     overrides = [
-        *small(recipe, rows_file, prompts_file),
+        *small(recipe, rows_file, pairs_file, prompts_file),
         f"model.path={tiny_model}",
         f"run.dir={tmp_path / 'run'}",
         "run.max_steps=2",
@@ -96,3 +96,20 @@ def test_the_first_recipe_learns(tmp_path, monkeypatch):
     losses = [row["val/loss"] for row in rows if "val/loss" in row]
     assert losses[0] > 5
     assert min(losses) < 0.6
+
+
+def test_the_recipes_of_preferences_learn(tmp_path, monkeypatch):
+    """docs/preferences.md, top to bottom: a reward model and a policy that know better on pairs they have never seen."""
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    make_tiny_model(["recipes/first/train.jsonl"], "models/tiny")
+    train_sft(REPOSITORY / "recipes/first/sft.yaml")
+    for name, train in (("reward_model", train_reward_model), ("dpo", train_dpo)):
+        train(REPOSITORY / f"recipes/preferences/{name}.yaml")
+        rows = [json.loads(line) for line in (tmp_path / f"runs/first_{name}/metrics.jsonl").read_text().splitlines()]
+        measured = [row for row in rows if "val/loss" in row]
+        assert measured[0]["val/loss"] > 0.6
+        assert measured[-1]["val/loss"] < 0.35
+        assert measured[-1]["val/accuracy"] == 1.0

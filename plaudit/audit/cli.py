@@ -79,12 +79,12 @@ def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ..
     """A recipe's rewards and what they must show; their files are there."""
     from plaudit.config import load
     from plaudit.inputs import require_reward_files
-    from plaudit.recipe import SFTRecipe
+    from plaudit.recipe import RewardedRecipe
     from plaudit.recipe.audit import Audit
 
     loaded = load(recipe, overrides).recipe
-    if isinstance(loaded, SFTRecipe):
-        raise PlauditError(f"{recipe} is a recipe for `plaudit sft`: it has no rewards to audit")
+    if not isinstance(loaded, RewardedRecipe):
+        raise PlauditError(f"{recipe} is a recipe for `plaudit {loaded.stage}`: it has no rewards to audit")
     require_reward_files(loaded)
     return loaded.rewards, getattr(loaded, "audit", None) or Audit()
 

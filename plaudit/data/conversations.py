@@ -28,6 +28,8 @@ DEFAULT_COLUMNS = {
     "prompt": "instruction",
     "query": "input",
     "response": "output",
+    "chosen": "chosen",
+    "rejected": "rejected",
     "history": "history",
     "system": "system",
     "tools": "tools",
@@ -51,6 +53,8 @@ class Schema:
     """sharegpt or alpaca; empty: told by the columns."""
     columns: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    ranked: bool = False
+    """Its rows are pairs: `chosen` and `rejected` instead of an answer."""
 
     def column(self, name: str) -> str:
         """The file's name for a column. As in LLaMA-Factory, listing columns drops the optional ones not listed."""
@@ -69,13 +73,13 @@ class Source:
 # Which files ---------------------------------------------------------------------------------------------------------
 
 
-def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str) -> list[Source]:
-    """The files that a setting names, directly or through dataset_info.json; each must exist."""
+def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str, *, ranked: bool = False) -> list[Source]:
+    """The files that a setting names, directly or through dataset_info.json; each must exist. `ranked`: files of pairs."""
     entries = _read_dataset_info(Path(dataset_info)) if dataset_info else {}
     sources = []
     for name in names:
         known = name in entries
-        source = _entry_source(name, entries[name], Path(dataset_info or "")) if known else Source(Path(name))
+        source = _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if known else Source(Path(name))
         if not source.path.exists():
             hint = nearest_path(source.path) if known else did_you_mean(name, entries) or nearest_path(source.path)
             raise DataError(f"{setting}: {source.path} does not exist.{hint}")
@@ -92,15 +96,17 @@ def _read_dataset_info(path: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _entry_source(name: str, entry: dict[str, Any], info: Path) -> Source:
-    if "file_name" not in entry or entry.get("ranking"):
+def _entry_source(name: str, entry: dict[str, Any], info: Path, ranked: bool) -> Source:
+    if "file_name" not in entry or (entry.get("ranking") and not ranked):
         raise DataError(f"{info}: {name} is not a local file of conversations, but on a hub, a script, or ranked pairs")
+    if ranked and not entry.get("ranking"):
+        raise DataError(f"{info}: {name} is not a file of pairs: it has no `ranking: true`")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt"):
         raise DataError(f"{info}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
     if not isinstance(entry["file_name"], str):
-        raise DataError(f"{info}: {name}: file_name should be text, not {_kind(entry['file_name'])}")
-    schema = Schema(formatting, _names(entry, "columns", f"{info}: {name}"), _names(entry, "tags", f"{info}: {name}"))
+        raise DataError(f"{info}: {name}: file_name should be text, not {kind_of(entry['file_name'])}")
+    schema = Schema(formatting, _names(entry, "columns", f"{info}: {name}"), _names(entry, "tags", f"{info}: {name}"), ranked)
     return Source(info.parent / entry["file_name"], schema)
 
 
@@ -120,9 +126,9 @@ def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
     convert = _converter(rows, source.schema)
     for number, row in enumerate(rows):
         where = f"{rows.source}: row {number}"
-        conversation = convert(_without_nulls(row) if rows.nulls_mean_absent else row, where)
-        _check(conversation, where)
-        _check_text([conversation.messages, conversation.tools], where)
+        conversation = convert(without_nulls(row) if rows.nulls_mean_absent else row, where)
+        check_answers(conversation, where)
+        check_text([conversation.messages, conversation.tools], where)
         yield where, conversation
 
 
@@ -138,14 +144,14 @@ def _converter(rows: Rows, schema: Schema):
     if schema.formatting == "alpaca":
         return lambda row, where: _from_alpaca(row, schema, where)
     if "messages" in columns:
-        return lambda row, where: Conversation(_messages(row.get("messages"), where), _tools(row.get("tools"), where))
+        return lambda row, where: Conversation(messages_of(row.get("messages"), where), tools_of(row.get("tools"), where))
     if "conversations" in columns:
         return lambda row, where: _from_sharegpt(row, schema, where)
     answer = next((name for name in ("response", "completion") if name in columns), None)
     if "prompt" in columns and answer:
         return lambda row, where: Conversation(
-            _messages(row.get("prompt"), where, role="user") + _messages(row.get(answer), where, role="assistant"),
-            _tools(row.get("tools"), where),
+            messages_of(row.get("prompt"), where, role="user") + messages_of(row.get(answer), where, role="assistant"),
+            tools_of(row.get("tools"), where),
         )
     if {"instruction", "output"} <= columns:
         return lambda row, where: _from_alpaca(row, schema, where)
@@ -153,24 +159,24 @@ def _converter(rows: Rows, schema: Schema):
     raise AssertionError
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _messages(value: Any, where: str, role: str | None = None) -> list[Message]:
+def messages_of(value: Any, where: str, role: str | None = None) -> list[Message]:
     """A list of messages as templates want them; a plain string is one message of `role`."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: has no messages (found {_kind(value)})")
+        raise DataError(f"{where}: has no messages (found {kind_of(value)})")
     return [_message(item, where) for item in value]
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        found = ", ".join(item) if isinstance(item, dict) and item else _kind(item)
+        found = ", ".join(item) if isinstance(item, dict) and item else kind_of(item)
         raise DataError(f"{where}: a message should have `role` and `content`, not {found}")
     # Templates test `is defined`, which a null is.
     message = {key: value for key, value in item.items() if value is not None}
@@ -180,11 +186,11 @@ def _message(item: Any, where: str) -> Message:
         )
     if "content" not in item and not message.keys() & {"tool_calls", *REASONING}:
         raise DataError(f"{where}: a message should have `role` and `content`, not {', '.join(item)}")
-    message["content"] = _text(message.get("content"), where)
+    message["content"] = text_of(message.get("content"), where)
     return message
 
 
-def _text(content: Any, where: str) -> str:
+def text_of(content: Any, where: str) -> str:
     """Content as one string; a list of text parts is joined."""
     if content is None:
         return ""
@@ -192,10 +198,10 @@ def _text(content: Any, where: str) -> str:
         return content
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
-    raise DataError(f"{where}: content should be text, not {_kind(content)} (images and audio are not supported)")
+    raise DataError(f"{where}: content should be text, not {kind_of(content)} (images and audio are not supported)")
 
 
-def _tools(value: Any, where: str) -> list[Any] | None:
+def tools_of(value: Any, where: str) -> list[Any] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -204,11 +210,27 @@ def _tools(value: Any, where: str) -> list[Any] | None:
         except RecursionError:
             raise DataError(f"{where}: tools are nested too deeply") from None
     if value and not isinstance(value, list):
-        raise DataError(f"{where}: tools should be a list, not {_kind(value)}")
+        raise DataError(f"{where}: tools should be a list, not {kind_of(value)}")
     return value or None
 
 
 def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
+    return Conversation(sharegpt_messages(row, schema, where), tools_of(row.get(schema.column("tools")), where))
+
+
+def sharegpt_messages(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
+    """A row's turns, behind its system prompt."""
+    turns = row.get(schema.column("messages"))
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: has no messages (found {kind_of(turns)})")
+    messages = [sharegpt_message(turn, schema, where) for turn in turns]
+    system = row.get(schema.column("system"))
+    if system and messages[0]["role"] != "system":  # as in LLaMA-Factory, the conversation's own comes first
+        messages.insert(0, {"role": "system", "content": text_of(system, where)})
+    return messages
+
+
+def sharegpt_message(turn: Any, schema: Schema, where: str) -> Message:
     tags = DEFAULT_TAGS | schema.tags
     roles = {
         tags["user_tag"]: "user",
@@ -217,49 +239,46 @@ def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversat
         tags["function_tag"]: "assistant",
         tags["system_tag"]: "system",
     }
-    turns = row.get(schema.column("messages"))
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: has no messages (found {_kind(turns)})")
-    messages: list[Message] = []
-    for turn in turns:
-        if not isinstance(turn, dict) or tags["role_tag"] not in turn:
-            found = ", ".join(turn) if isinstance(turn, dict) and turn else _kind(turn)
-            raise DataError(
-                f"{where}: a message should have `{tags['role_tag']}` and `{tags['content_tag']}`, not {found}; "
-                "map the names in dataset_info.json"
-            )
-        role = roles.get(str(turn[tags["role_tag"]]))
-        if role is None:
-            raise DataError(
-                f"{where}: role {turn[tags['role_tag']]!r} is not one of the tags {', '.join(roles)}; map it in dataset_info.json"
-            )
-        messages.append({"role": role, "content": _text(turn.get(tags["content_tag"]), where)})
-    system = row.get(schema.column("system"))
-    if system and messages[0]["role"] != "system":  # as in LLaMA-Factory, the conversation's own comes first
-        messages.insert(0, {"role": "system", "content": _text(system, where)})
-    return Conversation(messages, _tools(row.get(schema.column("tools")), where))
+    if not isinstance(turn, dict) or tags["role_tag"] not in turn:
+        found = ", ".join(turn) if isinstance(turn, dict) and turn else kind_of(turn)
+        raise DataError(
+            f"{where}: a message should have `{tags['role_tag']}` and `{tags['content_tag']}`, not {found}; "
+            "map the names in dataset_info.json"
+        )
+    role = roles.get(str(turn[tags["role_tag"]]))
+    if role is None:
+        raise DataError(
+            f"{where}: role {turn[tags['role_tag']]!r} is not one of the tags {', '.join(roles)}; map it in dataset_info.json"
+        )
+    return {"role": role, "content": text_of(turn.get(tags["content_tag"]), where)}
 
 
 def _from_alpaca(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
+    answer = {"role": "assistant", "content": text_of(row.get(schema.column("response")), where)}
+    return Conversation([*alpaca_prompt(row, schema, where), answer], tools_of(row.get(schema.column("tools")), where))
+
+
+def alpaca_prompt(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
+    """What stands before a row's answer: system prompt, earlier turns, the question."""
+
     def value(name: str) -> Any:
         return row.get(schema.column(name))
 
     messages: list[Message] = []
     if system := value("system"):
-        messages.append({"role": "system", "content": _text(system, where)})
+        messages.append({"role": "system", "content": text_of(system, where)})
     history = value("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError(f"{where}: history should be a list of [question, answer]")
     for question, answer in history:
-        messages.append({"role": "user", "content": _text(question, where)})
-        messages.append({"role": "assistant", "content": _text(answer, where)})
-    asked = [_text(value("prompt"), where), _text(value("query"), where)]
+        messages.append({"role": "user", "content": text_of(question, where)})
+        messages.append({"role": "assistant", "content": text_of(answer, where)})
+    asked = [text_of(value("prompt"), where), text_of(value("query"), where)]
     messages.append({"role": "user", "content": "\n".join(part for part in asked if part)})
-    messages.append({"role": "assistant", "content": _text(value("response"), where)})
-    return Conversation(messages, _tools(value("tools"), where))
+    return messages
 
 
-def _check(conversation: Conversation, where: str) -> None:
+def check_answers(conversation: Conversation, where: str) -> None:
     answers = [m for m in conversation.messages if m["role"] == "assistant"]
     if not answers:
         raise DataError(f"{where}: has no assistant message, so there is nothing to learn from it")
@@ -267,7 +286,7 @@ def _check(conversation: Conversation, where: str) -> None:
         raise DataError(f"{where}: every assistant message is empty")
 
 
-def _check_text(values: list[Any], where: str) -> None:
+def check_text(values: list[Any], where: str) -> None:
     """JSON may hold `\\ud800`, half of a character: Python reads it, and no tokenizer takes it."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode("utf-8")
@@ -278,13 +297,13 @@ def _check_text(values: list[Any], where: str) -> None:
         raise DataError(f"{where}: is nested too deeply") from None
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     if value is None:
         return "nothing"
     return f"an empty {type(value).__name__}" if value in ([], {}, "") else type(value).__name__
 
 
-def _unpacked(prompt: Any) -> Any:
+def unpacked(prompt: Any) -> Any:
     """Messages that went through a CSV file or a spreadsheet are JSON in a string."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         with suppress(ValueError):
@@ -314,7 +333,7 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
 
 
 def _without_nulls_of_arrow(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: _without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
+    return row | {name: without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
 
 
 def prompt_of(row: Mapping[str, Any], id: str, where: str) -> Prompt:
@@ -322,18 +341,18 @@ def prompt_of(row: Mapping[str, Any], id: str, where: str) -> Prompt:
     extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
     for name, value in (("extra_info", extra), ("reward_model", reward_model)):
         if not isinstance(value, Mapping):
-            raise DataError(f"{where}: {name} should have fields, not be {_kind(value)}")
+            raise DataError(f"{where}: {name} should have fields, not be {kind_of(value)}")
     data_source, tools = row.get("data_source"), row.get("tools")
     if not isinstance(data_source, str | None):
-        raise DataError(f"{where}: data_source should be text, not {_kind(data_source)}")
+        raise DataError(f"{where}: data_source should be text, not {kind_of(data_source)}")
     if row.get("rm_prompt") is not None:  # what a reward model is asked, where that is not what the policy is asked
         extra = {**extra, "rm_prompt": row["rm_prompt"]}
-    _check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
+    check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
     return Prompt(
         id=id,
-        messages=_messages(_unpacked(row.get("prompt")), where, role="user"),
+        messages=messages_of(unpacked(row.get("prompt")), where, role="user"),
         data_source=data_source or "",
         ground_truth=reward_model.get("ground_truth"),
         extra_info=extra,
-        tools=_tools(tools, where),
+        tools=tools_of(tools, where),
     )

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 from plaudit.data.conversations import Source, read_conversations
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError
-from plaudit.types import Conversation, Example
+from plaudit.types import Example
 
+T = TypeVar("T")
 TooLong = Literal["filter", "error", "cut_left", "cut_right"]
 
 
@@ -51,7 +52,7 @@ def load_examples(
     """Read, render, tokenise and mask every row."""
     result = ExampleSet()
     conversations = (item for source in sources for item in read_conversations(source))
-    for chunk in _chunks(progress(conversations), 256):
+    for chunk in chunks(progress(conversations), 256):
         for (where, _), example in zip(chunk, template.examples(chunk, train_on), strict=True):
             result.rows += 1
             if len(example) > max_tokens:
@@ -63,7 +64,7 @@ def load_examples(
                     )
                 if too_long == "filter":
                     continue
-                example = _cut(example, max_tokens, left=too_long == "cut_left")
+                example = cut(example, max_tokens, left=too_long == "cut_left")
                 if not example.num_targets:
                     result.emptied += 1
                     continue
@@ -76,14 +77,15 @@ def load_examples(
     return result
 
 
-def _cut(example: Example, limit: int, *, left: bool) -> Example:
+def cut(example: Example, limit: int, *, left: bool) -> Example:
+    """Its last or its first `limit` tokens."""
     keep = slice(len(example) - limit, None) if left else slice(0, limit)
     mask = example.loss_mask[keep].copy()
     mask[0] = False  # what came before it is gone
     return Example(example.tokens[keep].copy(), mask)  # a view would keep the whole row in memory
 
 
-def _chunks(items: Iterable[tuple[str, Conversation]], size: int) -> Iterator[list[tuple[str, Conversation]]]:
+def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk

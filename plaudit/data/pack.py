@@ -1,11 +1,12 @@
 """Packing: sequences laid end to end, as many as a token budget allows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from plaudit.types import Batch, Example, Experience, Targets
+from plaudit.types import Batch, Example, Experience, Pair, PairTargets, Targets
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -67,3 +68,26 @@ def _targets(experiences: Sequence[Experience], device: torch.device | str) -> T
 def micro_batches(examples: Sequence[Example], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
     """The examples in packed batches of at most `budget` tokens."""
     return [pack([examples[i] for i in group], device) for group in split_by_tokens([len(e) for e in examples], budget)]
+
+
+def pack_pairs(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> Batch:
+    """One batch of the pairs, in order: the chosen and the rejected sequence of each stand side by side."""
+    sequences = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
+    return replace(pack(sequences, device), pairs=pair_targets(pairs, device))
+
+
+def pair_targets(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> PairTargets:
+    def tensor(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+
+    return PairTargets(
+        num_targets=tuple(example.num_targets for pair in pairs for example in (pair.chosen, pair.rejected)),
+        margins_P=tensor([pair.margin for pair in pairs]),
+        ref_chosen_P=tensor([pair.ref_chosen for pair in pairs]),
+        ref_rejected_P=tensor([pair.ref_rejected for pair in pairs]),
+    )
+
+
+def pair_micro_batches(pairs: Sequence[Pair], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
+    """The pairs in packed batches of at most `budget` tokens; the two of a pair are never parted."""
+    return [pack_pairs([pairs[i] for i in group], device) for group in split_by_tokens([len(p) for p in pairs], budget)]

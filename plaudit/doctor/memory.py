@@ -28,7 +28,7 @@ from plaudit.models.memory import (
     total_memory,
 )
 from plaudit.models.policy import resolve_device, resolve_dtype
-from plaudit.recipe import Recipe, RLRecipe, ScoreRecipe, SFTRecipe, TrainingRecipe
+from plaudit.recipe import Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.asking_models import ModelReward
 from plaudit.rollout.engine import MAX_SEQUENCES
 
@@ -54,7 +54,8 @@ def check_weights(model: Path) -> Iterator[Finding]:
 def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
     try:
-        plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch)
+        scalar = isinstance(recipe, RewardModelRecipe)
+        plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch, scalar=scalar)
     except PlauditError:
         raise
     except (OSError, ValueError) as error:
@@ -94,7 +95,7 @@ def plan_devices(recipe: Recipe) -> dict[str, Budget]:
 
 def _models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     """Each with the names of all rewards that share it, and the first of those rewards."""
-    rewards = () if isinstance(recipe, SFTRecipe) else recipe.rewards
+    rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
     found: dict[Any, tuple[str, ModelReward]] = {}
     for name, reward in (model for asked in rewards for model in all_models_of(asked)):
         key = reward.model, reward.scalar

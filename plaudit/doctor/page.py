@@ -15,14 +15,24 @@ from rich.text import Text
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source, read_conversations, read_prompts
+from plaudit.data.pairs import Preference, read_pairs
 from plaudit.data.templates import ChatTemplate, template_of
-from plaudit.doctor import memory, rewards, rows
+from plaudit.doctor import memory, preferences, rewards, rows
 from plaudit.doctor.clashes import PolicySide, check_lengths, find_clashes
 from plaudit.doctor.findings import SHOWN, Finding, print_finding, print_text
 from plaudit.doctor.reward_models import Patient, models_of
 from plaudit.errors import PlauditError
 from plaudit.models.memory import Budget
-from plaudit.recipe import RewardSettings, RLRecipe, ScoreRecipe, SFTRecipe, TrainingRecipe
+from plaudit.recipe import (
+    PreferenceRecipe,
+    RewardModelData,
+    RewardModelRecipe,
+    RewardSettings,
+    RLRecipe,
+    ScoreRecipe,
+    SFTRecipe,
+    TrainingRecipe,
+)
 from plaudit.rewards.combine import has_reward
 from plaudit.types import Conversation, Example, Prompt
 
@@ -45,6 +55,8 @@ class _Page:
         self.template: ChatTemplate | None = None
         self.samples: list[tuple[str, Conversation, Example]] = []
         """Rows of training, rendered."""
+        self.pair: Preference | None = None
+        """The first of training."""
         self.prompts: list[Prompt] = []
         """Those that are short enough to be trained on."""
         self.longest_prompt = 0
@@ -83,6 +95,8 @@ class _Page:
             policy = None if self.template is None else PolicySide(recipe, self.template, self.prompts)
             for reward in recipe.rewards:
                 self._reward(reward, questions, policy)
+        if isinstance(recipe, RewardModelRecipe):
+            self.check("head", lambda: preferences.check_head(recipe))
         self.check("weights", lambda: memory.check_weights(Path(recipe.model.path)))
         self.check("memory", lambda: memory.check_training(recipe))
         if isinstance(recipe, RLRecipe):
@@ -100,6 +114,8 @@ class _Page:
     def _rows(self, recipe: TrainingRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
         if isinstance(recipe, SFTRecipe):
             yield from self._conversations(recipe, part, sources, max_rows)
+        elif isinstance(recipe, PreferenceRecipe):
+            yield from self._pairs(recipe, part, sources, max_rows)
         else:
             yield from self._questions(recipe, part, sources, max_rows)
 
@@ -137,6 +153,20 @@ class _Page:
             self.samples = rendered
             yield from rows.check_prompts(template, rendered)
 
+    def _pairs(self, recipe: PreferenceRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
+        column = recipe.data.margin_column if isinstance(recipe.data, RewardModelData) else None
+        pairs = list(islice((pair for source in sources for pair in read_pairs(source, column)), max_rows or None))
+        yield from preferences.check_margins(recipe, sources)
+        if self.template is None:
+            yield "✓", f"{part}: {len(pairs):,} pairs read; without a chat template they cannot be rendered"
+            return
+        different = [(where, pair) for where, pair in pairs if not pair.equal]
+        rendered = preferences.render_pairs(recipe, self.template, different)
+        yield from preferences.check_pairs(recipe, part, pairs, rendered)
+        yield from rows.check_looked_at(part, len(pairs), max_rows)
+        if part == "train" and different:
+            self.pair = different[0][1]
+
     def _reward(self, reward: RewardSettings, prompts: list[Prompt], policy: PolicySide | None) -> None:
         """One with a model is examined with it; any other is asked what it pays."""
         models = models_of(reward)
@@ -163,6 +193,8 @@ class _Page:
         """What the policy sees."""
         if self.template is not None and self.samples and isinstance(recipe, SFTRecipe):
             rows.show_row(self.console, self.template, self.samples[0][1], recipe.data.train_on)
+        if self.template is not None and self.pair is not None and isinstance(recipe, PreferenceRecipe):
+            preferences.show_pair(self.console, self.template, recipe, self.pair)
         if self.template is not None and questions:
             text = self.template.render(questions[0].messages, questions[0].tools, generation_prompt=True)
             print_text(self.console, "The first prompt as the model sees it", Text(text[:SHOWN]))

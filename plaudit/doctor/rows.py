@@ -15,7 +15,7 @@ from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.errors import DataError
-from plaudit.recipe import RLRecipe, SFTRecipe, TrainingRecipe
+from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.types import Conversation, Example, Prompt
 
 
@@ -29,7 +29,9 @@ def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
 def check_template(template: ChatTemplate, recipe: TrainingRecipe) -> Iterator[Finding]:
     name = recipe.model.chat_template or "the tokenizer's own"
     end = template.end_token
-    if end is None:
+    if isinstance(recipe, RewardModelRecipe):
+        yield "✓", f"{name}"
+    elif end is None:
         yield (
             "!",
             f"{name}: turns end without a special token, so the model will not learn to stop; model.chat_template chooses another",
@@ -87,14 +89,17 @@ def check_prompts(template: ChatTemplate, samples: list[tuple[str, Conversation,
 
 def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
     rows = sum(len(read_rows(source.path)) for source in sources["train"])
-    supervised = isinstance(recipe, SFTRecipe)
-    per_step = recipe.train.rows_per_step if supervised else recipe.train.prompts_per_step
-    noun = "rows" if supervised else f"prompts × {recipe.rollout.n} samples, {recipe.train.updates_per_step} updates each"
+    if isinstance(recipe, SFTRecipe):
+        setting, per_step, noun = "train.rows_per_step", recipe.train.rows_per_step, "rows"
+    elif isinstance(recipe, PreferenceRecipe):
+        setting, per_step, noun = "train.pairs_per_step", recipe.train.pairs_per_step, "pairs"
+    else:
+        setting, per_step = "train.prompts_per_step", recipe.train.prompts_per_step
+        noun = f"prompts × {recipe.rollout.n} samples, {recipe.train.updates_per_step} updates each"
     order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
     steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
     yield "✓", f"at most {steps:,} steps of {per_step:,} {noun}"
     if rows < per_step:
-        setting = "train.rows_per_step" if supervised else "train.prompts_per_step"
         yield "!", f"{setting} = {per_step:,} is more than all {rows:,} rows"
 
 

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def attach_lora(model: PreTrainedModel, lora: Lora, seed: int) -> "PeftModel":
-    """Put adapters into the model's layers, in place; the model's own weights are frozen."""
+def attach_lora(model: PreTrainedModel, lora: Lora, seed: int, *, head: str | None = None) -> "PeftModel":
+    """Put adapters into the model's layers, in place; the model's own weights are frozen. `head`: the name of a layer behind the
+    decoder that is trained whole."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
@@ -25,14 +26,19 @@ def attach_lora(model: PreTrainedModel, lora: Lora, seed: int) -> "PeftModel":
         lora_alpha=lora.alpha,  # pyright: ignore (peft's annotation says int; it takes floats)
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
+        modules_to_save=None if head is None else [head],
     )
     try:
         peft = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, re.error) as error:
         raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(head, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight):  # pyright: ignore
+    if head is not None:
+        if isinstance(getattr(model, head).original_module, LoraLayer):
+            raise RecipeError(f"model.lora.targets: {head} is trained whole, so it cannot be adapted too")
+        return peft  # pyright: ignore
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(output, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is output.weight):  # pyright: ignore
         raise RecipeError(
             "model.lora.targets: the output head (and embeddings tied to it) cannot be adapted, log-probs are computed from its "
             "plain weight"
@@ -47,8 +53,9 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     merged: dict[str, Tensor] = {}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     for name, tensor in model.state_dict().items():
-        if ".lora_" in name:
+        if ".lora_" in name or ".original_module." in name:
             continue
+        name = name.replace(".modules_to_save.default.", ".")
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers:
             if leaf == "weight":

@@ -27,14 +27,14 @@ from transformers.utils.hub import cached_file
 
 from plaudit.data.pack import pack, split_by_tokens
 from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
-from plaudit.errors import RecipeError
+from plaudit.errors import DataError, RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.policy import load_pretrained, resolve_dtype
 from plaudit.models.residual import keep_residual_precise
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.types import Batch, Example, Message
+from plaudit.types import Batch, Conversation, Example, Message
 
 VALUE_HEAD = "value_head.safetensors"
 # In one pass: enough to keep the device busy; activations without gradients are few (7B in bf16: about 0.1 MB a token).
@@ -92,7 +92,8 @@ def load_scalar(settings: RewardModel, device: torch.device) -> ScalarModel:
     auto = AutoModelForSequenceClassification if form == "classifier" else AutoModelForCausalLM
     model: Any = load_pretrained(auto, path, resolve_dtype(settings.dtype, device), trust_remote_code=settings.trust_remote_code)
     decoder, hidden = model.get_decoder(), config.get_text_config().hidden_size
-    weight, bias = _score_head(model, path) if form == "classifier" else _value_head(_value_head_file(path), hidden)
+    value_head = None if form == "classifier" else read_value_head(path, hidden)
+    weight, bias = value_head or _score_head(model, path)
     head = nn.Linear(hidden, 1, dtype=torch.float32)
     with torch.no_grad():
         head.weight.copy_(weight)
@@ -146,9 +147,11 @@ def _score_head(model: Any, path: str) -> tuple[Tensor, Tensor | None]:
     return head.weight.detach(), None if head.bias is None else head.bias.detach()
 
 
-def _value_head(file: Path | None, hidden: int) -> tuple[Tensor, Tensor | None]:
-    """`v_head.summary.weight` [1, hidden] and `.bias` [1]; or the same without one or both prefixes."""
-    assert file is not None
+def read_value_head(path: str, hidden: int) -> tuple[Tensor, Tensor | None] | None:
+    """`v_head.summary.weight` [1, hidden] and `.bias` [1], or the same without one or both prefixes; None if there is none."""
+    file = _value_head_file(path)
+    if file is None:
+        return None
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -194,6 +197,19 @@ class Transcript:
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         ids: Any = self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
         return ids
+
+    def examples(self, conversations: Sequence[tuple[str, Conversation]]) -> list[Example]:
+        """The same of many, each with its place for messages: sequences to score, of which no token is learnt."""
+        texts = []
+        for where, conversation in conversations:
+            if conversation.tools:
+                raise DataError(f"{where}: has tools, which reward models are not shown; leave that column out")
+            try:
+                texts.append(self.render(conversation.messages))
+            except RENDER_ERRORS as error:
+                raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None
+        encoded: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [_example(tokens) for tokens in encoded]
 
 
 def transcript_of(settings: RewardModel) -> Transcript:

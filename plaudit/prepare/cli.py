@@ -84,6 +84,33 @@ def prepare_arithmetic(
     print(f"{out}: {train:,} questions to train on, {val:,} to validate on")
 
 
+@prepare.command("pairs")
+def prepare_pairs(
+    scored: Annotated[list[Path], typer.Argument(help="Files that `plaudit score` wrote for rows with several responses.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and val.jsonl to.")],
+    min_responses: Annotated[int, typer.Option(min=2, help="Leave out prompts with fewer responses that have a score.")] = 2,
+    min_margin: Annotated[float, typer.Option(min=0.0, help="The best must be better than the worst by more than this.")] = 0.0,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer responses.")] = None,
+    val_share: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the pairs that go to val.jsonl.")] = 0.03,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order, and of what goes to val.jsonl.")] = 0,
+) -> None:
+    """Pairs for `plaudit dpo` and `plaudit reward-model`: of each prompt's responses the best and the worst."""
+    _require_empty(out)
+
+    from plaudit.prepare.pairs import make_pairs
+
+    made = make_pairs(
+        scored,
+        out,
+        min_responses=min_responses,
+        min_margin=min_margin,
+        max_response_tokens=max_response_tokens,
+        val_share=val_share,
+        seed=seed,
+    )
+    print(f"{out}: {made}")
+
+
 def _require_empty(out: Path) -> None:
     """A folder to write to, made now: it must not hold a model that took days."""
     try:

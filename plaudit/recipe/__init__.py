@@ -5,6 +5,15 @@ a wrong recipe is told in well under a second.
 """
 
 from plaudit.recipe.audit import Audit
+from plaudit.recipe.preference import (
+    DPOLoss,
+    DPORecipe,
+    PairData,
+    PairTrain,
+    RewardModelData,
+    RewardModelLoss,
+    RewardModelRecipe,
+)
 from plaudit.recipe.rewards import RewardSettings, ScoreRecipe, View
 from plaudit.recipe.rl import Algorithm, RLData, RLOptim, RLRecipe, RLTrain, Rollout, Validation
 from plaudit.recipe.section import Section
@@ -12,11 +21,22 @@ from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
 from plaudit.recipe.shared import Lora, Model, Optim, Run
 
 __all__ = [
-    "STAGES", "Algorithm", "Audit", "Lora", "Model", "Optim", "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe",
-    "RewardSettings", "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain", "ScoreRecipe", "Section", "TrainingRecipe",
-    "Validation", "View",
+    "STAGES", "Algorithm", "Audit", "DPOLoss", "DPORecipe", "Lora", "Model", "Optim", "PairData", "PairTrain", "PreferenceRecipe",
+    "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardModelData", "RewardModelLoss", "RewardModelRecipe",
+    "RewardSettings", "RewardedRecipe", "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain", "ScoreRecipe", "Section",
+    "TrainingRecipe", "Validation", "View",
 ]  # fmt: skip
 
-TrainingRecipe = SFTRecipe | RLRecipe
+PreferenceRecipe = DPORecipe | RewardModelRecipe
+"""Those that learn from pairs."""
+RewardedRecipe = RLRecipe | ScoreRecipe
+"""Those that have rewards."""
+TrainingRecipe = SFTRecipe | PreferenceRecipe | RLRecipe
 Recipe = TrainingRecipe | ScoreRecipe
-STAGES: dict[str, type[Recipe]] = {"sft": SFTRecipe, "rl": RLRecipe, "score": ScoreRecipe}
+STAGES: dict[str, type[Recipe]] = {
+    "sft": SFTRecipe,
+    "dpo": DPORecipe,
+    "reward-model": RewardModelRecipe,
+    "rl": RLRecipe,
+    "score": ScoreRecipe,
+}

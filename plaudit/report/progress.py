@@ -66,7 +66,7 @@ class StepProgress:
 
 def _shown(metrics: dict[str, float]) -> list[str]:
     rl = "reward" in metrics or "val/reward" in metrics
-    names = ("reward", "val/reward", "length", "entropy") if rl else ("loss", "val/loss")
+    names = ("reward", "val/reward", "length", "entropy") if rl else ("loss", "val/loss", "accuracy", "val/accuracy")
     return [name for name in names if name in metrics]
 
 

@@ -1,0 +1,265 @@
+"""Rows with a better and a worse answer → pairs of conversations → pairs of tokenised sequences.
+
+Known schemas: `chosen` and `rejected` as whole conversations (messages), or as answers (text, a message, or messages that begin
+with the assistant's) to `prompt` (text or messages); and LLaMA-Factory's `ranking` data sets, sharegpt's and alpaca's.
+
+What is compared is what stands behind the messages that both have in common; earlier turns of the assistant are part of the prompt.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from plaudit.data.conversations import (
+    Schema,
+    Source,
+    alpaca_prompt,
+    check_answers,
+    check_text,
+    kind_of,
+    messages_of,
+    sharegpt_message,
+    sharegpt_messages,
+    tools_of,
+    unpacked,
+    without_nulls,
+)
+from plaudit.data.examples import TooLong, chunks, cut
+from plaudit.data.rows import Rows, read_rows
+from plaudit.errors import DataError
+from plaudit.types import Conversation, Example, Message, Pair
+
+HINT = (
+    "Rows of pairs have `chosen` and `rejected`: whole conversations, or answers to `prompt`; other names can be mapped with "
+    "data.dataset_info."
+)
+Tokenise = Callable[[Sequence[tuple[str, Conversation]]], Sequence[Example]]
+"""Conversations, each with its place for messages → sequences, with a mask of what is learnt."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A row: two conversations, of which the chosen one ends better."""
+
+    chosen: Conversation
+    rejected: Conversation
+    margin: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return self.chosen.messages == self.rejected.messages
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_pairs(source: Source, margin_column: str | None = None) -> Iterator[tuple[str, Preference]]:
+    """Each row as two conversations, with its place (file and row) for messages. Some may be equal."""
+    rows = read_rows(source.path)
+    _require_columns(rows, source.schema, margin_column)
+    for number, row in enumerate(rows):
+        where = f"{rows.source}: row {number}"
+        row = without_nulls(row) if rows.nulls_mean_absent else row
+        margin = 0.0 if margin_column is None else _margin(row.get(margin_column), margin_column, where)
+        chosen, rejected = (_conversation(row, side, source.schema, where) for side in ("chosen", "rejected"))
+        check_text([chosen.messages, rejected.messages, chosen.tools], where)
+        preference = Preference(chosen, rejected, margin)
+        yield where, preference if preference.equal else _behind_common_messages(preference, where)
+
+
+def _require_columns(rows: Rows, schema: Schema, margin_column: str | None) -> None:
+    prompt = {"sharegpt": "messages", "alpaca": "prompt"}.get(schema.formatting)
+    if prompt:
+        rows.require(*map(schema.column, (prompt, "chosen", "rejected")), hint="Its name comes from data.dataset_info.")
+    rows.require(schema.column("chosen"), schema.column("rejected"), hint=HINT)
+    if margin_column is not None:
+        rows.require(margin_column, hint="data.margin_column names it.")
+
+
+def _margin(value: Any, column: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        found = value if isinstance(value, float) else kind_of(value)
+        raise DataError(f"{where}: {column} should be a number, not {found}")
+    return float(value)
+
+
+def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], schema: Schema, where: str) -> Conversation:
+    """One side of a row. A mistake in it is told with its name."""
+    where = f"{where}: {schema.column(side)}"
+    answer = row.get(schema.column(side))
+    if schema.formatting == "sharegpt":
+        turns = answer if isinstance(answer, list) else [answer]
+        messages = [*sharegpt_messages(row, schema, where), *(sharegpt_message(turn, schema, where) for turn in turns)]
+    elif schema.formatting == "alpaca":
+        messages = [*alpaca_prompt(row, schema, where), *messages_of(answer, where, role="assistant")]
+    else:
+        messages = _messages(unpacked(row.get("prompt")), unpacked(answer), where)
+    conversation = Conversation(messages, tools_of(row.get("tools"), where))
+    check_answers(conversation, where)
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise DataError(
+            f"{where}: ends with a message of role {last['role']}; it should end with the answer, an assistant's message"
+        )
+    check_answers(Conversation([last]), where)
+    return conversation
+
+
+def _messages(prompt: Any, answer: Any, where: str) -> list[Message]:
+    """A whole conversation, or an answer behind its prompt."""
+    if isinstance(answer, dict):
+        answer = [answer]
+    if prompt is None:
+        if isinstance(answer, str):
+            raise DataError(f"{where}: is text, and there is no `prompt` that it answers; give one, or whole conversations")
+        messages = messages_of(answer, where)
+        if messages[0]["role"] == "assistant":
+            raise DataError(f"{where}: begins with an assistant's message, and there is no `prompt` that it answers")
+        return messages
+    asked, answers = messages_of(prompt, where, role="user"), messages_of(answer, where, role="assistant")
+    if answers[0]["role"] in ("system", "developer", "user"):  # a whole conversation, with its prompt once more beside it
+        if not any(message["content"].strip() == asked[-1]["content"].strip() for message in answers):
+            raise DataError(f"{where}: is a whole conversation, but not one about this row's `prompt`; leave one of them out")
+        return answers
+    if asked[-1]["role"] == "assistant":
+        raise DataError(f"{where}: its `prompt` ends with an assistant's message; it should end with what is to be answered")
+    return [*asked, *answers]
+
+
+def _behind_common_messages(preference: Preference, where: str) -> Preference:
+    """Both conversations, to be learnt from where they part."""
+    chosen, rejected = preference.chosen.messages, preference.rejected.messages
+    common = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    if common == len(chosen) or common == len(rejected):
+        raise DataError(f"{where}: one of `chosen` and `rejected` only goes on where the other ends, so neither is preferred")
+    return replace(
+        preference,
+        chosen=replace(preference.chosen, learnt_from=common),
+        rejected=replace(preference.rejected, learnt_from=common),
+    )
+
+
+# Tokenising ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PairSet:
+    pairs: list[Pair] = field(default_factory=list)
+    rows: int = 0
+    equal: int = 0
+    """Rows whose two answers are the same: left out."""
+    too_long: int = 0
+    """Pairs with a sequence longer than the limit: left out, or cut."""
+    emptied: int = 0
+    """Pairs that could not be cut, because nothing of an answer, or no prompt, would be left: left out."""
+    equal_when_cut: int = 0
+    """Cut pairs whose two sequences became the same: left out."""
+
+    @property
+    def longest(self) -> int:
+        return max(len(example) for pair in self.pairs for example in (pair.chosen, pair.rejected))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.pairs))
+
+    def summary(self, too_long: TooLong, max_tokens: int) -> str:
+        parts = [f"{len(self.pairs):,} of {self.rows:,} pairs, {self.num_tokens:,} tokens, longest sequence {self.longest:,}"]
+        if self.equal:
+            parts.append(f"{self.equal:,} left out because both answers are the same")
+        if self.too_long:
+            parts.append(f"{self.too_long:,} longer than {max_tokens:,} {'left out' if too_long == 'filter' else 'cut'}")
+        if self.emptied:
+            parts.append(f"{self.emptied:,} left out because the cut would have left no prompt or no answer")
+        if self.equal_when_cut:
+            parts.append(f"{self.equal_when_cut:,} left out because the cut made both the same")
+        return "; ".join(parts)
+
+
+def load_pairs(
+    sources: Sequence[Source],
+    tokenise: Tokenise,
+    *,
+    max_tokens: int,
+    too_long: TooLong,
+    equal: Literal["error", "filter"] = "error",
+    margin_column: str | None = None,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> PairSet:
+    """Read, render and tokenise every row."""
+    result = PairSet()
+    preferences = (item for source in sources for item in read_pairs(source, margin_column))
+    for chunk in chunks(_different(progress(preferences), equal, result), 128):
+        both = [(where, side) for where, row in chunk for side in (row.chosen, row.rejected)]
+        sequences = iter(tokenise(both))
+        for where, row in chunk:
+            pair = _fitted(Pair(next(sequences), next(sequences), row.margin), where, max_tokens, too_long, result)
+            if pair is not None:
+                result.pairs.append(pair)
+    if not result.pairs:
+        names = ", ".join(str(source.path) for source in sources)
+        raise DataError(
+            f"{names}: no pair is left of {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,}, "
+            f"{result.equal:,} have equal answers)"
+        )
+    return result
+
+
+def _different(
+    preferences: Iterable[tuple[str, Preference]], fate: Literal["error", "filter"], result: PairSet
+) -> Iterator[tuple[str, Preference]]:
+    for where, row in preferences:
+        result.rows += 1
+        if not row.equal:
+            yield where, row
+        elif fate == "error":
+            raise DataError(
+                f"{where}: chosen and rejected are the same, so neither is preferred. Take the row out, or set data.equal=filter."
+            )
+        else:
+            result.equal += 1
+
+
+def _fitted(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: PairSet) -> Pair | None:
+    """The pair within the limit; None if it is left out."""
+    longest = max(len(pair.chosen), len(pair.rejected))
+    if longest > max_tokens:
+        result.too_long += 1
+        if too_long == "error":
+            raise DataError(
+                f"{where}: {longest:,} tokens, more than data.max_tokens = {max_tokens:,}. Raise it, or set data.too_long to "
+                "filter, cut_left or cut_right."
+            )
+        if too_long == "filter":
+            return None
+        cut_pair = _cut_left(pair, longest - max_tokens) if too_long == "cut_left" else _cut_right(pair, max_tokens)
+        if cut_pair is None:
+            result.emptied += 1
+            return None
+        pair = cut_pair
+    if np.array_equal(pair.chosen.tokens, pair.rejected.tokens):
+        result.equal_when_cut += 1
+        return None
+    return pair
+
+
+def _cut_left(pair: Pair, excess: int) -> Pair | None:
+    """As much off the one as off the other, so that both still answer the same prompt; None if the prompt is too short for it."""
+    a, b = pair.chosen.tokens, pair.rejected.tokens
+    shorter = min(len(a), len(b))
+    apart = np.flatnonzero(a[:shorter] != b[:shorter])
+    common = int(apart[0]) if len(apart) else shorter
+    if excess >= common:
+        return None
+    chosen, rejected = (cut(example, len(example) - excess, left=True) for example in (pair.chosen, pair.rejected))
+    return replace(pair, chosen=chosen, rejected=rejected)
+
+
+def _cut_right(pair: Pair, limit: int) -> Pair | None:
+    chosen, rejected = (e if len(e) <= limit else cut(e, limit, left=False) for e in (pair.chosen, pair.rejected))
+    if pair.chosen.num_targets and not (chosen.num_targets and rejected.num_targets):
+        return None
+    return replace(pair, chosen=chosen, rejected=rejected)

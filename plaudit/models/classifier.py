@@ -1,0 +1,122 @@
+"""A reward model as plaudit trains it: a sequence classifier with one label, on the decoder of a causal model.
+
+    r = w · h_last        h_last: hidden state of the conversation's last token
+
+It is saved as transformers' ...ForSequenceClassification, which transformers, vLLM and plaudit's own `scalar_model` load. As in
+models/scalar.py, sequences are packed and the head computes in fp32, whatever dtype it has.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from plaudit.data.templates import ChatTemplate
+from plaudit.errors import RecipeError
+from plaudit.models.attention import packed_arguments
+from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
+from plaudit.models.lora import attach_lora
+from plaudit.models.policy import Policy, load_pretrained, resolve_dtype
+from plaudit.models.residual import keep_residual_precise
+from plaudit.models.scalar import read_value_head
+from plaudit.models.verify import verify_packed_states
+from plaudit.recipe import Model
+from plaudit.seeding import stable_seed
+from plaudit.types import Batch
+
+HEAD = "score"
+
+
+def sequence_scores(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """A score for each sequence of a packed batch, in fp32."""
+    hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
+    last_SD = hidden_TD[batch.starts_S1[1:].long() - 1]
+    head: Any = getattr(model, HEAD)
+    return linear(last_SD.float(), head.weight.float())[:, 0]
+
+
+def load_classifier(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
+    """The recipe's model with a head for scores, ready to train: a causal model's is new, a reward model's its own."""
+    config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    require_matching_tokenizer(recipe.path, config, template.tokenizer)
+    goes_on = architecture(config).endswith("ForSequenceClassification")
+    if goes_on and config.num_labels != 1:
+        raise RecipeError(
+            f"{recipe.path}: {architecture(config)} has {config.num_labels} labels, and a reward model has one; start from a "
+            "causal model, or from a reward model"
+        )
+    model: Any = load_pretrained(
+        AutoModelForSequenceClassification,
+        recipe.path,
+        resolve_dtype(recipe.dtype, device),
+        trust_remote_code=recipe.trust_remote_code,
+        new=() if goes_on else (f"{HEAD}.weight",),
+        num_labels=1,
+    )
+    head = getattr(model, HEAD, None)
+    if type(head) is not nn.Linear or head.out_features != 1 or head.bias is not None:
+        raise RecipeError(
+            f"{recipe.path}: {type(model).__name__} has no linear head `{HEAD}` without a bias, so plaudit cannot train it"
+        )
+    if not goes_on:
+        _begin_head(head, recipe.path, seed)
+    model = model.to(device)
+    keep_residual_precise(model.get_decoder())
+    verify_packed_states(model.get_decoder())
+    peft = attach_lora(model, recipe.lora, seed, head=HEAD) if recipe.lora is not None else None
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if recipe.lora is not None:
+            model.enable_input_require_grads()
+    model.train()
+    return Policy(model, template, recipe.lora, peft)
+
+
+@torch.no_grad()
+def _begin_head(head: nn.Linear, path: str, seed: int) -> None:
+    """LLaMA-Factory's value head, if there is one (without its bias, which no pair can tell); else w ~ N(0, 1 / (D + 1)), so that
+    scores of normalised hidden states begin near one (Stiennon et al. 2020)."""
+    known = read_value_head(path, head.in_features)
+    if known is not None:
+        head.weight.copy_(known[0])
+        return
+    generator = torch.Generator().manual_seed(stable_seed("head", seed))
+    head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1))
+
+
+def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
+    """Say in the saved config and tokenizer which token pads a batch.
+
+    transformers takes the score from the rightmost token that is not the padding. So what ends conversations must not pad them:
+    where a tokenizer pads with its end token, as many do, scores would come from the token before it.
+    """
+    tokenizer: Any = policy.template.tokenizer
+    pad = _pad_token(tokenizer, set(last_tokens))
+    if pad is None:
+        raise RecipeError(
+            f"{tokenizer.name_or_path}: every special token of the tokenizer ends some conversation, so none can pad "
+            "a batch; choose another model.tokenizer"
+        )
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    config: Any = policy.model.config
+    config.pad_token_id = pad
+    config.get_text_config().pad_token_id = pad
+
+
+def _pad_token(tokenizer: Any, ends: set[int]) -> int | None:
+    """The tokenizer's own if it may; else one of its special tokens, of which one made for nothing else comes first."""
+    own = tokenizer.pad_token_id
+    if own is not None and own not in ends:
+        return own
+
+    def unfit(token: int) -> tuple[bool, bool, int]:
+        named = token in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        return named, "pad" not in tokenizer.convert_ids_to_tokens(token), token
+
+    return min(
+        (t for t, added in tokenizer.added_tokens_decoder.items() if added.special and t not in ends), key=unfit, default=None
+    )

@@ -1,0 +1,96 @@
+"""Scored responses → pairs: of each prompt's responses, the best is chosen and the worst rejected.
+
+Reads what `plaudit score` writes for rows with `responses`. Responses that were cut, are empty, too long, or have no score are left
+out before the two are taken; of equal scores, the first counts.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plaudit.data.conversations import kind_of
+from plaudit.data.rollouts import responses_of
+from plaudit.data.rows import read_rows
+from plaudit.errors import DataError
+from plaudit.files import write_atomic
+
+HINT = "Score them first: plaudit score answers.jsonl --rewards R.yaml --out scored.jsonl"
+
+
+@dataclass
+class Made:
+    rows: int = 0
+    pairs: int = 0
+    validation: int = 0
+    """Of the pairs, those kept for validation."""
+    too_few: int = 0
+    """Rows with too few responses."""
+    alike: int = 0
+    """Rows whose best and worst are not far enough apart."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.pairs - self.validation:,} pairs to train on, {self.validation:,} to validate on, of {self.rows:,} rows"]
+        if self.too_few:
+            parts.append(f"{self.too_few:,} had too few responses")
+        if self.alike:
+            parts.append(f"{self.alike:,} had none that is better than another")
+        return "; ".join(parts)
+
+
+def make_pairs(
+    files: Sequence[Path],
+    out: Path,
+    *,
+    min_responses: int = 2,
+    min_margin: float = 0.0,
+    max_response_tokens: int | None = None,
+    val_share: float = 0.03,
+    seed: int = 0,
+) -> Made:
+    """Write train.jsonl and val.jsonl: `prompt`, `chosen`, `rejected`, and `margin`, the difference of their scores."""
+    made, pairs = Made(), []
+    for file in files:
+        rows = read_rows(file)
+        rows.require("prompt", "responses", "reward", hint=HINT)
+        for number, row in enumerate(rows):
+            made.rows += 1
+            scored = _usable(row, f"{rows.source}: row {number}", max_response_tokens)
+            if len(scored) < min_responses:
+                made.too_few += 1
+                continue
+            (best, chosen), (worst, rejected) = max(scored, key=lambda one: one[0]), min(scored, key=lambda one: one[0])
+            if best - worst <= min_margin or chosen == rejected:
+                made.alike += 1
+                continue
+            tools = {"tools": row["tools"]} if row.get("tools") else {}
+            pairs.append({"prompt": row["prompt"], **tools, "chosen": chosen, "rejected": rejected, "margin": best - worst})
+    if not pairs:
+        raise DataError(f"{', '.join(map(str, files))}: no pair can be made ({made})")
+    random.Random(seed).shuffle(pairs)
+    made.pairs, made.validation = len(pairs), min(round(val_share * len(pairs)), len(pairs) - 1)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, some in (("val", pairs[: made.validation]), ("train", pairs[made.validation :])):
+        if some:
+            write_atomic(out / f"{name}.jsonl", "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in some))
+    return made
+
+
+def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) -> list[tuple[float, str]]:
+    """Rewards and responses."""
+    texts, counts = responses_of(row, where)
+    rewards, status = row["reward"], row.get("status") or ["finished"] * len(texts)
+    if not isinstance(rewards, list) or len(rewards) != len(texts) or not all(isinstance(r, int | float | None) for r in rewards):
+        raise DataError(
+            f"{where}: `reward` should be a number for each of the {len(texts)} responses, not {kind_of(rewards)}. {HINT}"
+        )
+    return [
+        (float(reward), text)
+        for text, reward, count, how in zip(texts, rewards, counts, status, strict=True)
+        if reward is not None
+        and text.strip()
+        and how != "truncated"
+        and (max_response_tokens is None or count is None or count <= max_response_tokens)
+    ]
