@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
-from plaudit.data.examples import _cut
+from plaudit.data.examples import cut
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.rows import read_rows
@@ -530,10 +530,10 @@ def test_a_number_without_end_names_its_line(tmp_path):
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_cut_row_does_not_keep_the_whole_one(left):
-    cut = _cut(example(1000), 10, left=left)
-    assert len(cut) == 10
-    assert cut.tokens.base is None
-    assert cut.loss_mask.base is None
+    short = cut(example(1000), 10, left=left)
+    assert len(short) == 10
+    assert short.tokens.base is None
+    assert short.loss_mask.base is None
 
 
 # Order ---------------------------------------------------------------------------------------------------------------

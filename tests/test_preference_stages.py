@@ -25,7 +25,7 @@ from conftest import (
     write_recipe,
 )
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_resume import exact_metrics, steps_logged, wait_for
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -170,6 +170,23 @@ def test_a_reward_model_goes_on_from_a_reward_model(tmp_path, tiny_model, pairs_
     assert begun["val/margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
 
 
+def test_a_value_head_is_gone_on_with(tmp_path, tiny_model, pairs_file):
+    """LLaMA-Factory's form: a causal model with a head beside it. Its bias is the same for both answers, and left out."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    weight = torch.linspace(-1, 1, 64)[None]
+    save_file({"v_head.summary.weight": weight, "v_head.summary.bias": torch.ones(1)}, folder / "value_head.safetensors")
+    chosen, rejected = scores_of_ours(folder, pairs_file).view(-1, 2).unbind(1)
+    run_stage(tmp_path, "reward-model", folder, pairs_file, data={"val": str(pairs_file)}, run={"max_steps": 1})
+    begun = metrics_of(tmp_path / "run")[0]
+    assert begun["val/margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    assert begun["val/reward_chosen"] == pytest.approx(chosen.mean().item() - 1, abs=1e-5)
+
+
+def test_the_head_cannot_be_adapted_too(tmp_path, tiny_model, pairs_file):
+    with pytest.raises(RecipeError, match="score is trained whole"):
+        run_stage(tmp_path, "reward-model", tiny_model, pairs_file, model={"lora": {"targets": ["q_proj", "score"]}})
+
+
 def test_classifiers_with_other_labels_are_refused(tmp_path, tiny_model, pairs_file):
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
     model.save_pretrained(tmp_path / "sorts")
@@ -291,6 +308,7 @@ def test_doctor_on_pairs(tmp_path, plaudit, tiny_model, pairs_file, stage):
     assert "steps of 6 pairs" in out
     assert "The first pair's chosen conversation as the" in out
     assert ("gets a new head for scores" in out) == (stage == "reward-model")
+    assert ("prompts are the same tokens in training and in sampling" in out) == (stage == "dpo")
     equal = write_jsonl(tmp_path / "equal.jsonl", [{"prompt": "?", "chosen": "3", "rejected": "3", "margin": 1}, *pair_rows(4)])
     code, out, _ = plaudit("doctor", recipe, f"data.train={equal}")
     assert code == 1

@@ -24,6 +24,7 @@ from plaudit.doctor.reward_models import Patient, models_of
 from plaudit.errors import PlauditError
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
+    DPORecipe,
     PreferenceRecipe,
     RewardModelData,
     RewardModelRecipe,
@@ -166,6 +167,9 @@ class _Page:
         yield from rows.check_looked_at(part, len(pairs), max_rows)
         if part == "train" and different:
             self.pair = different[0][1]
+            if isinstance(recipe, DPORecipe):
+                sides = zip(different, rendered, strict=True)
+                yield from rows.check_prompts(self.template, [(where, pair.chosen, chosen) for (where, pair), (chosen, _) in sides])
 
     def _reward(self, reward: RewardSettings, prompts: list[Prompt], policy: PolicySide | None) -> None:
         """One with a model is examined with it; any other is asked what it pays."""

@@ -20,6 +20,8 @@ def attach_lora(model: PreTrainedModel, lora: Lora, seed: int, *, head: str | No
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
+    if head is not None and not isinstance(lora.targets, str) and head in lora.targets:
+        raise RecipeError(f"model.lora.targets: {head} is trained whole, so it cannot be adapted too")
     torch.manual_seed(seed)  # of the adapters' first weights
     config = LoraConfig(
         r=lora.rank,
@@ -34,8 +36,6 @@ def attach_lora(model: PreTrainedModel, lora: Lora, seed: int, *, head: str | No
     except (ValueError, re.error) as error:
         raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
     if head is not None:
-        if isinstance(getattr(model, head).original_module, LoraLayer):
-            raise RecipeError(f"model.lora.targets: {head} is trained whole, so it cannot be adapted too")
         return peft  # pyright: ignore
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(output, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is output.weight):  # pyright: ignore
