@@ -108,6 +108,10 @@ class Score:
     """The string that was scored."""
     trace: Mapping[str, Any] = field(default_factory=dict)
     """How the value came about: a judge's prompt and answer."""
+    unjudged: bool = False
+    """Nobody could judge it (there was nothing to compare it with): worth what a malformed one is worth, if that is stated."""
+    passing: bool = False
+    """It may be another tomorrow, so it is not kept."""
 
     @property
     def asked(self) -> bool:

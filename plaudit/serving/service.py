@@ -29,7 +29,7 @@ class Gone(Exception):
 class Service:
     def __init__(self, runner: RewardRunner, timeout_s: float):
         """`timeout_s`: the longest that a request may take; groups that have no scores by then have failed."""
-        self.metrics = Metrics(runner.askers)
+        self.metrics = Metrics(runner.askers, runner.amounts)
         self._runner = runner
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self._timeout_s = timeout_s
