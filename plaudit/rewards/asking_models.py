@@ -110,7 +110,7 @@ class JudgeReward(ModelReward):
     sampling: JudgeSampling = JudgeSampling()
     """How it writes."""
     template: str | None = None
-    """Its prompt: a Jinja2 file of yours; default: ours. Its variables: docs/judges.md."""
+    """Its prompt: a Jinja2 file of yours; default: ours. Its variables: docs/reward_models/README.md."""
     system: str | None = None
     """Text of a system message before it."""
     raw: bool = False

@@ -26,9 +26,10 @@ _NUMBER = re.compile(NUMBER)
 _OPENED = re.compile(r"^[ \t]*<think>", re.M)
 _OUT_OF = re.compile(rf"({NUMBER})\s*(?:/\s*([0-9]{{1,9}})|points?)?\s*\.?", re.I)
 _DECORATION = "*_`~ \t\"'"
-_LEADING = frozenset(
-    "the a my our final overall answer verdict judgement judgment result conclusion it this that is so hence therefore thus".split()
-)
+_LEADING = frozenset({
+    "the", "a", "my", "our", "final", "overall", "answer", "verdict", "judgement", "judgment", "result", "conclusion",
+    "it", "this", "that", "is", "so", "hence", "therefore", "thus",
+})  # fmt: skip
 """What may stand before a verdict without turning it round."""
 
 
