@@ -182,7 +182,7 @@ def test_the_example_of_a_page(kind, stand_in, tmp_path, monkeypatch):
         [got] = scorer.score([row])
         assert got == {name: column for name, column in expected.items() if name != "id"}
         [scored] = scorer.score_groups([group_of(row, "0", "row")])
-        calls_so_far = sum(usage.calls for usage in scorer.rewards[0].usages)
+        calls_so_far = sum(amounts["calls"] for name, amounts in scorer.runner.amounts().items() if "/" not in name)
     calls = int(re.search(r"stand-in: (\d+) calls", summary)[1])  # pyright: ignore
     assert calls_so_far == 2 * calls
     blocks = re.findall(r"```(\w*)\n(.*?)```", text.partition("## Settings")[0], re.S)

@@ -44,8 +44,8 @@ class CallLimits(Section):
 
 class RewardModel(Section):
     path: str | None = None
-    """A folder in Hugging Face format, or a name on the hub. With placement: server, the name it is served under (default: the
-    first that the server names)."""
+    """A folder in Hugging Face format, or a name on the hub. With placement: server, the name it is served under, which may be left
+    out where it serves one model only."""
     placement: Literal["resident", "offload", "server", "launch"] = "resident"
     """resident: in this process, always there. offload: in this process, on the device only while it scores. server: behind `url`.
     launch: a vLLM server that is started for it, and stopped when we end."""

@@ -36,7 +36,7 @@ class JudgeTemplate:
             problem = "is a folder" if file.is_dir() else f"does not exist.{nearest_path(file)}"
             raise RecipeError(f"{where}: template: {file} {problem}")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_as_people_write
         )
         try:
             text = file.read_text(encoding="utf-8")
@@ -95,3 +95,8 @@ def question_of(prompt: Prompt) -> str:
         return asked
     said = [message.get("content") for message in prompt.messages if message.get("role") == "user"]
     return str(said[-1] or "") if said else ""
+
+
+def _as_people_write(value: Any) -> Any:
+    """`from 0 to 10`, not `from 0.0 to 10.0`."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
