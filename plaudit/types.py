@@ -126,6 +126,8 @@ class ScoredGroup:
     group: Group
     scores: tuple[Score, ...]
     by_reward: Mapping[str, tuple[Score, ...]]
+    baseline: Score | None = None
+    """Of one more sample, the greedy one, where advantages are taken against it (ReMax). It is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,17 @@ class Experience(Example):
     """A scored sample behind its prompt. Arrays have one entry per learnt token, in order."""
 
     advantages: np.ndarray
+    """0 until those of the whole step are worked out."""
     sampler_logprobs: np.ndarray
+    reward: float = 0.0
+    """Of the whole sample, paid at its last token."""
     weight: float = 1.0
     """What each of its tokens counts in the update's loss; what the whole update is divided by is in it."""
     old_logprobs: np.ndarray | None = None
     """Of the policy as it was when the step began; none if this is the step's only update, where they are the policy's own."""
     ref_logprobs: np.ndarray | None = None
+    positive_weight: float | None = None
+    """What each of its tokens with A > 0 counts in the supervised term; none if the loss has no such term."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,7 @@ class Targets:
     sampler_logprobs_N: torch.Tensor
     old_logprobs_N: torch.Tensor | None
     ref_logprobs_N: torch.Tensor | None
+    positive_weights_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,14 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.tokens_T.shape[0]
+
+    @property
+    def target_lengths_S(self) -> torch.Tensor:
+        """How many learnt tokens each sequence has."""
+        learnt_T = self.loss_mask_T.long()
+        before_T1 = learnt_T.new_zeros(len(learnt_T) + 1)
+        before_T1[1:] = learnt_T.cumsum(0)
+        return before_T1[self.starts_S1.long()].diff()
 
     @property
     def num_targets(self) -> int:
