@@ -302,10 +302,10 @@ def test_calls_of_groups(count, votes, calls):
     assert len(reward._backend.asked) == calls
 
 
-def test_similarity_by_hand():
+def test_similarity_by_hand(monkeypatch):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
     vectors = {"r": (3, 4), "s": (4, 3), "t": (1, 0)}
-    reward._encode = lambda texts: np.array([vectors[text] for text in texts])  # pyright: ignore
+    monkeypatch.setattr(type(reward), "_load", lambda _: lambda texts: np.array([vectors[text] for text in texts]))
     [score] = scores_of(reward, "r", truth=["s", "t"])  # pyright: ignore
     assert (score.value, score.trace["nearest"]) == (pytest.approx(0.96), "s")
 

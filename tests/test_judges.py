@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 import sys
-import types
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -712,9 +711,9 @@ def letters(texts: list[str]) -> np.ndarray:
     return np.array([[text.count(letter) for letter in "abc"] for text in texts], dtype=np.float32)
 
 
-def test_similarity_is_the_cosine_with_the_nearest_truth():
+def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    reward._encode = letters  # pyright: ignore
+    monkeypatch.setattr(type(reward), "_load", lambda _: letters)
     assert isinstance(reward, Reward)
     got = scores_of(reward, "aaa", "ab", "c", " ", truth=["a", "bb"])
     assert [score.value for score in got] == pytest.approx([1.0, 2**-0.5, 0.0, 0.0])
@@ -730,23 +729,30 @@ def test_similarity_says_what_to_install(monkeypatch):
         scores_of(reward, "a")
 
 
-def test_similarity_loads_what_the_recipe_names(monkeypatch):
-    made = []
-
-    class SentenceTransformer:
-        def __init__(self, path, device):
-            made.append((path, device))
-
-        def encode(self, texts, batch_size, **_):
-            return letters(texts)
-
-    module = types.ModuleType("sentence_transformers")
-    module.SentenceTransformer = SentenceTransformer  # pyright: ignore
-    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
-    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "bge", "device": "cpu"}]}).rewards
+def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
+    """The mean of a tiny model's hidden states, by sentence-transformers itself."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
+    made = sentence_transformers.SentenceTransformer(str(tiny_model), device="cpu")  # which takes the mean
+    made.save(str(tmp_path / "embedder"))
+    truths, responses = ["four", "the number 4"], ["four", "It is 4.", "no"]
+    vectors = made.encode([*truths, *responses], convert_to_numpy=True).astype(np.float64)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    expected = (vectors[2:] @ vectors[:2].T).max(1)
+    settings = {"kind": "similarity", "path": str(tmp_path / "embedder"), "device": "cpu", "batch_size": 2}
+    [reward] = ScoreRecipe.model_validate({"rewards": [settings]}).rewards
     assert isinstance(reward, Reward)
-    assert scores_of(reward, "b", truth="b")[0].value == pytest.approx(1.0)
-    assert made == [("bge", "cpu")]
+    for _ in range(2):  # closed and opened again
+        found = [score.value for score in scores_of(reward, *responses, truth=truths)]
+        assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found[0] == pytest.approx(1.0)
+
+
+def test_similarity_without_its_model(tmp_path):
+    pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
+    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": str(tmp_path / "gone")}]}).rewards
+    assert isinstance(reward, Reward)
+    with pytest.raises(RecipeError, match="no embedding model could be loaded from"):
+        scores_of(reward, "a", truth="a")
 
 
 # Plugins -------------------------------------------------------------------------------------------------------------
