@@ -60,7 +60,9 @@ class JudgeTemplate:
             return self._template.render({**_row(prompt), **variables})
         except jinja2.UndefinedError as error:
             cause = "no_ground_truth" if "ground_truth" in str(error) else "no_field"
-            raise Unrenderable(Failure(cause, f"row {prompt.id} lacks what {self.file.name} needs: {error}")) from None
+            told = str(error).replace("'dict object' has no attribute", "there is no field")
+            there = f" (extra_info has: {', '.join(map(str, prompt.extra_info)) or 'nothing'})" if cause == "no_field" else ""
+            raise Unrenderable(Failure(cause, f"row {prompt.id} lacks what {self.file.name} needs: {told}{there}"[:500])) from None
         except Exception as error:  # a filter that does not fit the row's value, and whatever else a template may do
             message = f"row {prompt.id}: {self.file.name} cannot be filled in: {type(error).__name__}: {error}"
             raise Unrenderable(Failure("no_field", message[:500])) from None
