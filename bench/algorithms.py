@@ -1,6 +1,6 @@
 """Every RL algorithm on one small task that can be checked, several seeds each: does it learn, and how steadily?
 
-    python bench/algorithms.py --out runs/algorithms               # all algorithms × three seeds, two at a time; half an hour on two cores
+    python bench/algorithms.py --out runs/algorithms               # all × three seeds, two at a time: half an hour on two cores
     python bench/algorithms.py --out runs/algorithms --only GRPO,PPO --seeds 0,1 --jobs 1
     python bench/algorithms.py --out runs/algorithms --report --plot docs/algorithms.png
 
@@ -31,7 +31,8 @@ ALGORITHMS: dict[str, list[str]] = {
     "Dr.GRPO": ["algorithm={kind: grpo, divide_by_std: false, aggregation: seq-mean-token-sum-norm}"],
     "DAPO's clip": ["algorithm={kind: grpo, clip: [0.2, 0.28], aggregation: token-mean}", "train.prompts_per_update=16"],
     "GSPO": [
-        "algorithm={kind: grpo, loss: gspo, clip: [0.0003, 0.0004], aggregation: seq-mean-token-mean}", "train.prompts_per_update=16",
+        "algorithm={kind: grpo, loss: gspo, clip: [0.0003, 0.0004], aggregation: seq-mean-token-mean}",
+        "train.prompts_per_update=16",
     ],
     "CISPO": ["algorithm={kind: grpo, loss: cispo, clip: [0.999, 0.28], aggregation: token-mean}", "train.prompts_per_update=16"],
     "RLOO": ["algorithm={kind: rloo, loss: policy_gradient}"],
@@ -79,12 +80,13 @@ def train(out: Path, name: str, seed: int) -> str:
         return f"{name}, seed {seed}: there already"
     settings = [
         f"seed={seed}", f"model.path={begin / 'sft' / 'model'}", f"data.train={begin / 'data' / 'rl.jsonl'}",
-        f"data.val={begin / 'data' / 'val.jsonl'}", f"run.dir={folder}", f"run.max_steps={STEPS}", f"run.validate_every={VALIDATE_EVERY}",
-        "run.save_every=1000000", *ALGORITHMS[name],
+        f"data.val={begin / 'data' / 'val.jsonl'}", f"run.dir={folder}", f"run.max_steps={STEPS}",
+        f"run.validate_every={VALIDATE_EVERY}", "run.save_every=1000000", *ALGORITHMS[name],
     ]  # fmt: skip
     began = time.monotonic()
-    fine = run(plaudit("rl", RECIPE, *settings), out / "logs" / f"{folder.name}.log")
-    return f"{name}, seed {seed}: {'done' if fine else 'FAILED, see ' + str(out / 'logs' / folder.name) + '.log'} ({time.monotonic() - began:.0f} s)"
+    log = out / "logs" / f"{folder.name}.log"
+    fine = run(plaudit("rl", RECIPE, *settings), log)
+    return f"{name}, seed {seed}: {'done' if fine else f'FAILED, see {log}'} ({time.monotonic() - began:.0f} s)"
 
 
 def validated(folder: Path) -> dict[int, float]:
