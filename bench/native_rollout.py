@@ -56,6 +56,7 @@ from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.noise import gumbel, position_keys
 from plaudit.rollout.native.sampler import keep_likely
 from plaudit.seeding import stable_seed
+from plaudit.train.advantages import with_advantages
 from plaudit.train.experience import experiences, updates
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Trainer
@@ -343,7 +344,7 @@ def cycles(job: dict, work: Work, report) -> None:
 
         forget_peak()
         began = time.perf_counter()
-        learnt = [experiences(group, algorithm) for group in scored(requests, samples, seed=cycle)]
+        learnt, _ = with_advantages([experiences(group, algorithm) for group in scored(requests, samples, seed=cycle)], algorithm)
         for chosen in updates(learnt, train, algorithm, horizon=work.cycle_new_tokens, seed=0, step=cycle):
             loss = policy_loss(model, chosen, algorithm, 1.0)
             found = trainer.update(micro_batches(chosen, train.tokens_per_micro_batch, model.device), loss, 1e-6)

@@ -110,6 +110,10 @@ class Score:
     """The string that was scored."""
     trace: Mapping[str, Any] = field(default_factory=dict)
     """How the value came about: a judge's prompt and answer."""
+    unjudged: bool = False
+    """Nobody could judge it (there was nothing to compare it with): worth what a malformed one is worth, if that is stated."""
+    passing: bool = False
+    """It may be another tomorrow, so it is not kept."""
 
     @property
     def asked(self) -> bool:
@@ -124,6 +128,8 @@ class ScoredGroup:
     group: Group
     scores: tuple[Score, ...]
     by_reward: Mapping[str, tuple[Score, ...]]
+    baseline: Score | None = None
+    """Of one more sample, the greedy one, where advantages are taken against it (ReMax). It is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +152,17 @@ class Experience(Example):
     """A scored sample behind its prompt. Arrays have one entry per learnt token, in order."""
 
     advantages: np.ndarray
+    """0 until those of the whole step are worked out."""
     sampler_logprobs: np.ndarray
+    reward: float = 0.0
+    """Of the whole sample, paid at its last token."""
     weight: float = 1.0
     """What each of its tokens counts in the update's loss; what the whole update is divided by is in it."""
     old_logprobs: np.ndarray | None = None
     """Of the policy as it was when the step began; none if this is the step's only update, where they are the policy's own."""
     ref_logprobs: np.ndarray | None = None
+    positive_weight: float | None = None
+    """What each of its tokens with A > 0 counts in the supervised term; none if the loss has no such term."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,7 @@ class Targets:
     sampler_logprobs_N: torch.Tensor
     old_logprobs_N: torch.Tensor | None
     ref_logprobs_N: torch.Tensor | None
+    positive_weights_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +223,14 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.tokens_T.shape[0]
+
+    @property
+    def target_lengths_S(self) -> torch.Tensor:
+        """How many learnt tokens each sequence has."""
+        learnt_T = self.loss_mask_T.long()
+        before_T1 = learnt_T.new_zeros(len(learnt_T) + 1)
+        before_T1[1:] = learnt_T.cumsum(0)
+        return before_T1[self.starts_S1.long()].diff()
 
     @property
     def num_targets(self) -> int:

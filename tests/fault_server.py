@@ -55,6 +55,8 @@ class FaultServer:
     ):
         self.model, self.latency_s, self.port, self.key, self.retry_after = model, latency_s, port, key, retry_after
         self.max_model_len: int | None = None
+        self.others: list[str] = []
+        """Further models that it names."""
         self.fault_for_all: str | None = None
         self.dies_after: int | None = None
         self.requests: list[Asked] = []
@@ -122,7 +124,8 @@ class FaultServer:
     async def _models(self, request: web.Request) -> web.Response:
         if self._locked(request):
             return self._refusal("401")
-        return web.json_response({"data": [{"id": self.model, "max_model_len": self.max_model_len}]})
+        others = [{"id": name} for name in self.others]
+        return web.json_response({"data": [{"id": self.model, "max_model_len": self.max_model_len}, *others]})
 
     def _locked(self, request: web.Request) -> bool:
         return self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}"

@@ -307,6 +307,33 @@ def test_the_models_name(server):
     assert [asked.body["model"] for asked in server.requests] == ["judge", "gpt-x"]
 
 
+def test_one_of_several_models_has_to_be_named(server):
+    server.others = ["dall-e", "embedder"]
+    with pytest.raises(RecipeError, match=r"it serves several models; set model\.path .*: judge, dall-e, embedder"):
+        ask(model(server), "a")
+    assert ask(model(server, path="judge"), "a")[0][0].text == "answer to a"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:port", "ftp://host", "http://", "http://host:0", "judge"])
+def test_urls_that_lead_nowhere(url):
+    with pytest.raises(ValidationError, match=r"should look like http://127\.0\.0\.1:8000"):
+        model(url)
+
+
+def test_arguments_hold_no_key():
+    with pytest.raises(ValidationError, match="set VLLM_API_KEY in the environment"):
+        RewardModel(path="judge", placement="launch", arguments=("--api-key", "sesame"))
+
+
+def test_a_server_whose_context_nobody_knows(server):
+    """If it refuses everything, it is not the policy's fault."""
+    server.max_model_len = None
+    answers, _ = ask(model(server, dialect="openai", path="judge"), "toolong", "toolong too")
+    assert [cause(answer) for answer in answers] == ["context"] * 2
+    answers, _ = ask(model(server, dialect="openai", path="judge"), "toolong", "short")
+    assert [(answer.too_long, answer.refused) for answer in answers] == [(True, True), (False, False)]
+
+
 def test_replicas_of_different_names_and_of_different_models(server):
     with FaultServer(model="other") as other:
         ask(model(server, other), *"abcd")

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 import sys
-import types
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -712,9 +711,9 @@ def letters(texts: list[str]) -> np.ndarray:
     return np.array([[text.count(letter) for letter in "abc"] for text in texts], dtype=np.float32)
 
 
-def test_similarity_is_the_cosine_with_the_nearest_truth():
+def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    reward._encode = letters  # pyright: ignore
+    monkeypatch.setattr(type(reward), "_load", lambda _: letters)
     assert isinstance(reward, Reward)
     got = scores_of(reward, "aaa", "ab", "c", " ", truth=["a", "bb"])
     assert [score.value for score in got] == pytest.approx([1.0, 2**-0.5, 0.0, 0.0])
@@ -730,23 +729,30 @@ def test_similarity_says_what_to_install(monkeypatch):
         scores_of(reward, "a")
 
 
-def test_similarity_loads_what_the_recipe_names(monkeypatch):
-    made = []
-
-    class SentenceTransformer:
-        def __init__(self, path, device):
-            made.append((path, device))
-
-        def encode(self, texts, batch_size, **_):
-            return letters(texts)
-
-    module = types.ModuleType("sentence_transformers")
-    module.SentenceTransformer = SentenceTransformer  # pyright: ignore
-    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
-    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "bge", "device": "cpu"}]}).rewards
+def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
+    """The mean of a tiny model's hidden states, by sentence-transformers itself."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
+    made = sentence_transformers.SentenceTransformer(str(tiny_model), device="cpu")  # which takes the mean
+    made.save(str(tmp_path / "embedder"))
+    truths, responses = ["four", "the number 4"], ["four", "It is 4.", "no"]
+    vectors = made.encode([*truths, *responses], convert_to_numpy=True).astype(np.float64)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    expected = (vectors[2:] @ vectors[:2].T).max(1)
+    settings = {"kind": "similarity", "path": str(tmp_path / "embedder"), "device": "cpu", "batch_size": 2}
+    [reward] = ScoreRecipe.model_validate({"rewards": [settings]}).rewards
     assert isinstance(reward, Reward)
-    assert scores_of(reward, "b", truth="b")[0].value == pytest.approx(1.0)
-    assert made == [("bge", "cpu")]
+    for _ in range(2):  # closed and opened again
+        found = [score.value for score in scores_of(reward, *responses, truth=truths)]
+        assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found[0] == pytest.approx(1.0)
+
+
+def test_similarity_without_its_model(tmp_path):
+    pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
+    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": str(tmp_path / "gone")}]}).rewards
+    assert isinstance(reward, Reward)
+    with pytest.raises(RecipeError, match="no embedding model could be loaded from"):
+        scores_of(reward, "a", truth="a")
 
 
 # Plugins -------------------------------------------------------------------------------------------------------------
@@ -943,3 +949,102 @@ def test_what_plaudit_config_prints_is_the_same_recipe(reward, tmp_path):
     loaded = load(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_text(to_yaml(loaded, explain=True))
     assert load(tmp_path / "b.yaml").recipe == loaded.recipe
+
+
+# What must not become a score ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({}, "It was written in\n1995"),
+        ({}, "-3"),
+        ({"parser": "tag"}, "Score: 80/100"),
+        ({"parser": "tag"}, "Score: 4/5"),
+        ({"parser": "json"}, '{"score": 95}'),
+        ({"lowest": 2}, "1"),
+        ({"highest": 5}, "6"),
+    ],
+)
+def test_what_is_not_on_the_scale_that_was_asked_for_is_not_read(settings, answer):
+    reward = make("judge", answer, sampling={"retry": 0}, **settings)
+    assert causes(scores_of(reward, "A")) == ["unparsable"]
+
+
+def test_a_template_of_ones_own_may_ask_for_any_number(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ response }}: how many words?")
+    [score] = scores_of(make("judge", "1995", template=str(tmp_path / "own.jinja")), "A")
+    assert score.value == 1995.0
+
+
+def test_parsers_with_a_scale_of_their_own_have_no_other():
+    with pytest.raises(ValidationError, match="total_score has a scale of its own"):
+        make("judge", parser="total_score", lowest=1, highest=10)
+
+
+def totals(reward: Reward, cache: Path, *texts: str) -> list[float | None]:
+    with RewardRunner([reward], cache=cache, tolerant=True) as runner:
+        [got] = runner.collect([group(*texts)])
+    return [score.value for score in got.scores]
+
+
+def test_what_malformed_states_is_not_kept_in_a_score(tmp_path):
+    """A group that cannot be compared is worth what `malformed` states now: not scaled, not clipped, not as it was before."""
+    for stated in ({"scale": 0.01, "malformed": -0.04}, {"malformed": -1.0}, {"scale": 0.1, "malformed": -0.04, "clip": [0, 1]}):
+        reward = make("group_judge", "unused", **stated)
+        assert totals(reward, tmp_path / "scores.sqlite", "same", "same") == [stated["malformed"]] * 2
+    assert totals(make("group_judge", "unused"), tmp_path / "scores.sqlite", "same", "same") == [0.0, 0.0]
+    assert totals(make("group_judge", "unused", not_judged=3.0, malformed=-1.0), tmp_path / "s", "same", "same") == [3.0, 3.0]
+
+
+def test_a_limit_of_a_servers_own_is_not_kept(tmp_path):
+    """It may have a larger context tomorrow."""
+    refusing = make("judge", lambda _: Answer(None, too_long=True, refused=True))
+    assert totals(refusing, tmp_path / "scores.sqlite", "A") == [0.0]
+    assert totals(make("judge", "7"), tmp_path / "scores.sqlite", "A") == [7.0]
+    ours = make("judge", lambda _: Answer(None, too_long=True))
+    assert totals(ours, tmp_path / "scores.sqlite", "B") == [0.0]
+    assert totals(make("judge", "7"), tmp_path / "scores.sqlite", "B") == [0.0]  # max_prompt_tokens is in the key
+
+
+def test_a_call_of_a_split_group_that_is_too_long_is_nobodys_bad_luck():
+    texts = [f"answer {i}" for i in range(10)] + ["long " * 100]
+    answer = lambda text: Answer(None, too_long=True) if "long long" in text else "unused"  # noqa: E731
+    reward = make("group_judge", answer, answer="score", malformed=-1.0, sampling={"retry": 0})
+    assert [score.malformed for score in scores_of(reward, *texts)] == [True] * 11
+
+
+def test_an_answer_may_take_as_long_as_its_tokens():
+    assert make("judge").sampling.longest_s == 120.0
+    assert make("judge", sampling={"max_new_tokens": 8192}).sampling.longest_s == pytest.approx(409.6)
+    assert make("judge", sampling={"max_new_tokens": 8192, "timeout_s": 9}).sampling.longest_s == 9.0
+
+
+def test_who_goes_away_leaves_the_others_in_line():
+    """Groups that come by themselves, for a model that is loaded for all who wait: one batch at a time, asked once."""
+    asked: list[str] = []
+
+    class Slow(Scripted):
+        async def judge(self, conversations):
+            asked.extend(str(conversation[-1]["content"]) for conversation in conversations)
+            await asyncio.sleep(0.05)
+            return [Verdict(1.0) for _ in conversations]
+
+    reward = make("scalar_model", model={**MODEL, "placement": "offload"})
+    backend = reward._backend = Slow(lambda _: 1.0)
+
+    async def come_and_go(runner: RewardRunner) -> list[ScoredGroup]:
+        tasks = [asyncio.create_task(runner.score(group(text))) for text in "ABCDE"]
+        await asyncio.sleep(0.02)  # A's batch is under way, with those who were there
+        late = [asyncio.create_task(runner.score(group(text))) for text in "FG"]
+        await asyncio.sleep(0)
+        for task in (*tasks[:4], late[0]):
+            task.cancel()
+            await asyncio.sleep(0.005)
+        return await asyncio.gather(tasks[4], late[1])
+
+    with RewardRunner([reward], tolerant=True) as runner:
+        scored = runner.run(come_and_go(runner)).result()
+    assert [one.scores[0].value for one in scored] == [1.0, 1.0]
+    assert sorted(asked) in (sorted("ABCDEG"), sorted("ABCDEFG"))  # each once
+    assert backend.loaded == 2

@@ -160,6 +160,14 @@ def test_json_fields_have_types_and_bounds(rules, fits):
         ("True\nFalse", 0.0),
         ("True or False", None),
         ("It is not true", None),
+        ("It isn't true", None),
+        ("It isn’t true", None),
+        ("This cannot be true", None),
+        ("The claim is never true", None),
+        ("It is untrue, so the verdict is: not true", None),
+        ("Is it true: False", None),
+        ("So the final answer is **True**.", 1.0),
+        ("This is false", 0.0),
         ("True\nI am sure.", None),
         ("untrue", None),
         ("", None),
@@ -271,3 +279,16 @@ def test_scores_are_read_whatever_the_order_of_letters(order, scores):
     given = dict(zip("ABCDE", scores, strict=True))
     line = ", ".join(f"{letter}: {given[letter]}" for letter in order)
     assert read_letters(f"so\n{line}", "ABCDE", "score") == given
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("score: 8/10", 8.0), ("score: 4/5", None), ("score: 80/100", None), ("<score>8</score>", 8.0)]
+)
+def test_a_score_out_of_something_else_is_another_scale(text, score):
+    assert read_tagged(text, "score", 10.0) == score
+
+
+def test_criteria_are_found_in_any_case():
+    assert read_criteria('{"Correct": 8, "STYLE": 3}', ["correct", "Style"], "json") == {"correct": 8.0, "Style": 3.0}
+    assert read_criteria("CORRECT: 8\nstyle: 3", ["correct", "Style"], "lines") == {"correct": 8.0, "Style": 3.0}
+    assert read_criteria("correct: 4/5", ["correct"], "lines", 10.0) is None

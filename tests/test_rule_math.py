@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plaudit.rewards import math_worker
 from plaudit.rewards.math import Math, references
-from plaudit.rewards.math_answers import compare_plainly, find_answer, normalise
+from plaudit.rewards.maths import worker as math_worker
+from plaudit.rewards.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample, Score
 

@@ -573,9 +573,9 @@ def test_a_group_judge_sees_the_responses_of_an_item_together(tmp_path):
             assert [one["reward"] for one in second["responses"]] == [1.0, 2.0, 5.0]
             assert "[A]" in first["responses"][0]["by_reward"]["group_judge"]["trace"]["prompt"]
             assert served.metric('plaudit_reward_cached_total{reward="group_judge"}') == 5 * asked_before
-        assert served.metric('plaudit_model_calls_total{reward="group_judge"}') == 2
-        assert served.metric('plaudit_model_prompt_tokens_total{reward="group_judge"}') == 200
-        assert served.metric('plaudit_model_new_tokens_total{reward="group_judge"}') == 14
+        assert served.metric('plaudit_model_calls_total{model="judge"}') == 2
+        assert served.metric('plaudit_model_prompt_tokens_total{model="judge"}') == 200
+        assert served.metric('plaudit_model_new_tokens_total{model="judge"}') == 14
         [told] = served.ask("/rewards").json["rewards"]
         assert told["compares_responses"] is True
         assert url not in json.dumps(told)

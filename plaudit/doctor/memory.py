@@ -117,7 +117,7 @@ def _policy(recipe: RLRecipe, device: torch.device) -> list[Need]:
         Need("policy: activations, logits", ("training",), plan.activations + plan.logits),
         Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache),
     ]
-    if recipe.algorithm.kl_coefficient and recipe.model.lora is None:
+    if recipe.algorithm.needs_reference and recipe.model.lora is None:
         needs.insert(1, Need("reference: weights", PHASES, plan.weights))
     return needs
 

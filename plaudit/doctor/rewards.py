@@ -12,6 +12,7 @@ from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample
 
 TRIED = 3  # prompts that every reward is tried on
+GSPO_WIDE = 0.05  # a clip that a ratio per response, a mean over its tokens, seldom reaches
 
 
 def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
@@ -20,6 +21,14 @@ def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
         yield (
             "!",
             "algorithm.kl_kind is k1, which as a loss has no pull towards the reference; k2 has the right gradient, k3 a close one",
+        )
+    if recipe.algorithm.loss == "gspo" and min(recipe.algorithm.clip) >= GSPO_WIDE:
+        yield "!", "algorithm.clip: the ratio of a whole response hardly ever leaves such bounds; GSPO's own are [0.0003, 0.0004]"
+    if recipe.algorithm.loss == "policy_gradient" and recipe.train.updates_per_step > 1:
+        yield (
+            "!",
+            f"algorithm.loss: policy_gradient has no ratio, so only the first of {recipe.train.updates_per_step} updates a step is "
+            "of tokens that the policy would draw; clipped, gspo and cispo correct for the others",
         )
     if recipe.model.lora is not None and recipe.model.lora.dropout:
         yield "!", "model.lora.dropout: the policy is sampled without it and trained with it, so ratios are off 1 from the start"

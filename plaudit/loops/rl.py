@@ -3,7 +3,9 @@
 Each step samples n responses to each of the next prompts, scores every group while others are still sampled, turns scores into
 advantages, and moves the policy towards what was better than its group:
 
-    L = Σ_t w_t · ( clipped(π, π_old, A)_t + β · kl(π, ref)_t − c · H_t )
+    L = Σ_t w_t · ( loss(π, π_old, A)_t + β · kl(π, ref)_t − c · H_t )
+
+How rewards become A, and which loss it is, the recipe's `algorithm` says (docs/algorithms.md).
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and how far the sampler's log-probs are from the
 trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups enter batches
@@ -34,10 +36,12 @@ from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rollout.engine import Engine, Sampling
-from plaudit.rollout.groups import sample_groups
+from plaudit.rollout.groups import sample_groups, sample_groups_and_greedy
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.run import Run
-from plaudit.train.experience import experiences, updates, with_logprobs
+from plaudit.train.advantages import with_advantages
+from plaudit.train.experience import baseline_apart, experiences, updates, with_logprobs
+from plaudit.train.kl_penalty import KLPenalty
 from plaudit.train.optimiser import resident_bytes
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
@@ -74,17 +78,21 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
         require_room(policy, prompts, recipe.rollout.max_new_tokens)
         require_room(policy, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
-        reference = Reference(recipe.model, policy) if recipe.algorithm.kl_coefficient else None
+        reference = Reference(recipe.model, policy) if recipe.algorithm.needs_reference else None
+        penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
         others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         run.companions["rewards"] = rewards
+        if penalty is not None:
+            run.companions["kl_penalty"] = penalty
         done = run.resume(trainer)
         engine.sync(done)
         if done == total_steps:
             say(f"this run is finished: all {total_steps} steps are done")
 
         check = partial(validate, engine, rewards, validation, recipe) if validation else None
+        greedy = recipe.algorithm.kind == "remax"
         with StepProgress("rl", total_steps, done) as progress:
             if check is not None and (done == 0 or run.unvalidated is not None):
                 # Validation before training, or the one that the last start could not make.
@@ -92,10 +100,10 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
             for step in range(done + 1, total_steps + 1):
                 asked = distinct(prompts[row] for row in order.rows(step - 1))
                 with run.nothing_lost(f"step {step}", step - 1, trainer):
-                    groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step))
+                    groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step), greedy)
                 run.write_samples("train", step, groups)
 
-                metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim))
+                metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim), penalty)
                 engine.sync(step)
                 metrics["epoch"] = min(step * order.per_step, order.total_rows) / order.num_rows
                 progress.update(step, conclude(run, trainer, check, step, total_steps, metrics))
@@ -109,7 +117,8 @@ def conclude(
 ) -> dict[str, float]:  # fmt: skip
     """Validate if it is time, record the step, save if it is time; returns what was recorded."""
     settings, improved = run.recipe.run, False
-    if metrics.get("groups_without_signal") == 1.0:
+    compared = isinstance(run.recipe, RLRecipe) and run.recipe.algorithm.compares_groups
+    if compared and metrics.get("groups_without_signal") == 1.0:
         run.say_once(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from")
     if check is not None and (step == 0 or run.due(settings.validate_every, step, total_steps)):
         with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
@@ -136,23 +145,29 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
 
 
 def sample(
-    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, learn: bool = True
-) -> tuple[list[ScoredGroup], dict[str, float]]:
-    """Scored groups of the prompts, in their order, and what they come to. `learn`: running means take the values in."""
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling,
+    baseline: bool = False, *, learn: bool = True,
+) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
+    """Scored groups of the prompts, in their order, and what they come to. `baseline`: each group is scored with a
+    greedy sample besides. `learn`: running means take the values in."""
     began = time.perf_counter()
-    scored = rewards.collect(sample_groups(engine, prompts, n, sampling), expected=len(prompts) * n, learn=learn)
+    sampled = (sample_groups_and_greedy if baseline else sample_groups)(engine, prompts, n, sampling)
+    scored = rewards.collect(sampled, expected=len(prompts) * (n + baseline), learn=learn)
     spent = time.perf_counter() - began
-    by_id = {group.group.prompt.id: group for group in scored}
+    by_id = {group.group.prompt.id: baseline_apart(group) if baseline else group for group in scored}
     groups = [by_id[encoded.prompt.id] for encoded in prompts]
     metrics = reward_metrics(groups) | rewards.counts() | length_metrics(groups)
+    if greedy := [group.baseline.value for group in groups if group.baseline is not None and group.baseline.value is not None]:
+        metrics["baseline_reward"] = sum(greedy) / len(greedy)
     metrics |= {"time/sample_s": spent - rewards.waited_s, "time/score_s": rewards.waited_s}
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
     return groups, metrics
 
 
 def learn(
-    trainer: Trainer, reference: Reference | None, groups: Sequence[ScoredGroup], recipe: RLRecipe, step: int, lr: float
-) -> dict[str, float]:
+    trainer: Trainer, reference: Reference | None, groups: Sequence[ScoredGroup], recipe: RLRecipe, step: int, lr: float,
+    penalty: KLPenalty | None = None,
+) -> dict[str, float]:  # fmt: skip
     """All updates of a step; returns their metrics, averaged."""
     model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
     budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
@@ -168,17 +183,19 @@ def learn(
         return reference.logprobs(batch, temperature)
 
     learnt = [experiences(group, recipe.algorithm) for group in groups]
-    if recipe.algorithm.old_logprobs == "recomputed" and recipe.train.updates_per_step > 1:
+    if recipe.algorithm.old_logprobs == "recomputed" and (recipe.train.updates_per_step > 1 or penalty is not None):
         learnt = with_logprobs(learnt, "old_logprobs", own_logprobs, budget=budget, device=device)
     if reference is not None:
         learnt = with_logprobs(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
+    baselines = [group.baseline.value for group in groups if group.baseline is not None]
+    learnt, charged = with_advantages(learnt, recipe.algorithm, baselines=baselines, penalty=penalty)
     prepared = time.perf_counter()
 
     results = []
     for samples in updates(learnt, recipe.train, recipe.algorithm, horizon=horizon, seed=recipe.seed, step=step):
         loss = policy_loss(model, samples, recipe.algorithm, temperature)
         results.append(trainer.update(micro_batches(samples, budget, device), loss, lr))
-    metrics = {name: sum(result[name] for result in results) / len(results) for name in (results[0] if results else ())}
+    metrics = charged | {name: sum(result[name] for result in results) / len(results) for name in (results[0] if results else ())}
     # Sampler and trainer share their weights only until the first update.
     metrics |= {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
     metrics |= {"updates": float(trainer.updates), "skipped_steps": float(trainer.skipped_steps)}

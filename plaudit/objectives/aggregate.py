@@ -42,3 +42,14 @@ def sequence_weights(lengths_S: Tensor, mode: Aggregation, *, horizon: int) -> T
         case "seq-mean-token-sum-norm":
             return present_S / (S * horizon)
     assert_never(mode)
+
+
+def sum_by_sequence(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """Σ_t x_t of each sequence; their tokens lie end to end."""
+    sequence_N = spread(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S, len(values_N))
+    return torch.zeros(len(lengths_S), dtype=values_N.dtype, device=values_N.device).index_add(0, sequence_N, values_N)
+
+
+def spread(values_S: Tensor, lengths_S: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Each sequence's number, at every token of it."""
+    return values_S.repeat_interleave(lengths_S, output_size=num_tokens)

@@ -10,6 +10,8 @@ Estimator = Literal["k1", "abs", "k2", "k3"]
 # k3 grows like exp(d): without bounds one token far off would outweigh the batch.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
+# Of the adaptive coefficient: how much one step's surprise may count.
+MAX_KL_ERROR = 0.2
 
 
 def kl(policy_logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: Estimator) -> Tensor:
@@ -42,3 +44,13 @@ def kl(policy_logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: Estimator) -> Te
             # exp(d) − 1 in one: near d = 0, where most tokens are, fp32 would lose d²/2 beside the 1.
             return (torch.expm1(d) - d).clamp(-MAX_K3, MAX_K3)
     assert_never(kind)
+
+
+def adapted(coefficient: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
+    """The next β of a KL penalty that is to hold the KL at a target (Ziegler et al. 2019), after a step of n samples.
+
+    e  = clip(KL / target − 1, ±0.2)
+    β' = β · (1 + e · n / horizon)
+    """
+    e = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coefficient * (1 + e * samples / horizon)

@@ -1,6 +1,7 @@
 """The model behind a reward: which one, where it lives, how it is asked."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -9,9 +10,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
+from plaudit.errors import redact
 from plaudit.recipe.section import Section, any_number
 
 
@@ -41,8 +44,8 @@ class CallLimits(Section):
 
 class RewardModel(Section):
     path: str | None = None
-    """A folder in Hugging Face format, or a name on the hub. With placement: server, the name it is served under (default: the
-    first that the server names)."""
+    """A folder in Hugging Face format, or a name on the hub. With placement: server, the name it is served under, which may be left
+    out where it serves one model only."""
     placement: Literal["resident", "offload", "server", "launch"] = "resident"
     """resident: in this process, always there. offload: in this process, on the device only while it scores. server: behind `url`.
     launch: a vLLM server that is started for it, and stopped when we end."""
@@ -79,6 +82,26 @@ class RewardModel(Section):
     """What a million tokens of prompts cost; with it, what the model costs is counted (judge/cost)."""
     answer_price: NonNegativeFloat | None = None
     """What a million tokens of answers cost."""
+
+    @field_validator("url")
+    @classmethod
+    def _leads_somewhere(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            try:
+                parts = urlsplit(url)
+                fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+            except ValueError:
+                fine = False
+            if not fine:
+                raise ValueError(f"{redact(url)} should look like http://127.0.0.1:8000")
+        return urls
+
+    @field_validator("arguments")
+    @classmethod
+    def _hold_no_key(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        if any("--api-key" in argument or "--api_key" in argument for argument in arguments):
+            raise ValueError("should not hold a key: set VLLM_API_KEY in the environment, which the server and we read both")
+        return arguments
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RewardModel":
@@ -120,7 +143,12 @@ class JudgeSampling(Section):
     """An answer that cannot be read is asked for again at this temperature …"""
     retry: NonNegativeInt = 2
     """… so many times."""
-    timeout_s: PositiveFloat = 120.0
-    """The longest that one answer may take, all retries of the connection included."""
+    timeout_s: PositiveFloat | None = None
+    """The longest that one answer may take, all retries of the connection included. Default: 120 s, or as long as max_new_tokens
+    take at 20 tokens a second, if that is longer."""
     seed: NonNegativeInt = 0
     """Of the sampling."""
+
+    @property
+    def longest_s(self) -> float:
+        return max(120.0, self.max_new_tokens / 20) if self.timeout_s is None else self.timeout_s

@@ -80,13 +80,54 @@ def _both(clip: Any) -> Any:
     return (clip, clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else clip
 
 
+class KLReward(Section):
+    coefficient: PositiveFloat = 0.001
+    """What a token pays for its distance to the reference; with a target, what it begins with."""
+    kind: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """The estimate of that distance, as kl_kind. k1 is unbiased, and in a reward it has the right gradient."""
+    target: PositiveFloat | None = None
+    """Mean KL per token to be held: the coefficient rises above it and falls below it. Default: the coefficient stays."""
+    horizon: PositiveInt = 10_000
+    """With a target: samples over which the coefficient moves by up to a fifth."""
+
+    @model_validator(mode="after")
+    def _horizon_of_something(self) -> "KLReward":
+        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
+            raise ValueError(
+                "horizon is how fast the coefficient follows a target, and there is no target: set one, or leave it out"
+            )
+        return self
+
+
+class Importance(Section):
+    level: Literal["token", "sequence"] = "token"
+    """Whether each token has its weight, or all tokens of a response have their product."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """A weight above `high` becomes `high`; or one outside [low, high] becomes 0."""
+    high: Annotated[float, Field(gt=1.0)] = 2.0
+    """Greatest weight."""
+    low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """With mask: least weight; default: none."""
+
+    @model_validator(mode="after")
+    def _low_masks(self) -> "Importance":
+        if self.low is not None and self.mode == "truncate":
+            raise ValueError("low is for mode mask: truncate bounds weights from above only")
+        return self
+
+
 class Algorithm(Section):
-    kind: Literal["grpo"] = "grpo"
-    """How rewards become advantages. grpo: a sample against the mean of its group."""
+    kind: Literal["grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax"] = "grpo"
+    """How rewards become advantages. grpo: a sample against the mean of its group; rloo: against the mean of the others; gdpo: as
+    grpo for each reward by itself, then whitened over the step; reinforce++: whitened over all tokens of the step; -baseline: the
+    group's mean taken off before; remax: against a greedy sample, which is drawn besides."""
     divide_by_std: bool = True
-    """Divide them by the group's standard deviation (Dr.GRPO: false)."""
-    loss: Literal["clipped"] = "clipped"
-    """clipped: PPO's ratio, clipped."""
+    """With grpo: divide them by the group's standard deviation (Dr.GRPO: false)."""
+    discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """With reinforce++: what a reward one token later counts less."""
+    loss: Literal["clipped", "gspo", "cispo", "policy_gradient"] = "clipped"
+    """clipped: PPO's ratio, clipped; gspo: the same with one ratio per response; cispo: log π weighted by the clipped ratio;
+    policy_gradient: log π, no ratio."""
     clip: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both)] = (0.2, 0.2)
     """How far the ratio may fall below and rise above 1 before it stops counting: two numbers, or one for both."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
@@ -101,8 +142,42 @@ class Algorithm(Section):
     """Its estimate from one token: log-ratio, its absolute value, half its square, or the low-variance one."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    positive_sft_coefficient: NonNegativeFloat = 0.0
+    """Weight of a supervised term on tokens with A > 0: −A · log π."""
+    kl_reward: KLReward | None = None
+    """Distance to the reference as a cost in the reward of each token, besides or instead of kl_coefficient."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
     """What the ratio is taken against: the trainer's log-probs as the step began, or those the sampler had."""
+    importance: Importance | None = None
+    """Weight losses by π_old / sampler, for a sampler whose log-probs are not the trainer's (metric: mismatch)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.kl_coefficient) or self.kl_reward is not None
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a sample is worth what it is worth beside the others of its prompt."""
+        return self.kind not in ("reinforce++", "remax")
+
+    @model_validator(mode="after")
+    def _settings_mean_something(self) -> "Algorithm":
+        default = {name: info.default for name, info in type(self).model_fields.items()}
+        if self.loss != "clipped" and self.dual_clip not in (None, default["dual_clip"]):
+            raise ValueError(f"dual_clip is a bound of loss clipped; {self.loss} has none: leave it out")
+        if self.loss == "policy_gradient" and self.clip != default["clip"]:
+            raise ValueError("clip bounds a ratio, and policy_gradient has none: leave it out, or take loss clipped, gspo or cispo")
+        if self.loss == "policy_gradient" and self.old_logprobs == "sampler" and self.kl_reward is None:
+            raise ValueError("old_logprobs is what a ratio is taken against, and policy_gradient has none: leave it out")
+        if self.importance is not None and self.old_logprobs == "sampler":
+            raise ValueError(
+                "importance corrects for the sampler's log-probs not being the trainer's: take old_logprobs recomputed"
+            )
+        if not self.divide_by_std and self.kind in ("gdpo", "reinforce++", "reinforce++-baseline"):
+            raise ValueError(f"divide_by_std false is for grpo; {self.kind} always divides: by the deviation over the step")
+        if self.discount != 1.0 and self.kind != "reinforce++":
+            raise ValueError(f"discount is for reinforce++; {self.kind} pays the whole response: leave it out")
+        return self
 
 
 class RLTrain(Section):
@@ -172,8 +247,20 @@ class RLRecipe(Section):
 
     @model_validator(mode="after")
     def _groups_to_compare(self) -> "RLRecipe":
-        if self.rollout.n < 2:
-            raise ValueError("rollout.n is 1, but grpo compares the samples of a group with each other: take 2 or more")
+        if self.rollout.n < 2 and self.algorithm.compares_groups:
+            raise ValueError(
+                f"rollout.n is 1, but {self.algorithm.kind} compares the samples of a group with each other: take 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gdpo_normalises_each_reward(self) -> "RLRecipe":
+        for reward in self.rewards if self.algorithm.kind == "gdpo" else ():
+            if reward.weight and (reward.normalise != "group" or reward.combine != "add"):
+                raise ValueError(
+                    "algorithm.kind is gdpo, which normalises each reward by its group and adds them up: "
+                    f"give {reward.label} normalise: group and combine: add"
+                )
         return self
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (

@@ -35,7 +35,9 @@ class Answer:
     truncated: bool = False
     """It was cut at max_new_tokens."""
     too_long: bool = False
-    """The prompt is longer than max_prompt_tokens: nobody was asked. (The policy's fault, so no failure.)"""
+    """The prompt is longer than max_prompt_tokens, or than the server takes. (The policy's fault, so no failure.)"""
+    refused: bool = False
+    """It is the server that said so, by a limit that it may have or not have tomorrow."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Verdict:
     failure: Failure | None = None
     prompt_tokens: int = 0
     too_long: bool = False
-    """The conversation is longer than max_prompt_tokens: nobody was asked. (The policy's fault, so no failure.)"""
+    """The conversation is longer than max_prompt_tokens, or than the server takes. (The policy's fault, so no failure.)"""
+    refused: bool = False
+    """It is the server that said so, by a limit that it may have or not have tomorrow."""
 
 
 @dataclass(frozen=True)

@@ -118,9 +118,13 @@ class Client(Backend):
         where = replica.url("/v1/models")
         try:
             served = {one["id"]: one for one in json.loads(raw)["data"]}
-            wanted = self._served_path if self._served_path is not None else next(iter(served))
-        except (ValueError, KeyError, TypeError, StopIteration):
+            own = [name for name, one in served.items() if not one.get("parent")]  # adapters of another have one
+            wanted = self._served_path if self._served_path is not None else own[0]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise RecipeError(f"{where}: this is not a list of models. Is it an OpenAI-compatible server?") from None
+        if self._served_path is None and len(own) > 1:
+            names = ", ".join(own[:20]) + (", …" if len(own) > 20 else "")
+            raise RecipeError(f"{where}: it serves several models; set model.path to the one that is meant: {names}")
         if wanted not in served and self.model.dialect == "vllm":
             raise RecipeError(f"{where}: no model {wanted} (it serves: {', '.join(served)}).{did_you_mean(wanted, served)}")
         replica.model = wanted
@@ -175,7 +179,15 @@ class Client(Backend):
         if self._template is not None:
             prompts = await asyncio.to_thread(self._prompts, questions)
         pairs = list(zip(questions, prompts, strict=True))
-        return await self._each(pairs, lambda pair: self._write(*pair, writing))
+        answers = await self._each(pairs, lambda pair: self._write(*pair, writing))
+        if self._connection.replicas.all[0].max_tokens is None and all(answer.refused for answer in answers):
+            # Nobody told us its context: more likely max_new_tokens leave no room in it than that every prompt is too long.
+            message = (
+                f"the server refuses every prompt with max_new_tokens {writing.max_new_tokens} as too long for its context. Lower "
+                "sampling.max_new_tokens; if it is the prompts that are long, set model.max_prompt_tokens and model.tokenizer"
+            )
+            return [Answer(None, self.count_failure(Failure("context", message))) for _ in answers]
+        return answers
 
     async def _write(self, question: Question, tokens: list[int] | Failure | None, writing: Writing) -> Answer:
         if isinstance(tokens, Failure):
@@ -192,7 +204,7 @@ class Client(Backend):
         try:
             answer = await self._connection.ask(path, body, read, affinity=question.affinity, deadline_s=writing.timeout_s)
         except TooLong:
-            return Answer(None, too_long=True)
+            return Answer(None, too_long=True, refused=True)
         if isinstance(answer, Failure):
             return Answer(None, answer)
         self._count(answer.prompt_tokens, answer.new_tokens)
@@ -262,7 +274,7 @@ class Client(Backend):
         try:
             found = await self._connection.ask("/classify", body, read, affinity=affinity)
         except TooLong:
-            return Verdict(None, too_long=True)
+            return Verdict(None, too_long=True, refused=True)
         if isinstance(found, Failure):
             return Verdict(None, found)
         value, prompt_tokens = found

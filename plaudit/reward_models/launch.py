@@ -79,7 +79,9 @@ class ServerProcess:
         return how + (f", after printing '{words}'" if words else "")
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """Ask it to stop, then kill what is left."""
+        """Ask it to stop, then kill what is left. The second time there is nothing to do."""
+        if self._guard.returncode is not None:
+            return  # it has been waited for: its number may be another's by now
         if self.alive:
             self._process.terminate()  # vLLM's own children are its to stop
             with contextlib.suppress(subprocess.TimeoutExpired):

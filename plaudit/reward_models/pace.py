@@ -30,8 +30,12 @@ class Pace:
         now = time.monotonic()
         turn = max(now, self._next)
         self._next = turn + self._between_s
-        if turn > now:
-            await asyncio.sleep(turn - now)
+        try:
+            if turn > now:
+                await asyncio.sleep(turn - now)
+        except asyncio.CancelledError:
+            self.release(reserved)
+            raise
         return reserved
 
     def repeat(self) -> None:

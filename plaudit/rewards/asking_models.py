@@ -16,16 +16,17 @@ from pydantic import PrivateAttr
 
 from plaudit.files import digest_of
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Writing
+from plaudit.reward_models.backend import Answer, Backend, Question, Writing
 from plaudit.reward_models.shared import share
 from plaudit.rewards.parsing import behind_thoughts
 from plaudit.rewards.reward import Loadable, Reward
-from plaudit.rewards.templates import OURS, JudgeTemplate
-from plaudit.types import Failure, Message, Prompt, Score
+from plaudit.rewards.templates import OURS, JudgeTemplate, Unrenderable
+from plaudit.types import Failure, Group, Message, Prompt, Sample, Score
 
 KEPT = 4000
 """Characters of a prompt or an answer that are kept in a trace."""
 T = TypeVar("T")
+What = TypeVar("What")
 
 
 class ModelReward(Reward):
@@ -68,10 +69,6 @@ class ModelReward(Reward):
         return [self.backend.weights if self.model.placement == "offload" else None]
 
     @property
-    def usages(self) -> list[Usage]:
-        return super().usages if self._backend is None else [self._backend.usage, *super().usages]
-
-    @property
     def models(self) -> list[str]:
         return [*self.model.local_paths, *super().models]
 
@@ -90,6 +87,8 @@ class Reply(Generic[T]):
     """The last answer, read or not."""
     failure: Failure | None = None
     too_long: bool = False
+    refused: bool = False
+    """Too long by a server's own word, which may be another one tomorrow."""
     tries: int = 0
 
     @property
@@ -99,7 +98,8 @@ class Reply(Generic[T]):
     def unfit(self, view: str) -> Score:
         """The score of a sample when nothing was read."""
         if self.too_long:
-            return Score(0.0, malformed=True, view=view, trace={**self.trace, "malformed": "too long for the judge's prompt"})
+            trace = {**self.trace, "malformed": "too long for the judge's prompt"}
+            return Score(0.0, malformed=True, view=view, trace=trace, passing=self.refused)
         assert self.failure is not None
         return Score(None, failure=self.failure, view=view, trace=self.trace)
 
@@ -110,7 +110,7 @@ class JudgeReward(ModelReward):
     sampling: JudgeSampling = JudgeSampling()
     """How it writes."""
     template: str | None = None
-    """Its prompt: a Jinja2 file of yours; default: ours. Its variables: docs/judges.md."""
+    """Its prompt: a Jinja2 file of yours; default: ours. Its variables: docs/reward_models/README.md."""
     system: str | None = None
     """Text of a system message before it."""
     raw: bool = False
@@ -168,10 +168,33 @@ class JudgeReward(ModelReward):
             left = [i for i in left if replies[i].failure is not None]
         return replies
 
+    async def ask_each(
+        self,
+        groups: Sequence[Group],
+        about: Sequence[What],
+        question: Callable[[Prompt, Sample, What], Question],
+        read: Callable[[What, str], T | None],
+        score: Callable[[list[Reply[T]], str], Score],
+    ) -> list[list[Score]]:
+        """A score for each sample by itself: from the replies to its questions, one about each of `about`."""
+        scores: dict[tuple[int, int], Score] = {}
+        asked, questions = [], []
+        for g, group in enumerate(groups):
+            for s, sample in enumerate(group.samples):
+                try:
+                    questions += [question(group.prompt, sample, what) for what in about]
+                    asked.append((g, s))
+                except Unrenderable as error:
+                    scores[g, s] = Score(None, failure=error.failure, view=sample.text)
+        replies = iter(await self.ask(questions, lambda i, text: read(about[i % len(about)], text)))
+        for g, s in asked:
+            scores[g, s] = score([next(replies) for _ in about], groups[g].samples[s].text)
+        return [[scores[g, s] for s in range(len(group.samples))] for g, group in enumerate(groups)]
+
     def _reply(self, before: Reply[T], answer: Answer, read: Callable[[str], T | None], *, whole: bool) -> Reply[T]:
         reply = replace(before, text=answer.text, tries=before.tries + 1, failure=None)
         if answer.too_long:
-            return replace(reply, too_long=True)
+            return replace(reply, too_long=True, refused=answer.refused)
         if answer.failure is not None:
             return replace(reply, failure=answer.failure)
         if answer.truncated and whole:
@@ -189,7 +212,7 @@ class JudgeReward(ModelReward):
 def writing(how: JudgeSampling, attempt: int) -> Writing:
     """How the answer is written, the first time or when it is asked for again."""
     temperature = how.temperature if attempt == 0 else how.retry_temperature
-    return Writing(how.max_new_tokens, temperature, how.top_p, how.seed, timeout_s=how.timeout_s)
+    return Writing(how.max_new_tokens, temperature, how.top_p, how.seed, timeout_s=how.longest_s)
 
 
 def shown(question: Question) -> str:

@@ -59,7 +59,7 @@ class ScoreCache:
         return found
 
     def put(self, scores: Mapping[str, Score]) -> None:
-        rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None]
+        rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None and not score.passing]
         if rows and not self._given_up:
             with self._or_give_up():
                 self._database.execute("begin")
@@ -87,8 +87,8 @@ class ScoreCache:
 
 
 def _dumps(score: Score) -> str:
-    kept = {"value": score.value, "parts": dict(score.parts), "malformed": score.malformed, "view": score.view}
-    return json.dumps({**kept, "trace": dict(score.trace)}, default=str)
+    kept = {"value": score.value, "parts": dict(score.parts), "malformed": score.malformed, "unjudged": score.unjudged}
+    return json.dumps({**kept, "view": score.view, "trace": dict(score.trace)}, default=str)
 
 
 def _loads(text: str) -> Score:

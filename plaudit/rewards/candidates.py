@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plaudit.recipe import RewardSettings
 from plaudit.seeding import stable_seed
 from plaudit.types import Group, Score
 
@@ -40,11 +39,10 @@ def shuffled(candidates: Sequence[Candidate], *key: int | str) -> list[Candidate
     return order
 
 
-def unjudged(reward: RewardSettings, value: float | None, text: str) -> Score:
+def unjudged(value: float | None, text: str) -> Score:
     """The score of a sample whose group has fewer than two candidates: the stated value, else what a malformed response is worth.
 
     It is not malformed itself, but being the only one that can be read must not pay. (What `malformed` states is not scaled.)
     """
-    if value is None and reward.malformed is not None and reward.scale:
-        value = reward.malformed / reward.scale
-    return Score(value or 0.0, {"judged": 0.0}, view=text, trace={"not judged": "its group has fewer than two candidates"})
+    trace = {"not judged": "its group has fewer than two candidates"}
+    return Score(0.0 if value is None else value, {"judged": 0.0}, view=text, trace=trace, unjudged=value is None)

@@ -93,7 +93,7 @@ def counted_value(reward: RewardSettings, score: Score) -> float | None:
     """What counts of a score: the recipe's value where the answer is malformed or the reward has failed; None if nothing does."""
     if score.failure is not None:
         return None if isinstance(reward.on_failure, str) else reward.on_failure
-    if score.malformed and reward.malformed is not None:
+    if (score.malformed or score.unjudged) and reward.malformed is not None:
         return reward.malformed
     if score.value is None:
         return None

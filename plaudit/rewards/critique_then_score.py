@@ -17,7 +17,6 @@ from typing import Literal
 from pydantic import PrivateAttr, model_validator
 
 from plaudit.recipe.rewards import OneReward, RewardSettings
-from plaudit.reward_models.backend import Usage
 from plaudit.rewards.asking_models import JudgeReward, Reply, shortened
 from plaudit.rewards.cache import keys
 from plaudit.rewards.judge import Judge
@@ -67,10 +66,6 @@ class CritiqueThenScore(JudgeReward):
     @property
     def served_names(self) -> list[str]:
         return [*self._second.served_names, *super().served_names]
-
-    @property
-    def usages(self) -> list[Usage]:
-        return [*super().usages, *self._second.usages]
 
     @property
     def _second(self) -> Reward:

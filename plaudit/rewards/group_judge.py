@@ -16,7 +16,7 @@ they are, so with s(c, i) the score of candidate i in call c, a(c) the mean of t
     value(i) = mean over the calls c that show i of s(c, i) − (a(c) − a)
 
 which may leave the scale of the scores by a little (`clip` bounds it). A call that fails, or cannot be read after all retries,
-fails the samples that no other call has judged. A call that is too long for the judge makes them malformed.
+fails the samples that no other call has judged. A call that is too long for the judge makes the whole group malformed.
 
 Differs from GRRM: its calls show the samples in their order, and are not split; in training it does not ask again.
 """
@@ -90,13 +90,16 @@ class GroupJudge(JudgeReward):
     async def _score(self, group: Group) -> list[Score]:
         candidates = candidates_of(group, shared=self.share_letters)
         if len(candidates) < 2:
-            return [unjudged(self, self.not_judged, sample.text) for sample in group.samples]
+            return [unjudged(self.not_judged, sample.text) for sample in group.samples]
         calls = [call for vote in range(self.votes) for call in self.calls(candidates, vote)]
         try:
             questions = [self._question(group.prompt, call) for call in calls]
         except Unrenderable as error:
             return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
         replies = await self.ask(questions, lambda i, text: self._read(text, len(calls[i].shown)))
+        too_long = next((reply for reply in replies if reply.too_long), None)
+        if too_long is not None:  # for all of them: who shares a call with a long one is a matter of luck
+            return [too_long.unfit(sample.text) for sample in group.samples]
         scores: dict[int, Score] = {}
         for candidate in candidates:
             about = [(call, reply) for call, reply in zip(calls, replies, strict=True) if candidate in call.shown]

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt, field_validator, model_validator
 
 from plaudit.recipe.section import Section
+from plaudit.reward_models.backend import Question
 from plaudit.rewards.asking_models import JudgeReward, Reply
 from plaudit.rewards.parsing import (
     FieldRule,
@@ -31,8 +32,9 @@ from plaudit.rewards.parsing import (
     read_true_false,
     within,
 )
-from plaudit.rewards.templates import Unrenderable
 from plaudit.types import Group, Prompt, Sample, Score
+
+SCALES_OF_THEIR_OWN = ("true_false", "total_score")
 
 
 class JsonField(Section):
@@ -62,9 +64,9 @@ class Judge(JudgeReward):
     fields: tuple[JsonField, ...] = ()
     """parser: json. Fields that must be there, and what they must be: JSON Schema's type, minimum and maximum."""
     lowest: float | None = None
-    """A lower score is an answer that cannot be read."""
+    """A lower score is an answer that cannot be read. Default: 0 with our template, which asks for 0 to 10; else none."""
     highest: float | None = None
-    """A higher score is, too."""
+    """A higher score is, too. Default: 10 with our template; else none."""
     votes: PositiveInt = 1
     """How often it is asked about each response; the value is the mean."""
 
@@ -89,34 +91,33 @@ class Judge(JudgeReward):
             raise ValueError("parser: regex needs a template: ours cannot ask for an answer that your pattern finds")
         if self.fields and self.parser != "json":
             raise ValueError("fields belong to parser: json")
-        if self.lowest is not None and self.highest is not None and self.lowest >= self.highest:
-            raise ValueError(f"lowest ({self.lowest:g}) should be less than highest ({self.highest:g})")
+        if self.parser in SCALES_OF_THEIR_OWN and (self.lowest, self.highest) != (None, None):
+            raise ValueError(f"parser: {self.parser} has a scale of its own, from 0 to 1: lowest and highest are for other parsers")
+        low, high = self.bounds
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"lowest ({low:g}) should be less than highest ({high:g})")
         if self.votes > 1 and self.sampling.temperature == 0:
             raise ValueError("votes at temperature 0 are all the same; set sampling.temperature")
         return self
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """Of what the judge is asked for: another number is not its score."""
+        if self.template is not None or self.parser in SCALES_OF_THEIR_OWN:
+            return self.lowest, self.highest
+        return 0.0 if self.lowest is None else self.lowest, 10.0 if self.highest is None else self.highest
 
     @property
     def own_template(self) -> str:
         return "verifier" if self.parser == "true_false" else "pointwise"
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        scores: dict[tuple[int, int], Score] = {}
-        asked, questions = [], []
-        for g, group in enumerate(groups):
-            for s, sample in enumerate(group.samples):
-                try:
-                    questions += [self._question(group.prompt, sample, vote) for vote in range(self.votes)]
-                    asked.append((g, s))
-                except Unrenderable as error:
-                    scores[g, s] = Score(None, failure=error.failure, view=sample.text)
         read = self.reader()
-        replies = iter(await self.ask(questions, lambda _, text: read(text)))
-        for g, s in asked:
-            scores[g, s] = self._score([next(replies) for _ in range(self.votes)], groups[g].samples[s].text)
-        return [[scores[g, s] for s in range(len(group.samples))] for g, group in enumerate(groups)]
+        return await self.ask_each(groups, range(self.votes), self._question, lambda _, text: read(text), self._score)
 
-    def _question(self, prompt: Prompt, sample: Sample, vote: int):
-        own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": self.lowest, "highest": self.highest}
+    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> Question:
+        lowest, highest = self.bounds
+        own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": lowest, "highest": highest}
         return self.question(prompt, vote, response=sample.text, **own)
 
     def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
@@ -134,13 +135,14 @@ class Judge(JudgeReward):
     def reader(self) -> Callable[[str], Found | None]:
         """What an answer says, or None."""
         rules = {one.name: FieldRule(one.type, one.minimum, one.maximum) for one in self.fields}
+        lowest, highest = self.bounds
 
         def read(text: str) -> Found | None:
             match self.parser:
                 case "last_number_line":
                     found = read_last_number(text)
                 case "tag":
-                    found = read_tagged(text, self.tag)
+                    found = read_tagged(text, self.tag, highest)
                 case "regex":
                     found = read_pattern(text, self.pattern or "")
                 case "json":
@@ -152,6 +154,6 @@ class Judge(JudgeReward):
             if found is None:
                 return None
             found = found if isinstance(found, Found) else Found(found)
-            return found if within(found.value, self.lowest, self.highest) else None
+            return found if within(found.value, lowest, highest) else None
 
         return read

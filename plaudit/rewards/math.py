@@ -2,7 +2,7 @@ r"""The answer is the reference, mathematically: 1 if so, else 0. No answer to b
 
 The answer is what stands in the last `\boxed{}`, else behind the last 'the answer is', 'Answer:' or `####`, else the last line or
 the last formula in it. Most answers are decided here, as text or as exact numbers; the rest is read and compared in worker
-processes (`math_worker.py`). In doubt the answer is wrong: a wrong answer that is paid is worse than a right one missed.
+processes (`maths/worker.py`). In doubt the answer is wrong: a wrong answer that is paid is worse than a right one missed.
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
@@ -33,7 +33,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
 
 from plaudit.errors import RecipeError
 from plaudit.rewards.ground_truth import no_truth, plain
-from plaudit.rewards.math_answers import compare_plainly, find_answer, normalise
+from plaudit.rewards.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.rewards.process import Answer
 from plaudit.rewards.reward import Reward, failed
 from plaudit.rewards.workers import CannotStart, Workers
@@ -43,7 +43,7 @@ LONGEST_ANSWER = 1000
 """Characters of an answer that is more than compared as text: a real one is short."""
 LONGEST_READ = 4000
 """And of one that is looked at all."""
-WORKER = Path(__file__).with_name("math_worker.py")
+WORKER = Path(__file__).with_name("maths") / "worker.py"
 
 
 class Math(Reward):

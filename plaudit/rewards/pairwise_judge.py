@@ -62,7 +62,7 @@ class PairwiseJudge(JudgeReward):
     async def _score(self, group: Group) -> list[Score]:
         candidates = shuffled(candidates_of(group, shared=True), self.sampling.seed)
         if len(candidates) < 2:
-            return [unjudged(self, self.not_judged, sample.text) for sample in group.samples]
+            return [unjudged(self.not_judged, sample.text) for sample in group.samples]
         games = _Games(len(candidates))
         try:
             if self.pairs == "all":

@@ -24,8 +24,13 @@ MOST_OBJECTS = 100
 """Places at which a JSON object is looked for, from the end."""
 _NUMBER = re.compile(NUMBER)
 _OPENED = re.compile(r"^[ \t]*<think>", re.M)
-_OUT_OF = re.compile(rf"({NUMBER})\s*(?:/\s*[0-9]{{1,9}}|points?)?\s*\.?", re.I)
+_OUT_OF = re.compile(rf"({NUMBER})\s*(?:/\s*([0-9]{{1,9}})|points?)?\s*\.?", re.I)
 _DECORATION = "*_`~ \t\"'"
+_LEADING = frozenset({
+    "the", "a", "my", "our", "final", "overall", "answer", "verdict", "judgement", "judgment", "result", "conclusion",
+    "it", "this", "that", "is", "so", "hence", "therefore", "thus",
+})  # fmt: skip
+"""What may stand before a verdict without turning it round."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +70,32 @@ def read_last_number(text: str) -> float | None:
     return read_number(text.strip().rpartition("\n")[2])
 
 
-def read_tagged(text: str, tag: str) -> float | None:
-    """What the last `<score>8</score>` holds; in an answer without such tags, what the last line `score: 8` (or `8/10`) says."""
+def read_tagged(text: str, tag: str, highest: float | None = None) -> float | None:
+    """What the last `<score>8</score>` holds; in an answer without such tags, what the last line `score: 8` (or `8/10`) says.
+    `highest`: `4/5` is not 4 of 10."""
     before, closed, _ = text.rpartition(f"</{tag}>")
     if closed:
         _, opened, inside = before.rpartition(f"<{tag}>")
-        return _out_of(inside) if opened else None
+        return _out_of(inside, highest) if opened else None
     for line in reversed(filled_lines(text)):
         label, colon, number = line.strip(_DECORATION + "-#").partition(":")
         if colon and label.strip(_DECORATION).casefold() == tag.casefold():
-            return _out_of(number)
+            return _out_of(number, highest)
     return None
 
 
-def _out_of(text: str) -> float | None:
+def _out_of(text: str, highest: float | None) -> float | None:
     """`8`, `8/10` or `8 points`."""
     text = text.strip().strip(_DECORATION + "[]")
     found = _OUT_OF.fullmatch(text) if len(text) < 60 else None
-    return float(found[1]) if found else None
+    if found is None or (found[2] is not None and highest is not None and float(found[2]) != highest):
+        return None
+    return float(found[1])
 
 
-def read_pattern(text: str, pattern: str, timeout_s: float = 1.0) -> float | None:
-    """The last place where the pattern is found: its first group as a number, or all of it if it has no group."""
+def read_pattern(text: str, pattern: str, timeout_s: float = 0.1) -> float | None:
+    """The last place where the pattern is found: its first group as a number, or all of it if it has no group. Everyone else
+    waits meanwhile, so a pattern that searches long has found nothing."""
     import regex
 
     compiled = regex.compile(pattern)
@@ -110,9 +119,12 @@ def read_total_score(text: str) -> Found | None:
 
 
 def read_true_false(text: str) -> float | None:
-    """1 or 0: the last line ends with the word True or False, and says neither the other one nor `not`."""
-    words = re.findall(r"[a-z]+", text.strip().rpartition("\n")[2].casefold()[-1000:])
-    if not words or words[-1] not in ("true", "false") or "not" in words or {"true", "false"} <= set(words):
+    """1 or 0: the last line is the word True or False, alone, behind a colon, or behind `the answer is` and the like. (Not behind
+    anything else: `it isn't true`, `that can hardly be true`.)"""
+    line = text.strip().rpartition("\n")[2].casefold()[-1000:]
+    label, _, verdict = line.rpartition(":")
+    words, before = re.findall(r"[^\W\d_]+", verdict), set(re.findall(r"[^\W\d_]+", label))
+    if not words or words[-1] not in ("true", "false") or not set(words[:-1]) <= _LEADING or before & {"true", "false", "not"}:
         return None
     return float(words[-1] == "true")
 
@@ -200,13 +212,16 @@ def within(number: float, lowest: float | None, highest: float | None) -> bool:
 # Several scores ------------------------------------------------------------------------------------------------------
 
 
-def read_criteria(text: str, names: Sequence[str], form: Literal["json", "lines"]) -> dict[str, float] | None:
-    """A score for each name: fields of the last JSON object that has them all, or lines `name: score`."""
+def read_criteria(
+    text: str, names: Sequence[str], form: Literal["json", "lines"], highest: float | None = None
+) -> dict[str, float] | None:
+    """A score for each name: fields of the last JSON object that has them all, or lines `name: score`, in any case."""
     if form == "lines":
-        scores = {name: read_tagged(text, name) for name in names}
+        scores = {name: read_tagged(text, name, highest) for name in names}
     else:
-        given = next((one for one in objects_in(text) if all(name in one for name in names)), {})
-        scores = {name: as_number(given.get(name)) for name in names}
+        objects = ({key.casefold(): value for key, value in one.items()} for one in objects_in(text))
+        given = next((one for one in objects if all(name.casefold() in one for name in names)), {})
+        scores = {name: as_number(given.get(name.casefold())) for name in names}
     known = {name: score for name, score in scores.items() if score is not None}
     return known if len(known) == len(names) else None
 

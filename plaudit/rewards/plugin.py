@@ -121,7 +121,9 @@ class Plugin(ModelReward):
         entries = dict(zip(readable, await self._call("rm_postprocess", list(readable.values())), strict=True))
         scores: dict[int, Score] = {}
         for i, answer in answers.items():
-            reply: Reply[Any] = Reply(shown(questions[i]), None, answer.text, answer.failure, answer.too_long, attempt + 1)
+            reply: Reply[Any] = Reply(
+                shown(questions[i]), None, answer.text, answer.failure, answer.too_long, answer.refused, attempt + 1
+            )
             view = group.samples[i].text
             if i not in entries:
                 scores[i] = reply.unfit(view)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.backend import Usage
 from plaudit.types import Failure, Group, Prompt, Sample, Score
 
 
@@ -44,11 +43,6 @@ class Reward(RewardSettings, ABC):
     def waits_for_all(self) -> bool:
         """Asked when all groups of a step are sampled, not as they come: its model is on the device only while it scores."""
         return False
-
-    @property
-    def usages(self) -> list[Usage]:
-        """What the models behind it have been asked so far, those of rewards inside it included."""
-        return [usage for reward in self.inner if isinstance(reward, Reward) for usage in reward.usages]
 
     async def load(self) -> None:
         """A reward that waits for all: bring its model to the device, before a step's groups are scored."""

@@ -16,7 +16,6 @@ from plaudit.recipe.section import Section
 from plaudit.reward_models.backend import Question
 from plaudit.rewards.asking_models import JudgeReward, Reply
 from plaudit.rewards.parsing import read_criteria, within
-from plaudit.rewards.templates import Unrenderable
 from plaudit.types import Group, Prompt, Sample, Score
 
 
@@ -64,20 +63,9 @@ class RubricJudge(JudgeReward):
         return [list(self.criteria)] if self.calls == "one" else [[criterion] for criterion in self.criteria]
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        together = self._asked_together
-        scores: dict[tuple[int, int], Score] = {}
-        asked, questions = [], []
-        for g, group in enumerate(groups):
-            for s, sample in enumerate(group.samples):
-                try:
-                    questions += [self._question(group.prompt, sample, some) for some in together]
-                    asked.append((g, s))
-                except Unrenderable as error:
-                    scores[g, s] = Score(None, failure=error.failure, view=sample.text)
-        replies = iter(await self.ask(questions, lambda i, text: self._read(text, together[i % len(together)])))
-        for g, s in asked:
-            scores[g, s] = self._score([next(replies) for _ in together], groups[g].samples[s].text)
-        return [[scores[g, s] for s in range(len(group.samples))] for g, group in enumerate(groups)]
+        return await self.ask_each(
+            groups, self._asked_together, self._question, lambda some, text: self._read(text, some), self._score
+        )
 
     def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> Question:
         shown: list[dict[str, Any]] = [{"name": one.name, "description": one.description, "weight": one.weight} for one in criteria]
@@ -85,7 +73,7 @@ class RubricJudge(JudgeReward):
         return self.question(prompt, response=sample.text, criteria=shown, **own)
 
     def _read(self, text: str, criteria: Sequence[Criterion]) -> dict[str, float] | None:
-        scores = read_criteria(text, [criterion.name for criterion in criteria], self.answer)
+        scores = read_criteria(text, [criterion.name for criterion in criteria], self.answer, self.highest)
         return scores if scores and all(within(score, self.lowest, self.highest) for score in scores.values()) else None
 
     def _score(self, replies: Sequence[Reply[dict[str, float]]], view: str) -> Score:

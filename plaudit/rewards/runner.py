@@ -48,8 +48,9 @@ class RewardRunner:
         self._waiting = self._those_that_wait()
         self._device = asyncio.Lock()
         """Whoever has it may load models that share the device."""
-        self._in_line: list[tuple[Group, ByLabel]] = []
+        self._in_line: list[tuple[Group, ByLabel, asyncio.Future[None]]] = []
         """Groups by themselves that wait for such models."""
+        self._line: asyncio.Task[None] | None = None
         self._tolerant = tolerant
         self._told: dict[str, Amounts] = {}
         self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
@@ -184,18 +185,37 @@ class RewardRunner:
             await self._score_waiting(list(zip(groups, found, strict=True)), step)
 
     async def _score_in_line(self, group: Group, found: ByLabel) -> None:
-        """Loading a model is what takes long: whoever has the device asks for all who wait by then."""
-        mine = (group, found)
-        self._in_line.append(mine)
+        """Loading a model is what takes long: it is asked for all who wait by then. Whoever goes away leaves the others in line."""
+        waiting = (group, found, self._loop.create_future())
+        self._in_line.append(waiting)
+        if self._line is None:
+            self._line = asyncio.create_task(self._serve_line())
         try:
-            async with self._device:
-                if not any(one is mine for one in self._in_line):
-                    return  # another one has asked for us
-                together = list(self._in_line)
-                await self._score_waiting(together)
-                self._in_line = [one for one in self._in_line if not any(one is done for done in together)]
-        finally:  # cancelled, perhaps: the others stay in line
-            self._in_line = [one for one in self._in_line if one is not mine]
+            await waiting[2]
+        finally:
+            self._in_line = [one for one in self._in_line if one is not waiting]
+
+    async def _serve_line(self) -> None:
+        try:
+            while self._in_line:
+                async with self._device:
+                    together, self._in_line = self._in_line, []
+                    await self._settle(together)
+        finally:
+            self._line = None
+
+    async def _settle(self, together: "Sequence[tuple[Group, ByLabel, asyncio.Future[None]]]") -> None:
+        error: BaseException | None = None
+        try:
+            await self._score_waiting([(group, found) for group, found, _ in together])
+        except BaseException as problem:  # whoever waits must hear of it, whatever it is
+            error = problem
+            if not isinstance(problem, Exception):
+                raise
+        finally:
+            for *_, future in together:
+                if not future.done():  # it is, for one who has gone away
+                    future.set_result(None) if error is None else future.set_exception(error)
 
     async def _score(self, group: Group) -> ByLabel:
         """What can be said while others are still sampled."""

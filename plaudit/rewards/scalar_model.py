@@ -26,7 +26,8 @@ class ScalarModel(ModelReward):
 
     def _score(self, verdict, view: str) -> Score:
         if verdict.too_long:
-            return Score(0.0, malformed=True, view=view, trace={"malformed": "too long for the reward model"})
+            trace = {"malformed": "too long for the reward model"}
+            return Score(0.0, malformed=True, view=view, trace=trace, passing=verdict.refused)
         if verdict.failure is not None:
             return Score(None, failure=verdict.failure, view=view)
         return Score(verdict.value, view=view)

@@ -40,11 +40,10 @@ class Similarity(Reward):
 
     async def open(self) -> None:
         self._one_at_a_time = asyncio.Lock()
-        if self._encode is None:
-            self._encode = await asyncio.to_thread(self._load)
+        self._encode = await asyncio.to_thread(self._load)
 
     async def close(self) -> None:
-        self._one_at_a_time = None
+        self._encode = self._one_at_a_time = None
 
     def _load(self) -> Encode:
         try:

@@ -36,7 +36,7 @@ class JudgeTemplate:
             problem = "is a folder" if file.is_dir() else f"does not exist.{nearest_path(file)}"
             raise RecipeError(f"{where}: template: {file} {problem}")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_as_people_write
         )
         try:
             text = file.read_text(encoding="utf-8")
@@ -60,7 +60,9 @@ class JudgeTemplate:
             return self._template.render({**_row(prompt), **variables})
         except jinja2.UndefinedError as error:
             cause = "no_ground_truth" if "ground_truth" in str(error) else "no_field"
-            raise Unrenderable(Failure(cause, f"row {prompt.id} lacks what {self.file.name} needs: {error}")) from None
+            told = str(error).replace("'dict object' has no attribute", "there is no field")
+            there = f" (extra_info has: {', '.join(map(str, prompt.extra_info)) or 'nothing'})" if cause == "no_field" else ""
+            raise Unrenderable(Failure(cause, f"row {prompt.id} lacks what {self.file.name} needs: {told}{there}"[:500])) from None
         except Exception as error:  # a filter that does not fit the row's value, and whatever else a template may do
             message = f"row {prompt.id}: {self.file.name} cannot be filled in: {type(error).__name__}: {error}"
             raise Unrenderable(Failure("no_field", message[:500])) from None
@@ -95,3 +97,8 @@ def question_of(prompt: Prompt) -> str:
         return asked
     said = [message.get("content") for message in prompt.messages if message.get("role") == "user"]
     return str(said[-1] or "") if said else ""
+
+
+def _as_people_write(value: Any) -> Any:
+    """`from 0 to 10`, not `from 0.0 to 10.0`."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

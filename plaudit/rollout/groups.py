@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from plaudit.data.prompts import EncodedPrompt
 from plaudit.rollout.engine import Engine, Request, Sampling
@@ -19,3 +20,11 @@ def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, samp
             encoded, samples = by_id[sample.prompt_id], arrived.pop(sample.prompt_id)
             yield Group(encoded.prompt, encoded.tokens, tuple(sorted(samples, key=lambda sample: sample.index)))
     assert not arrived, "an engine gives every sample it was asked for"
+
+
+def sample_groups_and_greedy(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling) -> Iterator[Group]:
+    """The same, each group with one sample more, its last: the likeliest token at every place. Rewards see it beside the others,
+    as one that compares samples with each other has to."""
+    greedy = {group.prompt.id: group.samples[0] for group in sample_groups(engine, prompts, 1, replace(sampling, temperature=0.0))}
+    for group in sample_groups(engine, prompts, n, sampling):
+        yield replace(group, samples=(*group.samples, replace(greedy[group.prompt.id], index=n)))

@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from plaudit.rewards.asking import Asker
 from plaudit.types import Score
@@ -18,7 +18,9 @@ Labels = Mapping[str, str]
 class Metrics:
     """Counted on the HTTP server's thread, but for what rewards count themselves, which is only read here."""
 
-    def __init__(self, askers: Sequence[Asker]):
+    def __init__(self, askers: Sequence[Asker], amounts: Callable[[], Mapping[str, Mapping[str, float]]]):
+        """`amounts`: what was asked of each model so far."""
+        self._amounts = amounts
         self.in_flight = 0
         self.requests: Counter[tuple[str, int]] = Counter()
         self.samples = self.malformed = 0
@@ -110,23 +112,16 @@ class Metrics:
         yield _family("plaudit_reward_seconds_total", "counter", "Spent in calls, side by side or not.", seconds)
 
     def _of_models(self) -> Iterator[str]:
-        usages = [(asker.reward.label, usage) for asker in self._askers for usage in asker.reward.usages]
+        asked = {name: amounts for name, amounts in self._amounts().items() if "/" not in name}  # those are shares of one
         for key, help in (
-            ("calls", "Calls of the models behind a reward, repeated ones included."),
+            ("calls", "Calls of a model, repeated ones included."),
             ("retries", "Calls that repeat one that went wrong."),
-            ("prompt_tokens", "Tokens that models have read."),
-            ("new_tokens", "Tokens that models have written."),
+            ("prompt_tokens", "Tokens that a model has read."),
+            ("new_tokens", "Tokens that a model has written."),
+            ("cost", "What that costs, for models with prices."),
         ):
-            sums: Counter[str] = Counter()
-            for label, usage in usages:
-                sums[label] += getattr(usage, key)
-            yield _family(f"plaudit_model_{key}_total", "counter", help, [({"reward": label}, n) for label, n in sums.items()])
-        failures: Counter[tuple[str, str]] = Counter()
-        for label, usage in usages:
-            for cause, count in dict(usage.failures).items():
-                failures[label, cause] += count
-        found = [({"reward": label, "cause": cause}, count) for (label, cause), count in sorted(failures.items())]
-        yield _family("plaudit_model_failures_total", "counter", "Questions without an answer, by cause.", found)
+            found = [({"model": name}, amounts[key]) for name, amounts in asked.items() if key in amounts]
+            yield _family(f"plaudit_model_{key}_total", "counter", help, found)
 
 
 def _family(name: str, kind: str, help: str, values: Iterable[tuple[Labels, float]]) -> str:

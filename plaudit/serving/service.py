@@ -29,7 +29,7 @@ class Gone(Exception):
 class Service:
     def __init__(self, runner: RewardRunner, timeout_s: float):
         """`timeout_s`: the longest that a request may take; groups that have no scores by then have failed."""
-        self.metrics = Metrics(runner.askers)
+        self.metrics = Metrics(runner.askers, runner.amounts)
         self._runner = runner
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self._timeout_s = timeout_s
@@ -107,8 +107,12 @@ def _outcome(task: asyncio.Task[ScoredGroup]) -> ScoredGroup | Failure:
 
 def _settings(reward: RewardSettings) -> dict[str, Any]:
     """What the recipe sets."""
-    given = reward.model_dump(mode="json", exclude_defaults=True)
-    return {name: value for name, value in settings_without(reward, HARMLESS).items() if name in given}
+    return _in_both(settings_without(reward, HARMLESS), reward.model_dump(mode="json", exclude_defaults=True))
+
+
+def _in_both(these: dict[str, Any], those: dict[str, Any]) -> dict[str, Any]:
+    both = {name: (these[name], those[name]) for name in these if name in those}
+    return {name: _in_both(*pair) if all(isinstance(one, dict) for one in pair) else pair[0] for name, pair in both.items()}
 
 
 def _redacted(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scored groups → what an update learns from: samples behind their prompts, with advantages, log-probs and weights."""
+"""Scored groups → what an update learns from: samples behind their prompts, with rewards, log-probs and weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,32 +9,32 @@ import torch
 from torch import Tensor
 
 from plaudit.data.pack import pack, split_by_tokens
-from plaudit.objectives.advantages import grpo
 from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import Algorithm, RLTrain
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch, Experience, ScoredGroup
 
 
-def advantages(group: ScoredGroup, algorithm: Algorithm) -> np.ndarray:
-    """One per sample; 0 for a sample without a value, which is not trained on."""
-    values = [score.value for score in group.scores]
-    rewards_G = torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float64)
-    valid_G = torch.tensor([value is not None for value in values])
-    return grpo(rewards_G, valid_G, divide_by_std=algorithm.divide_by_std).numpy()
-
-
 def experiences(group: ScoredGroup, algorithm: Algorithm) -> list[Experience]:
-    """The group's samples that have a value."""
+    """The group's samples that have a value: a dropped one is not trained on, and leaves every mean."""
     prompt = group.group.prompt_tokens
     result = []
-    for sample, score, advantage in zip(group.group.samples, group.scores, advantages(group, algorithm), strict=True):
+    for sample, score in zip(group.group.samples, group.scores, strict=True):
         if score.value is not None:
             tokens = np.concatenate([prompt, sample.tokens])
             loss_mask = np.arange(len(tokens)) >= len(prompt)
             old = sample.sampler_logprobs if algorithm.old_logprobs == "sampler" else None
-            result.append(Experience(tokens, loss_mask, np.full(len(sample), advantage), sample.sampler_logprobs, old_logprobs=old))
+            unknown = np.zeros(len(sample))
+            result.append(Experience(tokens, loss_mask, unknown, sample.sampler_logprobs, reward=score.value, old_logprobs=old))
     return result
+
+
+def baseline_apart(group: ScoredGroup) -> ScoredGroup:
+    """The same without its last sample, the greedy one, whose score is the others' baseline."""
+    *scores, baseline = group.scores
+    samples = replace(group.group, samples=group.group.samples[:-1])
+    by_reward = {name: of_reward[:-1] for name, of_reward in group.by_reward.items()}
+    return ScoredGroup(samples, tuple(scores), by_reward, baseline)
 
 
 def with_logprobs(
@@ -67,6 +67,18 @@ def updates(
         for start in range(0, len(order), per_update):
             samples = [experience for i in sorted(order[start : start + per_update]) for experience in groups[i]]
             if samples:  # else every sample of these prompts was dropped
-                lengths_S = torch.tensor([sample.num_targets for sample in samples])
-                weights = sequence_weights(lengths_S, algorithm.aggregation, horizon=horizon).tolist()
-                yield [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
+                yield weighted(samples, algorithm, horizon=horizon)
+
+
+def weighted(samples: Sequence[Experience], algorithm: Algorithm, *, horizon: int) -> list[Experience]:
+    """The samples of an update, with what a token of each counts in its loss."""
+
+    def weights(lengths: list[int]) -> list[float]:
+        return sequence_weights(torch.tensor(lengths), algorithm.aggregation, horizon=horizon).tolist()
+
+    own = weights([sample.num_targets for sample in samples])
+    samples = [replace(sample, weight=weight) for sample, weight in zip(samples, own, strict=True)]
+    if algorithm.positive_sft_coefficient:
+        positive = weights([int((sample.advantages > 0).sum()) for sample in samples])
+        samples = [replace(sample, positive_weight=weight) for sample, weight in zip(samples, positive, strict=True)]
+    return samples

@@ -6,8 +6,8 @@ from typing import Any
 import mpmath
 from mpmath import mp
 
-from plaudit.rewards.math_expressions import Tree, exact, symbols
-from plaudit.rewards.math_forms import Relation
+from plaudit.rewards.maths.expressions import Tree, exact, symbols
+from plaudit.rewards.maths.forms import Relation
 
 mp.dps = 60
 CLOSE = mpmath.mpf(10) ** -45

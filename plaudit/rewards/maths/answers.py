@@ -1,6 +1,6 @@
 r"""Where the answer is in a response, how it is written in one way, and whether two plain numbers or texts are the same.
 
-All of it is plain string work, linear in what it reads and in-process; what needs algebra is `math_worker.py`'s.
+All of it is plain string work, linear in what it reads and in-process; what needs algebra is `worker.py`'s.
 """
 
 import re

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from plaudit.rewards.math_answers import plain_number
-from plaudit.rewards.math_expressions import Tree, Unreadable, read_expression, symbols
-from plaudit.rewards.math_units import split_unit, without_prose
+from plaudit.rewards.maths.answers import plain_number
+from plaudit.rewards.maths.expressions import Tree, Unreadable, read_expression, symbols
+from plaudit.rewards.maths.units import split_unit, without_prose
 
 MOST_ITEMS = 100
 

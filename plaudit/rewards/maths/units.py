@@ -2,7 +2,7 @@ r"""What stands around a number: its unit, a currency, and the words of a senten
 
 import re
 
-from plaudit.rewards.math_expressions import FUNCTIONS, Unreadable
+from plaudit.rewards.maths.expressions import FUNCTIONS, Unreadable
 
 _SAME_UNITS = {
     "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre", "mm": "millimeter millimetre",

@@ -18,15 +18,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-# The loader put this folder in front, where our math.py would hide the standard library's from whoever imports it next.
+# The loader put this folder in front, where our `units` and `values` would hide those of whoever imports theirs next.
 sys.path[:] = [folder for folder in sys.path if folder != str(Path(__file__).resolve().parent)]
 
 import math_verify  # noqa: E402 (here and not where it is used: a call has a time limit)
 
-from plaudit.rewards.math_answers import split_choice  # noqa: E402
-from plaudit.rewards.math_expressions import Tree, Unreadable, exact, rename, symbols  # noqa: E402
-from plaudit.rewards.math_forms import Form, Many, Member, Part, Region, Relation, Value, open_interval, read_form  # noqa: E402
-from plaudit.rewards.math_values import equal, number, proportional, rounds_to  # noqa: E402
+from plaudit.rewards.maths.answers import split_choice  # noqa: E402
+from plaudit.rewards.maths.expressions import Tree, Unreadable, exact, rename, symbols  # noqa: E402
+from plaudit.rewards.maths.forms import Form, Many, Member, Part, Region, Relation, Value, open_interval, read_form  # noqa: E402
+from plaudit.rewards.maths.values import equal, number, proportional, rounds_to  # noqa: E402
 
 logging.disable(logging.WARNING)  # math-verify's: that its calls have no time limit. Ours is the parent's.
 

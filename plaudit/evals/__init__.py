@@ -1,1 +1,0 @@
-"""Ranking, preference and verifier accuracy, pass@k, translation quality."""

@@ -1,0 +1,55 @@
+"""Importance weights for tokens that another program has sampled. N tokens, in S sequences that lie end to end.
+
+The sampler computes with other kernels, perhaps in another precision, so the tokens are drawn not from π_old but from a policy near
+it. Each term of the loss is then weighted by how much likelier its token (or whole sequence) is under π_old than it was there.
+"""
+
+from typing import Literal, NamedTuple, assert_never
+
+import torch
+from torch import Tensor
+
+from plaudit.objectives.aggregate import spread, sum_by_sequence
+
+Level = Literal["token", "sequence"]
+Mode = Literal["truncate", "mask"]
+
+MAX_LOG_RATIO = 20.0
+
+
+class ImportanceWeights(NamedTuple):
+    weights_N: Tensor
+    bounded_N: Tensor
+    """True where a bound set the weight."""
+
+
+def importance_weights(
+    old_logprobs_N: Tensor,
+    sampler_logprobs_N: Tensor,
+    lengths_S: Tensor,
+    *,
+    level: Level,
+    mode: Mode,
+    high: float,
+    low: float = 0.0,
+) -> ImportanceWeights:
+    """Weights of the tokens' losses, without gradient.
+
+        d = log π_old − log sampler             at a token; at level sequence, its sum over the sequence's tokens
+        w = exp(clamp(d, ±20))
+        truncate: min(w, high)                  biased a little, of bounded variance (Yao et al. 2025, TIS)
+        mask:     w if low ≤ w ≤ high, else 0   what is too far off teaches nothing (IcePop; Liu et al. 2025, MIS)
+
+    What is masked stays in the loss's denominators (verl takes it out of its mask, and so out of them).
+    """
+    d = old_logprobs_N.detach() - sampler_logprobs_N
+    if level == "sequence":
+        d = spread(sum_by_sequence(d, lengths_S), lengths_S, len(d))
+    w = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    match mode:
+        case "truncate":
+            return ImportanceWeights(w.clamp(max=high), w > high)
+        case "mask":
+            outside_N = (w < low) | (w > high)
+            return ImportanceWeights(torch.where(outside_N, 0.0, w), outside_N)
+    assert_never(mode)
