@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def attach_lora(model: PreTrainedModel, lora: Lora, seed: int) -> "PeftModel":
-    """Put adapters into the model's layers, in place; the model's own weights are frozen."""
+def attach_lora(
+    model: PreTrainedModel, lora: Lora, seed: int, *, section: str = "model.lora", head: str | None = None
+) -> "PeftModel":
+    """Put adapters into the model's layers, in place; the model's own weights are frozen. `head`: a classifier's, left as it is."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
@@ -25,14 +27,16 @@ def attach_lora(model: PreTrainedModel, lora: Lora, seed: int) -> "PeftModel":
         lora_alpha=lora.alpha,  # pyright: ignore (peft's annotation says int; it takes floats)
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        task_type="CAUSAL_LM",
+        exclude_modules=head,
+        task_type="CAUSAL_LM" if head is None else None,
     )
     try:
         peft = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, re.error) as error:
-        raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(head, LoraLayer) or (isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight):  # pyright: ignore
+        raise RecipeError(f"{section}.targets: {str(error).splitlines()[0]}") from None
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = output is not None and isinstance(embeddings, LoraLayer) and embeddings.weight is output.weight  # pyright: ignore
+    if isinstance(output, LoraLayer) or tied:
         raise RecipeError(
             "model.lora.targets: the output head (and embeddings tied to it) cannot be adapted, log-probs are computed from its "
             "plain weight"

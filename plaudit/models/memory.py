@@ -6,6 +6,7 @@
                   with gradient checkpointing             T · (4 L · h + b · one layer's share), the residual stream being in fp32
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
+    critic        as the policy, without logits; its updates and the policy's take turns, so only the larger one's work counts
     reward model  P · b; while it scores, a scalar one    T · b · (6 h + 2 k + 3 f), T tokens of a pass; one that writes: a cache
 
 A step samples, then scores with the models that are offloaded, one at a time, then trains. Each phase needs its own sum.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from plaudit.errors import RecipeError
 from plaudit.models.folder import INDEX, read_config
@@ -55,10 +56,13 @@ class MemoryPlan:
         return f"about {gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
 
 
-def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: int) -> MemoryPlan:
+def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: int, critic: bool = False) -> MemoryPlan:
+    """`critic`: a value head instead of one that makes logits."""
     config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    config.num_labels = 1
+    auto = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.trust_remote_code)
+        model = auto.from_config(config, trust_remote_code=recipe.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
     trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
@@ -74,7 +78,7 @@ def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: 
         weights=parameters * size + (trainable * 4 if recipe.lora else 0),
         training=trainable * (16 if half and not recipe.lora else 12),
         activations=checkpointed if recipe.gradient_checkpointing else whole,
-        logits=3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * hidden),
+        logits=0 if critic else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * hidden),
     )
 
 
@@ -95,7 +99,7 @@ def _lora_parameters(model: torch.nn.Module, lora: Lora) -> int:
     adapted = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head") and _is_target(name, lora.targets)
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "score")) and _is_target(name, lora.targets)
     ]
     return sum(lora.rank * (m.in_features + m.out_features) for m in adapted)
 

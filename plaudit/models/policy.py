@@ -5,6 +5,7 @@ Weights are safetensors on both ways; a model that only has pickled weights is r
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,11 +105,14 @@ def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def load_pretrained(auto: Any, path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
-    """With all of its weights, from safetensors, as one of transformers' auto classes makes it; on the CPU."""
+def load_pretrained(
+    auto: Any, path: str, dtype: torch.dtype, *, trust_remote_code: bool, may_lack: str | None = None, **config: Any
+) -> PreTrainedModel:
+    """With all of its weights, from safetensors, as one of transformers' auto classes makes it; on the CPU. `may_lack`: how the
+    names of weights begin that the caller makes new. `config`: what the model's config should say instead."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, _quiet() if may_lack is not None else nullcontext():
             model, report = auto.from_pretrained(
                 path,
                 dtype=dtype,
@@ -117,12 +121,14 @@ def load_pretrained(auto: Any, path: str, dtype: torch.dtype, *, trust_remote_co
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **config,
             )
     except (OSError, ValueError, SafetensorError) as error:
         reason = redact(" ".join(str(error).split()))[:300]
         raise RecipeError(f"no model could be loaded from {path} (safetensors only, never pickled weights): {reason}") from None
     # transformers would go on with new random weights in their place.
     lacking = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    lacking = [name for name in lacking if may_lack is None or not name.startswith(may_lack)]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")
@@ -138,6 +144,17 @@ def load_pretrained(auto: Any, path: str, dtype: torch.dtype, *, trust_remote_co
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise RecipeError(f"{path}: models whose output head has a bias are not supported yet")
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' page about weights that are not there, where that is as it should be."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None:
