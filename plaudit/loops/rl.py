@@ -13,6 +13,7 @@ trainer's is measured in every step; a sample whose reward failed leaves every m
 in the order of prompts, never of arrival, so that a run can be repeated to the bit.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from plaudit.audit.certificate import require_passed
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
-from plaudit.data.order import RowOrder
+from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.pack import micro_batches
 from plaudit.data.prompts import EncodedPrompt, distinct, load_prompts
 from plaudit.data.templates import ChatTemplate, template_of
@@ -37,6 +38,7 @@ from plaudit.models.reference import Reference
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.report.samples import length_metrics
+from plaudit.rewards.metrics import has_signal
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rollout.engine import Engine, Sampling
@@ -91,13 +93,14 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
             critic = load_critic(recipe.critic.model(recipe.model), template, device, seed=recipe.seed)
             require_room(critic.model, prompts, recipe.rollout.max_new_tokens, "the critic")
             others += critic.bytes + resident_bytes(critic.trainable())
-            trainer.beside["critic"] = Trainer(
-                critic, recipe.critic.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps
-            )
+            trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         run.companions["rewards"] = rewards
         if penalty is not None:
             run.companions["kl_penalty"] = penalty
+        stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
+        if stream is not None:
+            run.companions["prompts"] = stream
         done = run.resume(trainer)
         engine.sync(done)
         if done == total_steps:
@@ -110,15 +113,22 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                 # Validation before training, or the one that the last start could not make.
                 progress.update(done, conclude(run, trainer, check, done, total_steps, run.unvalidated or {}))
             for step in range(done + 1, total_steps + 1):
-                asked = distinct(prompts[row] for row in order.rows(step - 1))
+                rows = order.rows(step - 1)
                 with run.nothing_lost(f"step {step}", step - 1, trainer):
-                    groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step), greedy)
+                    if stream is None:
+                        asked = distinct(prompts[row] for row in rows)
+                        groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step), greedy)
+                    else:
+                        groups, metrics = sample_until_full(engine, rewards, prompts, stream, len(rows), recipe, step)
                 run.write_samples("train", step, groups)
+                if stream is not None:
+                    groups = [group for group in groups if has_signal(group)][: len(rows)]
 
                 lr, critic_lr = (lr_at(step - 1, total_steps, s.optim) if s is not None else 0.0 for s in (recipe, recipe.critic))
                 metrics |= learn(trainer, reference, groups, recipe, step, lr, penalty, critic_lr)
                 engine.sync(step)
-                metrics["epoch"] = min(step * order.per_step, order.total_rows) / order.num_rows
+                taken = min(step * order.per_step, order.total_rows) if stream is None else stream.taken
+                metrics["epoch"] = taken / order.num_rows
                 progress.update(step, conclude(run, trainer, check, step, total_steps, metrics))
                 run.stop_if_interrupted(step, total_steps, trainer)
 
@@ -133,6 +143,8 @@ def conclude(
     compared = isinstance(run.recipe, RLRecipe) and run.recipe.algorithm.compares_groups
     if compared and metrics.get("groups_without_signal") == 1.0:
         run.say_once(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from")
+    if missing := metrics.get("groups_missing"):
+        run.say_once(f"step {step}: after algorithm.dynamic_sampling.max_rounds, {missing:.0f} groups with a signal are missing")
     if check is not None and (step == 0 or run.due(settings.validate_every, step, total_steps)):
         with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
             groups, validated = check(step=step)
@@ -163,18 +175,56 @@ def sample(
 ) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
     """Scored groups of the prompts, in their order, and what they come to. `baseline`: each group is scored with a
     greedy sample besides. `learn`: running means take the values in."""
+    groups, spent, waited = draw(engine, rewards, prompts, n, sampling, baseline, learn=learn)
+    return groups, measured(groups, rewards, spent, waited)
+
+
+def sample_until_full(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], stream: RowStream, wanted: int, recipe: RLRecipe,
+    step: int,
+) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
+    """Groups of the stream's next prompts, in their order, until so many have a signal or the rounds are over.
+
+    A further round asks as many prompts as are likely to do, by the share of groups with a signal so far: never more than a step
+    wants, and no fewer than a quarter of that, or one failed reward would be a large share of its round.
+    """
+    assert recipe.algorithm.dynamic_sampling is not None
+    asked: list[EncodedPrompt] = []
+    groups: list[ScoredGroup] = []
+    spent = waited = 0.0
+    rounds = full = 0
+    while full < wanted and rounds < recipe.algorithm.dynamic_sampling.max_rounds:
+        likely = math.ceil((wanted - full) * (len(groups) + 1) / (full + 1))
+        count = wanted if not groups else min(wanted, max(likely, math.ceil(wanted / 4)))
+        asked += [prompts[row] for row in stream.ahead(len(asked), count)]
+        more, a_round_s, waited_s = draw(engine, rewards, distinct(asked)[-count:], recipe.rollout.n, sampling_of(recipe, step))
+        groups, spent, waited, rounds = groups + more, spent + a_round_s, waited + waited_s, rounds + 1
+        full = sum(map(has_signal, groups))
+    stream.taken += len(asked)
+    metrics = measured(groups, rewards, spent, waited)
+    return groups, metrics | {"rounds": float(rounds), "groups": float(len(groups)), "groups_missing": float(max(0, wanted - full))}
+
+
+def draw(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling,
+    baseline: bool = False, *, learn: bool = True,
+) -> tuple[list[ScoredGroup], float, float]:  # fmt: skip
+    """Scored groups of the prompts, in their order; the seconds it took, and those of them that only scoring took."""
     began = time.perf_counter()
     sampled = (sample_groups_and_greedy if baseline else sample_groups)(engine, prompts, n, sampling)
     scored = rewards.collect(sampled, expected=len(prompts) * (n + baseline), learn=learn)
-    spent = time.perf_counter() - began
     by_id = {group.group.prompt.id: baseline_apart(group) if baseline else group for group in scored}
-    groups = [by_id[encoded.prompt.id] for encoded in prompts]
+    return [by_id[encoded.prompt.id] for encoded in prompts], time.perf_counter() - began, rewards.waited_s
+
+
+def measured(groups: Sequence[ScoredGroup], rewards: RewardRunner, spent: float, waited: float) -> dict[str, float]:
+    """What sampled groups come to."""
     metrics = reward_metrics(groups) | rewards.counts() | length_metrics(groups)
     if greedy := [group.baseline.value for group in groups if group.baseline is not None and group.baseline.value is not None]:
         metrics["baseline_reward"] = sum(greedy) / len(greedy)
-    metrics |= {"time/sample_s": spent - rewards.waited_s, "time/score_s": rewards.waited_s}
+    metrics |= {"time/sample_s": spent - waited, "time/score_s": waited}
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
-    return groups, metrics
+    return metrics
 
 
 def learn(

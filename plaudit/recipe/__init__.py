@@ -6,15 +6,27 @@ a wrong recipe is told in well under a second.
 
 from plaudit.recipe.audit import Audit
 from plaudit.recipe.rewards import RewardSettings, ScoreRecipe, View
-from plaudit.recipe.rl import Algorithm, Critic, Importance, KLReward, RLData, RLOptim, RLRecipe, RLTrain, Rollout, Validation
+from plaudit.recipe.rl import (
+    Algorithm,
+    Critic,
+    DynamicSampling,
+    Importance,
+    KLReward,
+    RLData,
+    RLOptim,
+    RLRecipe,
+    RLTrain,
+    Rollout,
+    Validation,
+)
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
 from plaudit.recipe.shared import Lora, Model, Optim, Run
 
 __all__ = [
-    "STAGES", "Algorithm", "Audit", "Critic", "Importance", "KLReward", "Lora", "Model", "Optim", "RLData", "RLOptim", "RLRecipe",
-    "RLTrain", "Recipe", "RewardSettings", "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain", "ScoreRecipe", "Section",
-    "TrainingRecipe", "Validation", "View",
+    "STAGES", "Algorithm", "Audit", "Critic", "DynamicSampling", "Importance", "KLReward", "Lora", "Model", "Optim", "RLData",
+    "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardSettings", "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain",
+    "ScoreRecipe", "Section", "TrainingRecipe", "Validation", "View",
 ]  # fmt: skip
 
 TrainingRecipe = SFTRecipe | RLRecipe

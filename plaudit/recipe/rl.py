@@ -116,6 +116,11 @@ class Importance(Section):
         return self
 
 
+class DynamicSampling(Section):
+    max_rounds: PositiveInt = 5
+    """Rounds of sampling a step may take, the first one too. Behind the last it goes on with the groups it has."""
+
+
 class Algorithm(Section):
     kind: Literal["grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax", "ppo"] = "grpo"
     """How rewards become advantages. grpo: a sample against the mean of its group; rloo: against the mean of the others; gdpo: as
@@ -154,6 +159,9 @@ class Algorithm(Section):
     importance: Importance | None = None
     """Weight losses by π_old / sampler, for a sampler whose log-probs are not the trainer's (metric: mismatch)."""
 
+    dynamic_sampling: DynamicSampling | None = None
+    """Leave out groups whose rewards are all equal, and sample further prompts until prompts_per_step have a signal (DAPO)."""
+
     @property
     def needs_reference(self) -> bool:
         return bool(self.kl_coefficient) or self.kl_reward is not None
@@ -178,6 +186,10 @@ class Algorithm(Section):
             )
         if not self.divide_by_std and self.kind in ("gdpo", "reinforce++", "reinforce++-baseline", "ppo"):
             raise ValueError(f"divide_by_std false is for grpo; {self.kind} always divides: by the deviation over the step")
+        if self.dynamic_sampling is not None and not self.compares_groups:
+            raise ValueError(
+                f"dynamic_sampling looks for groups whose rewards differ, and {self.kind} compares no groups: leave it out"
+            )
         if self.discount != 1.0 and self.kind not in ("reinforce++", "ppo"):
             raise ValueError(f"discount is for reinforce++ and ppo; {self.kind} pays the whole response: leave it out")
         if self.gae_lambda != 1.0 and self.kind != "ppo":

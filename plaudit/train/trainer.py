@@ -52,6 +52,10 @@ class Trainer:
         self.updates = 0
         self.skipped_steps = 0
 
+    def like_it(self, other: Trained, optim: Optim) -> "Trainer":
+        """One for another model, with the same seed and patience."""
+        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps)
+
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
         """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went."""
         began = time.perf_counter()
