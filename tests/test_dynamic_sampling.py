@@ -10,7 +10,7 @@ from conftest import Stopped, prompt_rows, rl_recipe, stop_before, train_rl, wri
 
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.rows import read_rows
-from plaudit.errors import RecipeError
+from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.loops import rl
 
 # Pays for what is written if the answer is odd, and 1 otherwise: about half of the prompts have no signal.
@@ -130,6 +130,35 @@ def test_resumed_exactly(tmp_path, recipe, monkeypatch):
         assert (stopped / name).read_bytes() == (reference / name).read_bytes()
     taken = json.loads((reference / "checkpoints/step_000004/state.json").read_text())["prompts"]["taken"]
     assert taken == sum(row["groups"] for row in metrics_of(reference)) > 16
+
+
+def test_a_reward_that_stops_a_later_round_leaves_no_trace_of_the_rounds_before_it(tmp_path, recipe, monkeypatch):
+    """Running means have seen the first round by then; the checkpoint that is saved must not."""
+
+    def write(name: str) -> Path:
+        file = recipe(name, run={"max_steps": 3})
+        tree = json.loads(file.read_text())
+        tree["rewards"][0]["normalise"] = "running"
+        return write_recipe(file, tree)
+
+    train_rl(write("reference"))
+    draw, calls = rl.draw, []
+
+    def draw_or_stop(engine, rewards, prompts, n, sampling, *others, **settings):
+        calls.append(sampling.step)
+        if calls.count(2) == 2:
+            raise TrainingStopped("the judge is gone")
+        return draw(engine, rewards, prompts, n, sampling, *others, **settings)
+
+    file = write("stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "draw", draw_or_stop)
+        with pytest.raises(TrainingStopped, match="step 2: the judge is gone"):
+            train_rl(file)
+    train_rl(file)
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "reference")
+    state = "checkpoints/step_000003/state.json"
+    assert (tmp_path / "stopped" / state).read_bytes() == (tmp_path / "reference" / state).read_bytes()
 
 
 def test_without_it_the_order_is_as_it_was(tmp_path, recipe):

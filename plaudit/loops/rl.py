@@ -193,11 +193,16 @@ def sample_until_full(
     groups: list[ScoredGroup] = []
     spent = waited = 0.0
     rounds = full = 0
+    means = rewards.state()
     while full < wanted and rounds < recipe.algorithm.dynamic_sampling.max_rounds:
         likely = math.ceil((wanted - full) * (len(groups) + 1) / (full + 1))
         count = wanted if not groups else min(wanted, max(likely, math.ceil(wanted / 4)))
         asked += [prompts[row] for row in stream.ahead(len(asked), count)]
-        more, a_round_s, waited_s = draw(engine, rewards, distinct(asked)[-count:], recipe.rollout.n, sampling_of(recipe, step))
+        try:
+            more, a_round_s, waited_s = draw(engine, rewards, distinct(asked)[-count:], recipe.rollout.n, sampling_of(recipe, step))
+        except TrainingStopped:
+            rewards.load_state(means)  # the step is not done, so its first rounds have left no trace
+            raise
         groups, spent, waited, rounds = groups + more, spent + a_round_s, waited + waited_s, rounds + 1
         full = sum(map(has_signal, groups))
     stream.taken += len(asked)
