@@ -264,6 +264,8 @@ ELSEWHERE = {
     "advantage": "algorithm.kind", "use_kl_in_reward": "algorithm.kl_reward", "kl_ctrl": "algorithm.kl_reward",
     "target_kl": "algorithm.kl_reward.target", "policy_loss": "algorithm.loss", "loss_mode": "algorithm.loss",
     "gamma": "algorithm.discount", "rollout_is": "algorithm.importance", "rollout_is_threshold": "algorithm.importance.high",
+    "lam": "algorithm.gae_lambda", "cliprange_value": "critic.clip", "critic_warmup": "critic.warmup_steps",
+    "filter_groups": "algorithm.dynamic_sampling", "max_num_gen_batches": "algorithm.dynamic_sampling.max_rounds",
     "importance_sampling_level": "algorithm.loss",
     "use_kl_loss": "algorithm.kl_coefficient", "loss_type": "algorithm.aggregation or loss.kind",
     "scale_rewards": "algorithm.divide_by_std",

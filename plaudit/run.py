@@ -8,7 +8,7 @@
     samples/          RL: every sample with its scores, a parquet file per step; validation's too
     failures/         RL: what a reward failed on, when that stopped the run
     checkpoints/      train/checkpoint.py;  best → the one with the best validation
-    model/            the trained model, once the run is done
+    model/            the trained model, once the run is done; critic/ beside it, if one has learnt with it
 
 A run started again goes on from its newest checkpoint; metrics and samples behind that checkpoint are dropped and made again.
 """
@@ -53,18 +53,9 @@ from plaudit.train.trainer import Trainer
 from plaudit.types import ScoredGroup
 
 WRITTEN = (
-    "recipe.yaml",
-    "run.json",
-    "metrics.jsonl",
-    "curves.png",
-    "samples",
-    "failures",
-    "scores.sqlite",
-    "reference.safetensors",
-    "checkpoints",
-    "best",
-    "model",
-)
+    "recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "failures", "scores.sqlite", "reference.safetensors",
+    "checkpoints", "best", "model", "critic",
+)  # fmt: skip
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
 
@@ -334,11 +325,11 @@ class Run:
         self._drawn_at = time.monotonic()
 
     def finish(self, trainer: Trainer) -> Path:
-        """The trained model, where the next stage looks for it."""
-        model = self.folder / "model"
-        with clear_write_errors(model, self.checkpoints), folder_written_aside(model) as folder:
-            trainer.policy.save(folder)
-        return model
+        """The trained model, where the next stage looks for it; and what has learnt beside it."""
+        for name, one in {**trainer.beside, "model": trainer}.items():
+            with clear_write_errors(self.folder / name, self.checkpoints), folder_written_aside(self.folder / name) as folder:
+                one.policy.save(folder)
+        return self.folder / "model"
 
     # Stopping
 

@@ -161,6 +161,10 @@ class Experience(Example):
     old_logprobs: np.ndarray | None = None
     """Of the policy as it was when the step began; none if this is the step's only update, where they are the policy's own."""
     ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    """With a critic: what it expected as the step began …"""
+    returns: np.ndarray | None = None
+    """… and what it should have expected."""
     positive_weight: float | None = None
     """What each of its tokens with A > 0 counts in the supervised term; none if the loss has no such term."""
 
@@ -202,6 +206,8 @@ class Targets:
     old_logprobs_N: torch.Tensor | None
     ref_logprobs_N: torch.Tensor | None
     positive_weights_N: torch.Tensor | None = None
+    values_N: torch.Tensor | None = None
+    returns_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

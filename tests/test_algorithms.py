@@ -33,6 +33,7 @@ from plaudit.train.kl_penalty import KLPenalty
 from plaudit.train.policy_loss import policy_loss
 from plaudit.types import Experience
 
+# Without a critic; ppo is tested in test_critic.py.
 KINDS = ("grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax")
 SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
 ALGORITHMS = {
@@ -411,7 +412,7 @@ def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
         ({"importance": {"low": 0.5}}, "low is for mode mask"),
         ({"importance": {"high": 0.5}}, "high"),
         ({"kind": "reinforce++", "divide_by_std": False}, "divide_by_std false is for grpo; reinforce[+][+] always divides"),
-        ({"kind": "rloo", "discount": 0.9}, r"discount is for reinforce[+][+]; rloo pays the whole response"),
+        ({"kind": "rloo", "discount": 0.9}, r"discount is for reinforce[+][+] and ppo; rloo pays the whole response"),
         ({"kl_reward": {"horizon": 5}}, "there is no target: set one"),
         ({"kl_reward": {"coefficient": 0}}, "kl_reward.coefficient"),
         ({"advantage": "rloo"}, "algorithm.advantage is not a setting. Here it is algorithm.kind."),
@@ -459,5 +460,5 @@ def test_recipe_lines_of_the_documentation_are_valid():
     assert len(rows) >= 10
     kinds, losses = (get_args(Algorithm.model_fields[name].annotation) for name in ("kind", "loss"))
     found = [Algorithm(**yaml.safe_load(row)) for row in rows]
-    assert {algorithm.kind for algorithm in found} == set(kinds) == set(KINDS)
+    assert {algorithm.kind for algorithm in found} == set(kinds) == {*KINDS, "ppo"}
     assert {algorithm.loss for algorithm in found} == set(losses)

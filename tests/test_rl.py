@@ -97,7 +97,10 @@ def weights_of(model: Path) -> dict[str, torch.Tensor]:
 def assert_same_result(run: Path, reference: Path) -> None:
     """Weights, trainer state, metrics and samples, to the bit."""
     last = sorted((reference / "checkpoints").glob("step_*"))[-1].name
-    for file in ("model/model.safetensors", f"checkpoints/{last}/trainer/00000.safetensors", f"checkpoints/{last}/state.json"):
+    files = ["model/model.safetensors", f"checkpoints/{last}/trainer/00000.safetensors", f"checkpoints/{last}/state.json"]
+    if (reference / "critic").exists():
+        files += ["critic/model.safetensors", f"checkpoints/{last}/critic_trainer/00000.safetensors"]
+    for file in files:
         assert (run / file).read_bytes() == (reference / file).read_bytes(), file
     assert exact_metrics(run) == exact_metrics(reference)
     samples = {path.name: path.read_bytes() for path in (reference / "samples").iterdir()}
@@ -182,6 +185,12 @@ VARIANTS = {
         "algorithm": {"kl_coefficient": 0.05},
         "rollout": {"temperature": 0.8, "top_p": 0.95, "max_sequences": 5},
     },
+    "PPO with a critic that is warmed up": {
+        "algorithm": {"kind": "ppo", "gae_lambda": 0.95, "kl_reward": {"coefficient": 0.01, "target": 0.01, "horizon": 50}},
+        "critic": {"warmup_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
+        "train": {"prompts_per_step": 4, "prompts_per_update": 2},
+    },
+    "dynamic sampling": {"algorithm": {"dynamic_sampling": {}}, "rollout": {"n": 2, "max_new_tokens": 3}},
 }
 STEPS = 6
 

@@ -29,9 +29,35 @@ class RowOrder:
     def rows(self, step: int) -> list[int]:
         """Row numbers of a step (from 0). Only the very last step may be short."""
         assert 0 <= step < self.num_steps
-        stream = range(step * self.per_step, min((step + 1) * self.per_step, self.total_rows))
-        return [int(self._permutation(i // self.num_rows)[i % self.num_rows]) for i in stream]
+        start = step * self.per_step
+        return self.stream(start, min(self.per_step, self.total_rows - start))
+
+    def stream(self, start: int, count: int) -> list[int]:
+        """So many rows of the stream, from one of its places on; it goes on behind the last epoch too."""
+        return [int(self._permutation(i // self.num_rows)[i % self.num_rows]) for i in range(start, start + count)]
 
     def _make_permutation(self, epoch: int) -> np.ndarray:
         # RandomState, not Generator: numpy promises that its stream never changes.
         return np.random.RandomState(stable_seed("order", self.seed, epoch, bits=32)).permutation(self.num_rows)
+
+
+class RowStream:
+    """The order's rows, taken as they are needed. How far it has come is part of a run's state (it is a `Companion` of the run)."""
+
+    def __init__(self, order: RowOrder):
+        self.order, self.taken = order, 0
+
+    def ahead(self, skip: int, count: int) -> list[int]:
+        """Rows that come next, but for the first few; they are not taken by that."""
+        return self.order.stream(self.taken + skip, count)
+
+    # What a checkpoint holds
+
+    def state(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self.taken = state.get("taken", 0)
+
+    def saved(self) -> None:
+        pass

@@ -63,7 +63,8 @@ def _targets(experiences: Sequence[Experience], device: torch.device | str) -> T
     assert sampler is not None
     old, ref = tensor([e.old_logprobs for e in experiences]), tensor([e.ref_logprobs for e in experiences])
     positive = tensor([None if (w := e.positive_weight) is None else w * (e.advantages > 0) for e in experiences])
-    return Targets(weights, advantages, sampler, old, ref, positive)
+    values, returns = tensor([e.values for e in experiences]), tensor([e.returns for e in experiences])
+    return Targets(weights, advantages, sampler, old, ref, positive, values, returns)
 
 
 def micro_batches(examples: Sequence[Example], budget: int, device: torch.device | str = "cpu") -> list[Batch]:

@@ -119,7 +119,25 @@ def _policy(recipe: RLRecipe, device: torch.device) -> list[Need]:
     ]
     if recipe.algorithm.needs_reference and recipe.model.lora is None:
         needs.insert(1, Need("reference: weights", PHASES, plan.weights))
-    return needs
+    return needs + _critic(recipe, device, beside=gradients + plan.activations + plan.logits)
+
+
+def _critic(recipe: RLRecipe, device: torch.device, *, beside: float) -> list[Need]:
+    """`beside`: what an update of the policy takes, and gives back before the critic's begins."""
+    if recipe.critic is None:
+        return []
+    model, budget = recipe.critic.model(recipe.model), recipe.train.tokens_per_micro_batch
+    try:
+        plan = plan_memory(model, device, tokens_per_micro_batch=budget, scalar=True)
+    except (PlauditError, OSError, ValueError):
+        return []  # its own check says so
+    gradients = 4.0 * plan.trainable
+    more = gradients + plan.activations - beside
+    needs = [
+        Need("critic: weights", PHASES, plan.weights),
+        Need("critic: moments, masters", PHASES, plan.training - gradients),
+    ]
+    return needs + ([Need("critic: gradients, activations (more)", ("training",), more)] if more > 0 else [])
 
 
 def _under_way(recipe: Recipe, device: torch.device) -> int:

@@ -19,6 +19,7 @@ from plaudit.data.pairs import Preference, read_pairs
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.doctor import memory, preferences, rewards, rows
 from plaudit.doctor.clashes import PolicySide, check_lengths, find_clashes
+from plaudit.doctor.critic import check_critic
 from plaudit.doctor.findings import SHOWN, Finding, print_finding, print_text
 from plaudit.doctor.reward_models import Patient, models_of
 from plaudit.errors import PlauditError
@@ -89,8 +90,11 @@ class _Page:
         questions: list[Prompt] = []
         if isinstance(recipe, RLRecipe):
             questions = rewards.tried(self.prompts, recipe.rewards)
-            self.check("context", lambda: rows.check_context(recipe, self.longest_prompt or recipe.data.max_prompt_tokens))
+            longest = self.longest_prompt or recipe.data.max_prompt_tokens
+            self.check("context", lambda: rows.check_context(recipe, longest))
             self.check("algorithm", lambda: rewards.check_algorithm(recipe))
+            if (critic := recipe.critic) is not None:
+                self.check("critic", lambda: check_critic(critic, recipe, self.template, longest))
             if recipe.audit.require is not None:
                 self.check("audit", lambda: rewards.check_audit(recipe))
             policy = None if self.template is None else PolicySide(recipe, self.template, self.prompts)

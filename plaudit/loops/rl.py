@@ -5,34 +5,40 @@ advantages, and moves the policy towards what was better than its group:
 
     L = Σ_t w_t · ( loss(π, π_old, A)_t + β · kl(π, ref)_t − c · H_t )
 
-How rewards become A, and which loss it is, the recipe's `algorithm` says (docs/algorithms.md).
+How rewards become A, and which loss it is, the recipe's `algorithm` says (docs/algorithms.md). With a critic (PPO), A is against
+what the critic expected of each token; it learns in the same updates, and in the first steps alone if it is to be warmed up.
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and how far the sampler's log-probs are from the
 trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups enter batches
 in the order of prompts, never of arrival, so that a run can be repeated to the bit.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from plaudit.audit.certificate import require_passed
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
-from plaudit.data.order import RowOrder
+from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.pack import micro_batches
 from plaudit.data.prompts import EncodedPrompt, distinct, load_prompts
 from plaudit.data.templates import ChatTemplate, template_of
-from plaudit.errors import RecipeError
+from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.files import sketch
+from plaudit.models.critic import load_critic, target_values
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy, resolve_device
+from plaudit.models.policy import load_policy, resolve_device
 from plaudit.models.reference import Reference
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.report.samples import length_metrics
+from plaudit.rewards.metrics import has_signal
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rollout.engine import Engine, Sampling
@@ -40,13 +46,14 @@ from plaudit.rollout.groups import sample_groups, sample_groups_and_greedy
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.run import Run
 from plaudit.train.advantages import with_advantages
-from plaudit.train.experience import baseline_apart, experiences, updates, with_logprobs
+from plaudit.train.experience import baseline_apart, experiences, updates, with_predictions
 from plaudit.train.kl_penalty import KLPenalty
 from plaudit.train.optimiser import resident_bytes
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
-from plaudit.types import Batch, ScoredGroup
+from plaudit.train.value_loss import value_loss, value_metrics
+from plaudit.types import Batch, Experience, ScoredGroup
 
 Check = Callable[..., tuple[list[ScoredGroup], dict[str, float]]]
 """A validation: of a step, its groups and what they come to."""
@@ -65,7 +72,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     files = [source.path for part in sources.values() for source in part]
     scorers = [file for reward in recipe.rewards for file in reward.files]
     with (
-        Run(loaded, files, template, scorers=scorers, best="val/reward", higher_is_better=True) as run,
+        Run(loaded, files, template, _inputs(recipe), scorers=scorers, best="val/reward", higher_is_better=True) as run,
         RewardRunner(recipe.rewards, cache=Path(recipe.run.dir) / "scores.sqlite") as rewards,
     ):
         prompts = _prompts("train", sources["train"], template, recipe.data)
@@ -76,16 +83,24 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
-        require_room(policy, prompts, recipe.rollout.max_new_tokens)
-        require_room(policy, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
+        require_room(policy.model, prompts, recipe.rollout.max_new_tokens)
+        require_room(policy.model, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
         reference = Reference(recipe.model, policy) if recipe.algorithm.needs_reference else None
         penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
         others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
-        engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        if recipe.critic is not None:
+            critic = load_critic(recipe.critic.model(recipe.model), template, device, seed=recipe.seed)
+            require_room(critic.model, prompts, recipe.rollout.max_new_tokens, "the critic")
+            others += critic.bytes + resident_bytes(critic.trainable())
+            trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
+        engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         run.companions["rewards"] = rewards
         if penalty is not None:
             run.companions["kl_penalty"] = penalty
+        stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
+        if stream is not None:
+            run.companions["prompts"] = stream
         done = run.resume(trainer)
         engine.sync(done)
         if done == total_steps:
@@ -98,14 +113,22 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                 # Validation before training, or the one that the last start could not make.
                 progress.update(done, conclude(run, trainer, check, done, total_steps, run.unvalidated or {}))
             for step in range(done + 1, total_steps + 1):
-                asked = distinct(prompts[row] for row in order.rows(step - 1))
+                rows = order.rows(step - 1)
                 with run.nothing_lost(f"step {step}", step - 1, trainer):
-                    groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step), greedy)
+                    if stream is None:
+                        asked = distinct(prompts[row] for row in rows)
+                        groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step), greedy)
+                    else:
+                        groups, metrics = sample_until_full(engine, rewards, prompts, stream, len(rows), recipe, step)
                 run.write_samples("train", step, groups)
+                if stream is not None:
+                    groups = [group for group in groups if has_signal(group)][: len(rows)]
 
-                metrics |= learn(trainer, reference, groups, recipe, step, lr_at(step - 1, total_steps, recipe.optim), penalty)
+                lr, critic_lr = (lr_at(step - 1, total_steps, s.optim) if s is not None else 0.0 for s in (recipe, recipe.critic))
+                metrics |= learn(trainer, reference, groups, recipe, step, lr, penalty, critic_lr)
                 engine.sync(step)
-                metrics["epoch"] = min(step * order.per_step, order.total_rows) / order.num_rows
+                taken = min(step * order.per_step, order.total_rows) if stream is None else stream.taken
+                metrics["epoch"] = taken / order.num_rows
                 progress.update(step, conclude(run, trainer, check, step, total_steps, metrics))
                 run.stop_if_interrupted(step, total_steps, trainer)
 
@@ -120,6 +143,8 @@ def conclude(
     compared = isinstance(run.recipe, RLRecipe) and run.recipe.algorithm.compares_groups
     if compared and metrics.get("groups_without_signal") == 1.0:
         run.say_once(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from")
+    if missing := metrics.get("groups_missing"):
+        run.say_once(f"step {step}: after algorithm.dynamic_sampling.max_rounds, {missing:.0f} groups with a signal are missing")
     if check is not None and (step == 0 or run.due(settings.validate_every, step, total_steps)):
         with run.nothing_lost(f"validation after step {step}", step, trainer, metrics):
             groups, validated = check(step=step)
@@ -150,25 +175,70 @@ def sample(
 ) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
     """Scored groups of the prompts, in their order, and what they come to. `baseline`: each group is scored with a
     greedy sample besides. `learn`: running means take the values in."""
+    groups, spent, waited = draw(engine, rewards, prompts, n, sampling, baseline, learn=learn)
+    return groups, measured(groups, rewards, spent, waited)
+
+
+def sample_until_full(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], stream: RowStream, wanted: int, recipe: RLRecipe,
+    step: int,
+) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
+    """Groups of the stream's next prompts, in their order, until so many have a signal or the rounds are over.
+
+    A further round asks as many prompts as are likely to do, by the share of groups with a signal so far: never more than a step
+    wants, and no fewer than a quarter of that, or one failed reward would be a large share of its round.
+    """
+    assert recipe.algorithm.dynamic_sampling is not None
+    asked: list[EncodedPrompt] = []
+    groups: list[ScoredGroup] = []
+    spent = waited = 0.0
+    rounds = full = 0
+    means = rewards.state()
+    while full < wanted and rounds < recipe.algorithm.dynamic_sampling.max_rounds:
+        likely = math.ceil((wanted - full) * (len(groups) + 1) / (full + 1))
+        count = wanted if not groups else min(wanted, max(likely, math.ceil(wanted / 4)))
+        asked += [prompts[row] for row in stream.ahead(len(asked), count)]
+        try:
+            more, a_round_s, waited_s = draw(engine, rewards, distinct(asked)[-count:], recipe.rollout.n, sampling_of(recipe, step))
+        except TrainingStopped:
+            rewards.load_state(means)  # the step is not done, so its first rounds have left no trace
+            raise
+        groups, spent, waited, rounds = groups + more, spent + a_round_s, waited + waited_s, rounds + 1
+        full = sum(map(has_signal, groups))
+    stream.taken += len(asked)
+    metrics = measured(groups, rewards, spent, waited)
+    return groups, metrics | {"rounds": float(rounds), "groups": float(len(groups)), "groups_missing": float(max(0, wanted - full))}
+
+
+def draw(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling,
+    baseline: bool = False, *, learn: bool = True,
+) -> tuple[list[ScoredGroup], float, float]:  # fmt: skip
+    """Scored groups of the prompts, in their order; the seconds it took, and those of them that only scoring took."""
     began = time.perf_counter()
     sampled = (sample_groups_and_greedy if baseline else sample_groups)(engine, prompts, n, sampling)
     scored = rewards.collect(sampled, expected=len(prompts) * (n + baseline), learn=learn)
-    spent = time.perf_counter() - began
     by_id = {group.group.prompt.id: baseline_apart(group) if baseline else group for group in scored}
-    groups = [by_id[encoded.prompt.id] for encoded in prompts]
+    return [by_id[encoded.prompt.id] for encoded in prompts], time.perf_counter() - began, rewards.waited_s
+
+
+def measured(groups: Sequence[ScoredGroup], rewards: RewardRunner, spent: float, waited: float) -> dict[str, float]:
+    """What sampled groups come to."""
     metrics = reward_metrics(groups) | rewards.counts() | length_metrics(groups)
     if greedy := [group.baseline.value for group in groups if group.baseline is not None and group.baseline.value is not None]:
         metrics["baseline_reward"] = sum(greedy) / len(greedy)
-    metrics |= {"time/sample_s": spent - rewards.waited_s, "time/score_s": rewards.waited_s}
+    metrics |= {"time/sample_s": spent - waited, "time/score_s": waited}
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
-    return groups, metrics
+    return metrics
 
 
 def learn(
     trainer: Trainer, reference: Reference | None, groups: Sequence[ScoredGroup], recipe: RLRecipe, step: int, lr: float,
-    penalty: KLPenalty | None = None,
+    penalty: KLPenalty | None = None, critic_lr: float = 0.0,
 ) -> dict[str, float]:  # fmt: skip
     """All updates of a step; returns their metrics, averaged."""
+    critic = trainer.beside.get("critic")
+    frozen = recipe.critic is not None and step <= recipe.critic.warmup_steps
     model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
     budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
     began = time.perf_counter()
@@ -182,24 +252,55 @@ def learn(
         assert reference is not None
         return reference.logprobs(batch, temperature)
 
+    @torch.no_grad()
+    def values(batch: Batch) -> torch.Tensor:
+        assert critic is not None
+        critic.policy.model.eval()
+        return target_values(critic.policy.model, batch)
+
     learnt = [experiences(group, recipe.algorithm) for group in groups]
-    if recipe.algorithm.old_logprobs == "recomputed" and (recipe.train.updates_per_step > 1 or penalty is not None):
-        learnt = with_logprobs(learnt, "old_logprobs", own_logprobs, budget=budget, device=device)
-    if reference is not None:
-        learnt = with_logprobs(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
+    ratios = recipe.train.updates_per_step > 1 and not frozen
+    if recipe.algorithm.old_logprobs == "recomputed" and (ratios or penalty is not None):
+        learnt = with_predictions(learnt, "old_logprobs", own_logprobs, budget=budget, device=device)
+    if reference is not None and (penalty is not None or not frozen):
+        learnt = with_predictions(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
+    if critic is not None:
+        learnt = with_predictions(learnt, "values", values, budget=budget, device=device)
     baselines = [group.baseline.value for group in groups if group.baseline is not None]
     learnt, charged = with_advantages(learnt, recipe.algorithm, baselines=baselines, penalty=penalty)
     prepared = time.perf_counter()
 
-    results = []
+    results, critic_results = [], []
     for samples in updates(learnt, recipe.train, recipe.algorithm, horizon=horizon, seed=recipe.seed, step=step):
-        loss = policy_loss(model, samples, recipe.algorithm, temperature)
-        results.append(trainer.update(micro_batches(samples, budget, device), loss, lr))
-    metrics = charged | {name: sum(result[name] for result in results) / len(results) for name in (results[0] if results else ())}
+        batches = micro_batches(samples, budget, device)
+        if critic is not None:
+            critic_results.append(update_critic(critic, samples, batches, recipe, critic_lr))
+        if not frozen:
+            results.append(trainer.update(batches, policy_loss(model, samples, recipe.algorithm, temperature), lr))
+    metrics = charged | averaged(results)
+    if critic is not None:
+        metrics |= averaged(critic_results) | value_metrics([experience for group in learnt for experience in group])
     # Sampler and trainer share their weights only until the first update.
     metrics |= {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
     metrics |= {"updates": float(trainer.updates), "skipped_steps": float(trainer.skipped_steps)}
     return metrics | {"time/logprobs_s": prepared - began, "time/update_s": time.perf_counter() - prepared}
+
+
+def update_critic(
+    critic: Trainer, samples: Sequence[Experience], batches: Sequence[Batch], recipe: RLRecipe, lr: float
+) -> dict[str, float]:
+    """One update of the critic; its metrics, under `critic/`."""
+    assert recipe.critic is not None
+    try:
+        told = critic.update(batches, value_loss(critic.policy.model, samples, clip=recipe.critic.clip), lr)
+    except TrainingStopped as error:
+        raise TrainingStopped(f"the critic's {error} (Its settings are critic.optim and critic.dtype.)") from None
+    return {f"critic/{name}": value for name, value in told.items() if not name.startswith("time/")}
+
+
+def averaged(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Over a step's updates."""
+    return {name: sum(result[name] for result in results) / len(results) for name in (results[0] if results else ())}
 
 
 def validate(
@@ -228,15 +329,20 @@ def sampling_of(recipe: RLRecipe, step: int, *, validation: bool = False) -> Sam
     )
 
 
-def require_room(policy: Policy, prompts: Sequence[EncodedPrompt], max_new_tokens: int) -> None:
+def require_room(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], max_new_tokens: int, who: str = "the model") -> None:
     """The engine would say so too, but not before the step that asks the longest prompt."""
-    context = getattr(policy.model.config, "max_position_embeddings", None)
+    context = getattr(model.config, "max_position_embeddings", None)
     longest = max(prompts, key=lambda encoded: len(encoded.tokens), default=None)
     if context is not None and longest is not None and len(longest.tokens) + max_new_tokens > context:
         raise RecipeError(
             f"prompt {longest.prompt.id}: {len(longest.tokens):,} tokens and up to {max_new_tokens:,} new ones are more than the "
-            f"{context:,} that the model takes. Lower max_new_tokens, or leave out longer prompts with data.max_prompt_tokens."
+            f"{context:,} that {who} takes. Lower max_new_tokens, or leave out longer prompts with data.max_prompt_tokens."
         )
+
+
+def _inputs(recipe: RLRecipe) -> dict[str, str]:
+    """What the result depends on besides the policy and its data."""
+    return {} if recipe.critic is None or recipe.critic.path is None else {"the critic": sketch(Path(recipe.critic.path))}
 
 
 def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLData) -> list[EncodedPrompt]:

@@ -14,9 +14,17 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def attach_lora(model: PreTrainedModel, lora: Lora, seed: int, *, head: str | None = None) -> "PeftModel":
+def attach_lora(
+    model: PreTrainedModel,
+    lora: Lora,
+    seed: int,
+    *,
+    section: str = "model.lora",
+    head: str | None = None,
+    train_head: bool = True,
+) -> "PeftModel":
     """Put adapters into the model's layers, in place; the model's own weights are frozen. `head`: the name of a layer behind the
-    decoder that is trained whole."""
+    decoder, which is trained whole or (`train_head` false) left as it is."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
@@ -28,13 +36,14 @@ def attach_lora(model: PreTrainedModel, lora: Lora, seed: int, *, head: str | No
         lora_alpha=lora.alpha,  # pyright: ignore (peft's annotation says int; it takes floats)
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
-        modules_to_save=None if head is None else [head],
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS" if train_head else None,
+        modules_to_save=None if head is None or not train_head else [head],
+        exclude_modules=None if train_head else head,
     )
     try:
         peft = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, re.error) as error:
-        raise RecipeError(f"model.lora.targets: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"{section}.targets: {str(error).splitlines()[0]}") from None
     if head is not None:
         return peft  # pyright: ignore
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()

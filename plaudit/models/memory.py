@@ -6,6 +6,7 @@
                   with gradient checkpointing             T · (4 L · h + b · one layer's share), the residual stream being in fp32
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
+    critic        as the policy, without logits; its updates and the policy's take turns, so only the larger one's work counts
     reward model  P · b; while it scores, a scalar one    T · b · (6 h + 2 k + 3 f), T tokens of a pass; one that writes: a cache
 
 A step samples, then scores with the models that are offloaded, one at a time, then trains. Each phase needs its own sum.
@@ -58,6 +59,8 @@ class MemoryPlan:
 def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False) -> MemoryPlan:
     """`scalar`: with a head for scores instead of one for tokens."""
     config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    if scalar:
+        config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=recipe.trust_remote_code)

@@ -110,7 +110,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """With all of its weights, from safetensors, as one of transformers' auto classes makes it; on the CPU.
 
-    `new`: weights that it may lack, which whoever calls gives a start. `config`: settings that replace its own."""
+    `new`: how the names of weights begin that it may lack; whoever calls gives them a start. `config`: settings that replace its
+    own."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
         with ONE_AT_A_TIME, _unreported(bool(new)):
@@ -128,7 +129,8 @@ def load_pretrained(
         reason = redact(" ".join(str(error).split()))[:300]
         raise RecipeError(f"no model could be loaded from {path} (safetensors only, never pickled weights): {reason}") from None
     # transformers would go on with new random weights in their place.
-    lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])} - {*new})
+    lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    lacking = [name for name in lacking if not name.startswith(tuple(new))]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")

@@ -15,16 +15,28 @@ from plaudit.recipe.preference import (
     RewardModelRecipe,
 )
 from plaudit.recipe.rewards import RewardSettings, ScoreRecipe, View
-from plaudit.recipe.rl import Algorithm, Importance, KLReward, RLData, RLOptim, RLRecipe, RLTrain, Rollout, Validation
+from plaudit.recipe.rl import (
+    Algorithm,
+    Critic,
+    DynamicSampling,
+    Importance,
+    KLReward,
+    RLData,
+    RLOptim,
+    RLRecipe,
+    RLTrain,
+    Rollout,
+    Validation,
+)
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
 from plaudit.recipe.shared import Lora, Model, Optim, Run
 
 __all__ = [
-    "STAGES", "Algorithm", "Audit", "DPOLoss", "DPORecipe", "Importance", "KLReward", "Lora", "Model", "Optim", "PairData",
-    "PairTrain", "PreferenceRecipe", "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardModelData", "RewardModelLoss",
-    "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "Rollout", "Run", "SFTData", "SFTRecipe", "SFTTrain",
-    "ScoreRecipe", "Section", "TrainingRecipe", "Validation", "View",
+    "STAGES", "Algorithm", "Audit", "Critic", "DPOLoss", "DPORecipe", "DynamicSampling", "Importance", "KLReward", "Lora", "Model",
+    "Optim", "PairData", "PairTrain", "PreferenceRecipe", "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardModelData",
+    "RewardModelLoss", "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "Rollout", "Run", "SFTData", "SFTRecipe",
+    "SFTTrain", "ScoreRecipe", "Section", "TrainingRecipe", "Validation", "View",
 ]  # fmt: skip
 
 PreferenceRecipe = DPORecipe | RewardModelRecipe

@@ -17,7 +17,7 @@ from pydantic import (
 from plaudit.recipe.audit import Audit
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
-from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
+from plaudit.recipe.shared import HARMLESS, ROUNDING, Lora, Model, Optim, Run
 
 
 class RLData(Section):
@@ -116,15 +116,23 @@ class Importance(Section):
         return self
 
 
+class DynamicSampling(Section):
+    max_rounds: PositiveInt = 5
+    """Rounds of sampling a step may take, the first one too. Behind the last it goes on with the groups it has."""
+
+
 class Algorithm(Section):
-    kind: Literal["grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax"] = "grpo"
+    kind: Literal["grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax", "ppo"] = "grpo"
     """How rewards become advantages. grpo: a sample against the mean of its group; rloo: against the mean of the others; gdpo: as
     grpo for each reward by itself, then whitened over the step; reinforce++: whitened over all tokens of the step; -baseline: the
-    group's mean taken off before; remax: against a greedy sample, which is drawn besides."""
+    group's mean taken off before; remax: against a greedy sample, which is drawn besides; ppo: each token against what a critic
+    expected, whitened over the step."""
     divide_by_std: bool = True
     """With grpo: divide them by the group's standard deviation (Dr.GRPO: false)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """With reinforce++: what a reward one token later counts less."""
+    """With reinforce++ and ppo: what a reward one token later counts less."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """With ppo: 1 trusts what was paid, 0 what the critic expects of the next token."""
     loss: Literal["clipped", "gspo", "cispo", "policy_gradient"] = "clipped"
     """clipped: PPO's ratio, clipped; gspo: the same with one ratio per response; cispo: log π weighted by the clipped ratio;
     policy_gradient: log π, no ratio."""
@@ -151,6 +159,9 @@ class Algorithm(Section):
     importance: Importance | None = None
     """Weight losses by π_old / sampler, for a sampler whose log-probs are not the trainer's (metric: mismatch)."""
 
+    dynamic_sampling: DynamicSampling | None = None
+    """Leave out groups whose rewards are all equal, and sample further prompts until prompts_per_step have a signal (DAPO)."""
+
     @property
     def needs_reference(self) -> bool:
         return bool(self.kl_coefficient) or self.kl_reward is not None
@@ -158,7 +169,7 @@ class Algorithm(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether a sample is worth what it is worth beside the others of its prompt."""
-        return self.kind not in ("reinforce++", "remax")
+        return self.kind not in ("reinforce++", "remax", "ppo")
 
     @model_validator(mode="after")
     def _settings_mean_something(self) -> "Algorithm":
@@ -173,10 +184,16 @@ class Algorithm(Section):
             raise ValueError(
                 "importance corrects for the sampler's log-probs not being the trainer's: take old_logprobs recomputed"
             )
-        if not self.divide_by_std and self.kind in ("gdpo", "reinforce++", "reinforce++-baseline"):
+        if not self.divide_by_std and self.kind in ("gdpo", "reinforce++", "reinforce++-baseline", "ppo"):
             raise ValueError(f"divide_by_std false is for grpo; {self.kind} always divides: by the deviation over the step")
-        if self.discount != 1.0 and self.kind != "reinforce++":
-            raise ValueError(f"discount is for reinforce++; {self.kind} pays the whole response: leave it out")
+        if self.dynamic_sampling is not None and not self.compares_groups:
+            raise ValueError(
+                f"dynamic_sampling looks for groups whose rewards differ, and {self.kind} compares no groups: leave it out"
+            )
+        if self.discount != 1.0 and self.kind not in ("reinforce++", "ppo"):
+            raise ValueError(f"discount is for reinforce++ and ppo; {self.kind} pays the whole response: leave it out")
+        if self.gae_lambda != 1.0 and self.kind != "ppo":
+            raise ValueError(f"gae_lambda is for ppo, which has a critic; {self.kind} has none: leave it out")
         return self
 
 
@@ -212,6 +229,43 @@ class RLOptim(Optim):
     """Shape after the warm-up. wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
 
 
+class CriticOptim(RLOptim):
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate of AdamW."""
+
+
+class Critic(Section):
+    path: str | None = None
+    """A causal model, which gets a new value head, or a sequence classifier with one label (a reward model, a saved critic), whose
+    head is used. It reads the policy's tokens. Default: model.path."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """As model.dtype; the value head is always in fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: much less memory for about a third more time."""
+    lora: Lora | None = None
+    """Train a low-rank update and the value head instead of all weights."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you have read that code."""
+    warmup_steps: NonNegativeInt = 0
+    """So many first steps train the critic alone: the policy is sampled and stays as it is. Its schedule goes on meanwhile."""
+    clip: PositiveFloat | None = 0.5
+    """How far a value may move away from what it was as the step began before it stops counting; null for no bound."""
+    optim: CriticOptim = CriticOptim()
+    """How it moves."""
+
+    @model_validator(mode="after")
+    def _saved_whole(self) -> "Critic":
+        if self.lora is not None and not self.lora.merge_on_save:
+            raise ValueError("critic.lora.merge_on_save is false, but a critic is saved whole, with its head: leave it out")
+        return self
+
+    def model(self, policy: Model) -> Model:
+        """What it is made of, in the words that describe a model."""
+        own = {name: getattr(self, name) for name in ("dtype", "gradient_checkpointing", "lora", "trust_remote_code")}
+        trusted = self.trust_remote_code or (self.path is None and policy.trust_remote_code)
+        return Model(path=self.path or policy.path, **{**own, "trust_remote_code": trusted})
+
+
 INSIDE = ("", "scorer.", "rule.", "judge.")
 """Where a reward has its model: itself, or in a reward that it is made of."""
 HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "start_timeout_s", "program", "limits.*", "prompt_price", "answer_price")
@@ -238,6 +292,8 @@ class RLRecipe(Section):
     """What an audit of the rewards must show; `require` an audit that passed before training begins."""
     algorithm: Algorithm = Algorithm()
     """How rewards become a loss."""
+    critic: Critic | None = None
+    """With ppo: the model that says what can be expected, learnt beside the policy. {} for one that starts as the policy does."""
     train: RLTrain = RLTrain()
     """How much at a time."""
     optim: RLOptim = RLOptim()
@@ -251,6 +307,14 @@ class RLRecipe(Section):
             raise ValueError(
                 f"rollout.n is 1, but {self.algorithm.kind} compares the samples of a group with each other: take 2 or more"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_of_ppo(self) -> "RLRecipe":
+        if self.critic is None and self.algorithm.kind == "ppo":
+            raise ValueError("algorithm.kind is ppo, which needs a critic: give the section, critic: {} for one like the policy")
+        if self.critic is not None and self.algorithm.kind != "ppo":
+            raise ValueError(f"a critic is for ppo, and algorithm.kind is {self.algorithm.kind}: take ppo, or leave critic out")
         return self
 
     @model_validator(mode="after")
@@ -269,7 +333,7 @@ class RLRecipe(Section):
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
-        *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences",
+        *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences", "critic.gradient_checkpointing",
         "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 A sample's reward is paid at its last token, and KL (if it is in the reward) at every token. Some kinds compare a sample with its
 group alone, some whiten over the whole step, so all groups of a step come together. Dropped samples are not among them.
+With a critic (ppo), a token is compared with what the critic expected, which learns what it should have expected: the returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plaudit.objectives.advantages import grpo, returns_to_go, rloo, whiten
+from plaudit.objectives.advantages import gae, grpo, returns_to_go, rloo, whiten
 from plaudit.objectives.aggregate import spread
 from plaudit.recipe import Algorithm
 from plaudit.train.kl_penalty import KLPenalty
@@ -35,17 +36,36 @@ def with_advantages(
     rewards = [np.where(np.arange(e.num_targets) == e.num_targets - 1, e.reward, 0.0) for e in flat]
     if charged is not None:
         rewards = [reward - cost for reward, cost in zip(rewards, charged, strict=True)]
-    sizes = [len(group) for group in groups]
-    advantages = token_advantages(list(map(torch.from_numpy, rewards)), sizes, algorithm, baselines)
+    paid = list(map(torch.from_numpy, rewards))
+    if algorithm.kind == "ppo":
+        values = [torch.from_numpy(e.values.astype(np.float64)) for e in flat if e.values is not None]
+        advantages, returns = critic_advantages(paid, values, algorithm)
+        flat = [replace(e, returns=R.numpy()) for e, R in zip(flat, returns, strict=True)]
+    else:
+        advantages = token_advantages(paid, [len(group) for group in groups], algorithm, baselines)
     filled = iter([replace(e, advantages=A.numpy()) for e, A in zip(flat, advantages, strict=True)])
     return [[next(filled) for _ in group] for group in groups], metrics
+
+
+def critic_advantages(
+    rewards: Sequence[Tensor], values: Sequence[Tensor], algorithm: Algorithm
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Whitened advantages and returns of each sample, given the rewards and the critic's values of its tokens."""
+    assert len(values) == len(rewards), "a value for every token"
+    lengths_S = torch.tensor([len(reward) for reward in rewards])
+    rewards_ST, values_ST = (torch.nn.utils.rnn.pad_sequence(list(some), batch_first=True) for some in (rewards, values))
+    mask_ST = torch.arange(rewards_ST.shape[1]) < lengths_S[:, None]
+    A_ST, returns_ST = gae(rewards_ST, values_ST, mask_ST, gamma=algorithm.discount, lam=algorithm.gae_lambda)
+    A_N = whiten(A_ST[mask_ST], torch.ones(int(lengths_S.sum()), dtype=torch.bool))
+    return A_N.split(lengths_S.tolist()), returns_ST[mask_ST].split(lengths_S.tolist())
 
 
 def token_advantages(
     rewards: Sequence[Tensor], sizes: Sequence[int], algorithm: Algorithm, baselines: Sequence[float | None] = ()
 ) -> tuple[Tensor, ...]:
-    """Of each sample, given the rewards of its tokens. The samples of a group stand together; `sizes` says how many each
-    of the P prompts has."""
+    """Of each sample, given the rewards of its tokens, without a critic. The samples of a group stand together; `sizes` says how
+    many each of the P prompts has."""
+    assert algorithm.kind != "ppo"
     lengths_S = torch.tensor([len(reward) for reward in rewards])
     total_S = torch.stack([reward.sum() for reward in rewards])
     sizes_P = torch.tensor(sizes)

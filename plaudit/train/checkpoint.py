@@ -3,6 +3,7 @@
     checkpoints/step_000040/
       model/                  the model in Hugging Face format: load it, serve it, start the next stage from it
       trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name, a few gigabytes a file
+      critic/, critic_trainer/                  the same of a critic that learns beside the policy
       state.json              steps and updates done, updates skipped, best validation so far
       manifest.json           every file and its size: a checkpoint that does not match was cut short
 
@@ -40,26 +41,41 @@ class Checkpoint:
         return self.state["step"]
 
     def load_into(self, trainer: Trainer) -> None:
-        trainer.load_state(self.state, map(load_file, sorted((self.folder / "trainer").glob("*.safetensors"))))
+        for one, state, _, folder in _trainers(trainer, self.state):
+            one.load_state(state, map(load_file, sorted((self.folder / folder).glob("*.safetensors"))))
+
+
+def _trainers(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[Trainer, dict[str, Any], str, str]]:
+    """It and those beside it: each with its part of the state, and its two folders."""
+    yield trainer, state, "model", "trainer"
+    for name, other in trainer.beside.items():
+        yield other, state.setdefault(name, {}), name, f"{name}_trainer"
 
 
 def save_checkpoint(root: Path, step: int, trainer: Trainer, **notes: Any) -> Checkpoint:
     """Write a checkpoint of the trainer as it stands after `step`; `notes` go into its state."""
-    counts, tensors = trainer.state()
-    state = {"step": step, **counts, **notes}
+    state: dict[str, Any] = {"step": step, **notes}
     final = root / f"step_{step:06d}"
     with clear_write_errors(final, root):
         root.mkdir(parents=True, exist_ok=True)
-        _require_space(final, [*tensors.values(), *trainer.policy.model.parameters()])
+        tensors = [t for one, *_ in _trainers(trainer, {}) for t in (*one.state()[1].values(), *one.policy.model.parameters())]
+        _require_space(final, tensors)
         with folder_written_aside(final) as folder:
-            trainer.policy.save(folder / "model")
-            (folder / "trainer").mkdir()
-            for number, part in enumerate(_parts(tensors, FILE_BYTES)):
-                save_file({name: t.contiguous() for name, t in part.items()}, folder / f"trainer/{number:05d}.safetensors")
+            for one, counts, model, name in _trainers(trainer, state):
+                one.policy.save(folder / model)
+                _save_trainer(one, counts, folder / name)
             (folder / "state.json").write_text(json.dumps(state, indent=1))
             files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
             (folder / "manifest.json").write_text(json.dumps(files, indent=1))
     return Checkpoint(final, state)
+
+
+def _save_trainer(trainer: Trainer, counts: dict[str, Any], folder: Path) -> None:
+    counted, tensors = trainer.state()
+    counts |= counted
+    folder.mkdir()
+    for number, part in enumerate(_parts(tensors, FILE_BYTES)):
+        save_file({name: t.contiguous() for name, t in part.items()}, folder / f"{number:05d}.safetensors")
 
 
 def _parts(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:

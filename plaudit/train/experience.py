@@ -37,21 +37,21 @@ def baseline_apart(group: ScoredGroup) -> ScoredGroup:
     return ScoredGroup(samples, tuple(scores), by_reward, baseline)
 
 
-def with_logprobs(
+def with_predictions(
     groups: Sequence[Sequence[Experience]],
-    whose: Literal["old_logprobs", "ref_logprobs"],
-    logprobs: Callable[[Batch], Tensor],
+    which: Literal["old_logprobs", "ref_logprobs", "values"],
+    predict: Callable[[Batch], Tensor],
     *,
     budget: int,
     device: torch.device,
 ) -> list[list[Experience]]:
-    """The same groups, each sample with the log-probs that a model gives its tokens."""
+    """The same groups, each sample with what a model says of its tokens: their log-probs, or values."""
     flat = [experience for group in groups for experience in group]
     computed: dict[int, np.ndarray] = {}
     for members in split_by_tokens([len(e) for e in flat], budget):
-        values = logprobs(pack([flat[i] for i in members], device)).float().cpu()
-        computed |= dict(zip(members, map(Tensor.numpy, values.split([flat[i].num_targets for i in members])), strict=True))
-    filled = iter([replace(experience, **{whose: computed[i]}) for i, experience in enumerate(flat)])
+        numbers = predict(pack([flat[i] for i in members], device)).float().cpu()
+        computed |= dict(zip(members, map(Tensor.numpy, numbers.split([flat[i].num_targets for i in members])), strict=True))
+    filled = iter([replace(experience, **{which: computed[i]}) for i, experience in enumerate(flat)])
     return [[next(filled) for _ in group] for group in groups]
 
 

@@ -2,13 +2,15 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from plaudit.errors import TrainingStopped
-from plaudit.models.policy import Policy
 from plaudit.recipe import Optim
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
@@ -27,15 +29,32 @@ def compute_repeatably(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore (a debugging aid that costs time)
 
 
+class Trained(Protocol):
+    """A policy, or a critic: a model on its device, that can be saved."""
+
+    model: PreTrainedModel
+
+    @property
+    def device(self) -> torch.device: ...
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def save(self, folder: Path) -> None: ...
+
+
 class Trainer:
     """A policy with its optimiser. `updates` counts those done; everything random in one is keyed by its number."""
 
-    def __init__(self, policy: Policy, optim: Optim, *, seed: int, max_skipped_steps: int):
+    def __init__(self, policy: Trained, optim: Optim, *, seed: int, max_skipped_steps: int):
         self.policy = policy
+        self.beside: dict[str, Trainer] = {}
+        """Models that learn beside the policy (a critic), by name. Saved, resumed and finished with it."""
         self.optimiser = Optimiser(policy.trainable(), optim)
         self.seed, self.max_skipped_steps = seed, max_skipped_steps
         self.updates = 0
         self.skipped_steps = 0
+
+    def like_it(self, other: Trained, optim: Optim) -> "Trainer":
+        """One for another model, with the same seed and patience."""
+        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps)
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
         """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went."""

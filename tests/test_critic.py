@@ -1,0 +1,539 @@
+"""PPO's critic: its loss, its values, what it learns, and that it is saved, resumed and checked like the policy."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Stopped, prompt_rows, rl_recipe, stop_before, train_rl, write_jsonl, write_recipe
+from safetensors.torch import load_file, save_file
+from test_local_models import make_classifier
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from plaudit.config import load
+from plaudit.data.pack import micro_batches, pack
+from plaudit.data.templates import template_of
+from plaudit.doctor.memory import plan_devices
+from plaudit.errors import PlauditError, RecipeError, TrainingStopped
+from plaudit.loops import rl
+from plaudit.models import attention
+from plaudit.models.critic import load_critic, target_values
+from plaudit.models.scalar import load_scalar
+from plaudit.objectives.advantages import gae
+from plaudit.objectives.value import clipped_value, explained_variance
+from plaudit.recipe import Algorithm, Critic, KLReward, Lora, Model
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.recipe.rl import CriticOptim
+from plaudit.train.advantages import critic_advantages, with_advantages
+from plaudit.train.experience import updates
+from plaudit.train.kl_penalty import KLPenalty
+from plaudit.train.trainer import Trainer
+from plaudit.train.value_loss import value_loss, value_metrics
+from plaudit.types import Experience
+
+CPU = torch.device("cpu")
+SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_file(tmp_path_factory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("prompts"))
+        yield write_jsonl(Path("prompts.jsonl"), prompt_rows())
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, prompts_file, reward_file):
+    """Writes a PPO recipe whose run folder has its name."""
+
+    def write(name: str = "run", reward: Path | dict = reward_file, **sections) -> Path:
+        settings = {"algorithm": {"kind": "ppo"}, "critic": {"optim": {"lr": 1e-3}}, "train": SEVERAL_UPDATES} | sections
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / name, reward, **settings)
+        return write_recipe(tmp_path / f"{name}.yaml", {key: value for key, value in tree.items() if value is not None})
+
+    return write
+
+
+def metrics_of(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def critic_of(path: Path, **settings):
+    model = Model(path=str(path), dtype="float32", **settings)
+    return load_critic(model, template_of(Model(path=str(path))), CPU)
+
+
+def experience(chance: np.random.RandomState, prompt: int, response: int, **more) -> Experience:
+    return Experience(
+        tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
+        loss_mask=np.arange(prompt + response) >= prompt,
+        advantages=np.zeros(response),
+        sampler_logprobs=np.zeros(response),
+        **more,
+    )
+
+
+def samples_by_hand() -> list[Experience]:
+    chance = np.random.RandomState(0)
+    return [
+        experience(chance, prompt, response, values=chance.normal(0, 0.3, response), returns=chance.normal(0, 1, response))
+        for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4))
+    ]
+
+
+# By hand --------------------------------------------------------------------------------------------------------------
+
+
+def test_gae_of_three_tokens():
+    """Reward 1 at the last; V = 0.5, 0.25, 0.75; γ = 0.9, λ = 0.5.
+    δ = 0.9·0.25 − 0.5, 0.9·0.75 − 0.25, 1 − 0.75 = −0.275, 0.425, 0.25; A_2 = 0.425 + 0.45·0.25, A_1 = −0.275 + 0.45·A_2."""
+    rewards, values = tensor(0, 0, 1)[None], tensor(0.5, 0.25, 0.75)[None]
+    A, R = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), gamma=0.9, lam=0.5)
+    expected = tensor(-0.275 + 0.45 * 0.5375, 0.5375, 0.25)
+    torch.testing.assert_close(A[0], expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(R[0], expected + values[0], rtol=0, atol=1e-15)
+
+
+def test_advantages_of_a_step_are_whitened_gae_and_returns_are_not():
+    rewards, values = [tensor(0, 0, 1), tensor(2)], [tensor(0.5, 0.25, 0.75), tensor(1)]
+    A, R = critic_advantages(rewards, values, Algorithm(kind="ppo"))
+    # γ = λ = 1: what was paid less what was expected; the return is what was paid.
+    raw = np.array([0.5, 0.75, 0.25, 1.0])
+    np.testing.assert_allclose(np.concatenate(A), (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-12)
+    assert [r.tolist() for r in R] == [[1, 1, 1], [2]]
+
+
+def test_kl_in_the_reward_is_part_of_what_the_critic_learns():
+    """log π_old − log ref is 1 and 2, β = 0.1: of the first token −0.1 − 0.2 + 5 is to come, of the second −0.2 + 5."""
+    one = experience(np.random.RandomState(0), 2, 2, reward=5.0, values=np.zeros(2, dtype=np.float32))
+    one = replace(one, old_logprobs=np.array([-1.0, -1.0]), ref_logprobs=np.array([-2.0, -3.0]))
+    penalty = KLPenalty(KLReward(coefficient=0.1))
+    [[found]], _ = with_advantages([[one]], Algorithm(kind="ppo"), penalty=penalty)
+    assert found.returns is not None
+    np.testing.assert_allclose(found.returns, [4.7, 4.8])
+
+
+def test_value_loss_by_hand():
+    """R = 1, V_old = 0, ε = 0.5. V = 0.8 is nearer than the bound lets it: (0.5 − 1)² counts, without gradient. V = −0.2 lies
+    within it: 1.44. V = −0.7 is further off than its bound of −0.5: 2.89, not 2.25."""
+    V = tensor(0.8, -0.2, -0.7).requires_grad_()
+    token = clipped_value(V, torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), clip=0.5)
+    torch.testing.assert_close(token.loss_N.detach(), tensor(0.125, 0.72, 1.445), rtol=0, atol=1e-15)
+    assert token.clipped_N.tolist() == [True, False, False]
+    [gradient] = torch.autograd.grad(token.loss_N.sum(), V)
+    torch.testing.assert_close(gradient, tensor(0.0, -1.2, -1.7), rtol=0, atol=1e-15)
+    plain = clipped_value(V, torch.zeros_like(V), torch.ones_like(V), clip=None)
+    torch.testing.assert_close(plain.loss_N.detach(), tensor(0.02, 0.72, 1.445), rtol=0, atol=1e-15)
+    assert not plain.clipped_N.any()
+
+
+def test_value_loss_equals_verl():
+    reference = json.loads((Path(__file__).parent / "reference/verl_objectives.json").read_text())
+    inputs, expected = reference["inputs"], reference["losses"]["value clip=0.5 agg=token-mean"]
+    mask = torch.tensor(inputs["response_mask"]).bool()
+    V, old, R = (tensor(*np.array(inputs[name])[mask]) for name in ("value_predictions", "values", "value_returns"))
+    token = clipped_value(V, old, R, clip=0.5)
+    assert token.loss_N.mean().item() == pytest.approx(expected["loss"], abs=1e-9, rel=0)
+    assert token.clipped_N.double().mean().item() == pytest.approx(expected["clipfrac"], abs=1e-9, rel=0)
+    assert torch.autograd.gradcheck(lambda v: clipped_value(v, old, R, clip=0.5).loss_N, V.requires_grad_())
+
+
+def test_explained_variance_by_hand():
+    R = tensor(0, 2, 4)
+    assert explained_variance(R, R) == 1
+    assert explained_variance(R + 7, R) == 1, "a constant is no variance"
+    assert explained_variance(torch.zeros(3, dtype=torch.float64), R) == 0
+    assert explained_variance(tensor(0, 1, 2), R) == pytest.approx(0.75)
+    assert math.isnan(explained_variance(R, torch.ones(3, dtype=torch.float64)))
+
+
+# Values of a model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_value_knows_what_stands_before_its_token_and_no_more(tiny_model):
+    critic, samples = critic_of(tiny_model), samples_by_hand()
+    critic.model.eval()
+    with torch.no_grad():
+        packed = target_values(critic.model, pack(samples)).split([s.num_targets for s in samples])
+        critic.model.set_attn_implementation("eager")
+        for sample, values in zip(samples, packed, strict=True):
+            tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+            hidden = critic.model.get_decoder()(input_ids=tokens).last_hidden_state
+            at = np.flatnonzero(sample.loss_mask) - 1
+            torch.testing.assert_close(values, critic.model.score(hidden[0, at])[:, 0], rtol=0, atol=1e-5)  # pyright: ignore
+    critic.model.set_attn_implementation(attention.NAME)
+    first = replace(samples[1], tokens=np.concatenate([samples[1].tokens[:-1], [7]]).astype(np.int32))
+    with torch.no_grad():
+        assert torch.equal(target_values(critic.model, pack([first])), target_values(critic.model, pack([samples[1]])))
+
+
+def test_split_and_order_change_no_update(tiny_model):
+    critic, samples = critic_of(tiny_model), samples_by_hand()
+    critic.model.double()
+
+    def update(some: list[Experience], budget: int):
+        critic.model.zero_grad()
+        loss, total = value_loss(critic.model, some, clip=0.2), 0.0
+        for batch in micro_batches(some, budget):
+            share, _ = loss(batch)
+            share.backward()
+            total += share.item()
+        return total, {name: p.grad.clone() for name, p in critic.model.named_parameters() if p.grad is not None}
+
+    total, gradient = update(samples, 10_000)
+    for others, budget in ((samples, 1), (samples, 20), (samples[::-1], 10_000)):
+        again, of_it = update(others, budget)
+        assert again == pytest.approx(total, rel=1e-7)
+        for name, g in gradient.items():
+            assert (of_it[name] - g).norm() <= 1e-6 * g.norm(), name
+
+
+def test_a_reward_model_may_be_the_start(tiny_model, tmp_path):
+    folder = make_classifier(tiny_model, tmp_path / "rm")
+    critic = critic_of(folder)
+    assert torch.equal(critic.model.score.weight, weights_of(folder)["score.weight"])  # pyright: ignore
+    tokens = np.arange(3, 12, dtype=np.int32)
+    # Its score of a text is the value of a token behind it.
+    scored = load_scalar(RewardModel(path=str(folder), dtype="float32"), CPU).score([tokens.tolist()])
+    one = replace(experience(np.random.RandomState(0), 9, 1), tokens=np.append(tokens, 3).astype(np.int32))
+    critic.model.eval()
+    assert target_values(critic.model, pack([one])).item() == pytest.approx(scored[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_path, kind):
+    critic = critic_of(tiny_models[kind])
+    critic.save(tmp_path / "critic")
+    again = critic_of(tmp_path / "critic")
+    assert same(critic.model.state_dict(), again.model.state_dict())
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic").eval()
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 11, plain.config.pad_token_id]])
+    scores = plain(tokens, attention_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])).logits[:, 0]
+    critic.model.eval()
+    for row, score in zip(([5, 6, 7, 8], [9, 10, 11]), scores, strict=True):
+        one = experience(np.random.RandomState(0), len(row), 1)
+        one = replace(one, tokens=np.array([*row, 3], dtype=np.int32))
+        assert target_values(critic.model, pack([one])).item() == pytest.approx(score.item(), abs=1e-5)
+
+
+def test_a_new_head_is_the_seeds(tiny_model):
+    model, template = Model(path=str(tiny_model)), template_of(Model(path=str(tiny_model)))
+    one, again, other = (load_critic(model, template, CPU, seed=seed).model.score.weight for seed in (0, 0, 1))  # pyright: ignore
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert one.std().item() == pytest.approx(0.02, rel=0.5)
+
+
+def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
+    model = Model(path=str(tiny_model), dtype="bfloat16")
+    critic = load_critic(model, template_of(model), CPU)
+    assert critic.model.score.weight.dtype == torch.float32  # pyright: ignore
+    assert critic.model.dtype == torch.bfloat16
+    assert target_values(critic.model, pack(samples_by_hand())).dtype == torch.float32
+
+
+def test_under_lora_adapters_and_head_learn_and_are_saved_merged(tiny_model, tmp_path):
+    critic = critic_of(tiny_model, lora=Lora(rank=2))
+    trained = {name for name, _ in critic.trainable()}
+    assert "score.weight" in trained
+    assert all("lora_" in name or name == "score.weight" for name in trained)
+    samples = samples_by_hand()
+    trainer = Trainer(critic, CriticOptim(lr=1e-2), seed=0, max_skipped_steps=0)
+    for _ in range(2):
+        trainer.update([pack(samples)], value_loss(critic.model, samples, clip=None), 1e-2)
+    critic.save(tmp_path / "critic")
+    again = critic_of(tmp_path / "critic")
+    for one in (critic, again):
+        one.model.eval()
+    with torch.no_grad():
+        before, after = (target_values(one.model, pack(samples)) for one in (critic, again))
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-5)
+
+
+# It learns ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
+    """The reward is a function of the prompt's first token; the responses are noise."""
+    chance = np.random.RandomState(0)
+    critic = critic_of(tiny_model)
+    trainer = Trainer(critic, CriticOptim(lr=2e-3), seed=0, max_skipped_steps=0)
+    explained = []
+    for _ in range(25):
+        samples = []
+        for i in range(16):
+            one = experience(chance, 3, 4, reward=float(i % 2))
+            samples.append(replace(one, tokens=np.concatenate([[10 + i % 2], one.tokens[1:]]).astype(np.int32)))
+        critic.model.eval()
+        with torch.no_grad():
+            values = target_values(critic.model, pack(samples)).split([4] * 16)
+        samples = [replace(s, values=v.numpy()) for s, v in zip(samples, values, strict=True)]
+        [samples], _ = with_advantages([samples], Algorithm(kind="ppo"))
+        explained.append(value_metrics(samples)["critic/explained_variance"])
+        trainer.update([pack(samples)], value_loss(critic.model, samples, clip=0.5), 2e-3)
+    assert explained[0] < 0.2
+    assert explained[-1] > 0.9
+
+
+# Through the whole loop -----------------------------------------------------------------------------------------------
+
+CRITIC_METRICS = {
+    f"critic/{name}"
+    for name in ("loss", "clip_fraction", "explained_variance", "lr", "grad_norm", "value", "return", "skipped_steps")
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"algorithm": {"kind": "ppo", "gae_lambda": 0.95, "discount": 0.99, "kl_reward": {"coefficient": 0.01}}},
+        {"model": {"lora": {"rank": 2}}, "algorithm": {"kind": "ppo", "kl_coefficient": 0.01}},
+        {"model": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 2}, "gradient_checkpointing": True, "clip": None}},
+        {"rollout": {"n": 1}, "model": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
+    ],
+    ids=["plain", "gae and kl", "lora policy", "lora critic", "bfloat16, n=1"],
+)
+def test_two_steps(tmp_path, recipe, tiny_model, settings):
+    model = train_rl(recipe(**settings))
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values()), row
+        assert row.keys() >= CRITIC_METRICS
+        assert row["grad_norm"] > 0
+        assert row["critic/grad_norm"] > 0
+    assert not same(weights_of(model), weights_of(tiny_model))
+    before, after = weights_of(tiny_model), weights_of(tmp_path / "run/critic")
+    assert any(not torch.equal(before[name], after[name]) for name in after.keys() & before.keys())
+    assert set(weights_of(tmp_path / "run/checkpoints/step_000002/critic")) == set(after)
+    critic_of(tmp_path / "run/critic")
+
+
+def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tmp_path):
+    """γ = λ = 1 and no KL: every token's return is the sample's reward, and A is the whitened rest."""
+    taken: list[list[Experience]] = []
+
+    def record(*arguments, **settings):
+        for samples in updates(*arguments, **settings):
+            taken.append(samples)
+            yield samples
+
+    monkeypatch.setattr(rl, "updates", record)
+    train_rl(recipe(train={"prompts_per_step": 3, "tokens_per_micro_batch": 256}, run={"max_steps": 1}))
+    [samples] = taken
+    raw = np.concatenate([sample.reward - sample.values for sample in samples])  # pyright: ignore
+    for sample in samples:
+        np.testing.assert_allclose(sample.returns, sample.reward, atol=1e-9)  # pyright: ignore
+    np.testing.assert_allclose(np.concatenate([s.advantages for s in samples]), (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)
+    [row] = metrics_of(tmp_path / "run")
+    returns = np.concatenate([s.returns for s in samples])  # pyright: ignore
+    assert row["critic/explained_variance"] == pytest.approx(1 - raw.var() / returns.var(), abs=1e-6)
+    # One update, so V is still V_old: the loss is half the mean square of the rest.
+    assert row["critic/loss"] == pytest.approx((raw**2).mean() / 2, rel=1e-4)
+    assert row["critic/clip_fraction"] == 0
+
+
+FAILS_ON_SOME = """
+def compute_score(solution_str):
+    if len(solution_str) % 3 == 0:
+        raise ValueError("of this length I cannot tell")
+    return len(solution_str)
+"""
+
+
+def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
+    (tmp_path / "reward.py").write_text(FAILS_ON_SOME)
+    seen = []
+    monkeypatch.setattr(rl, "value_metrics", lambda samples: seen.extend(samples) or value_metrics(samples))
+    reward = {"kind": "function", "path": str(tmp_path / "reward.py"), "workers": 1, "timeout_s": 60, "max_failure_rate": 1.0}
+    train_rl(recipe(reward=reward, run={"max_steps": 1}))
+    [row] = metrics_of(tmp_path / "run")
+    assert 0 < row["dropped"] < 16
+    assert len(seen) == 16 - row["dropped"]
+
+
+def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model):
+    """To the bit, sampling going on; the third step moves it."""
+    file = recipe(critic={"warmup_steps": 2, "optim": {"lr": 1e-3}}, algorithm={"kind": "ppo", "kl_coefficient": 0.1},
+                  run={"max_steps": 3, "save_every": 1, "keep_last": 5})  # fmt: skip
+    train_rl(file)
+    checkpoints = tmp_path / "run/checkpoints"
+    policies = [weights_of(checkpoints / f"step_{step:06d}/model") for step in (1, 2, 3)]
+    critics = [weights_of(checkpoints / f"step_{step:06d}/critic") for step in (1, 2, 3)]
+    assert same(policies[0], weights_of(tiny_model))
+    assert same(policies[1], policies[0])
+    assert not same(policies[2], policies[1])
+    assert not same(critics[1], critics[0])
+    rows = metrics_of(tmp_path / "run")
+    assert [row["updates"] for row in rows] == [0, 0, 2]
+    assert ["loss" in row for row in rows] == [False, False, True]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row.keys() >= CRITIC_METRICS for row in rows)
+    samples = [(tmp_path / f"run/samples/train_{step:06d}.parquet").read_bytes() for step in (1, 2)]
+    assert samples[0] != samples[1]
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup):
+    settings = {
+        "critic": {"warmup_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},
+        "algorithm": {"kind": "ppo", "gae_lambda": 0.9},
+        "run": {"max_steps": 4, "save_every": 1},
+    }
+    train_rl(recipe("reference", **settings))
+    file = recipe("stopped", **settings)
+    stop_before(monkeypatch, 4)  # in the second step: at its second update, the critic's
+    with pytest.raises(Stopped):
+        train_rl(file)
+    train_rl(file)
+    reference, stopped = tmp_path / "reference", tmp_path / "stopped"
+    assert metrics_of(stopped) == metrics_of(reference)
+    last = "checkpoints/step_000004"
+    for name in (
+        "model/model.safetensors", "critic/model.safetensors", f"{last}/state.json", f"{last}/trainer/00000.safetensors",
+        f"{last}/critic_trainer/00000.safetensors", f"{last}/critic/model.safetensors",
+    ):  # fmt: skip
+        assert (stopped / name).read_bytes() == (reference / name).read_bytes(), name
+    rates = [row["critic/lr"] for row in metrics_of(reference)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+    assert json.loads((reference / last / "state.json").read_text())["critic"] == {"updates": 8, "skipped_steps": 0}
+
+
+def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(recipe, monkeypatch):
+    monkeypatch.setattr(rl, "target_values", lambda model, batch: target_values(model, batch) * math.nan)
+    with pytest.raises(TrainingStopped, match=r"the critic's update 1: .* critic.optim and critic.dtype"):
+        train_rl(recipe(train={**SEVERAL_UPDATES, "max_skipped_steps": 0}))
+
+
+# What cannot be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"critic": None}, "ppo, which needs a critic: give the section"),
+        ({"algorithm": {"kind": "grpo"}}, "a critic is for ppo, and algorithm.kind is grpo"),
+        ({"algorithm": {"kind": "grpo", "gae_lambda": 0.9}, "critic": None}, "gae_lambda is for ppo"),
+        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "ppo always divides"),
+        ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Here it is algorithm.gae_lambda"),
+        ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is saved whole"),
+        ({"critic": {"clip": 0}}, "critic.clip"),
+        ({"critic": {"path": "nowhere/at/all"}}, "there is no such folder"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(recipe, sections, told):
+    file = recipe(**{name: value for name, value in sections.items() if value is not None})
+    tree = json.loads(file.read_text())
+    for name in [name for name, value in sections.items() if value is None]:
+        del tree[name]
+    with pytest.raises(PlauditError, match=told):
+        train_rl(write_recipe(file, tree))
+
+
+def test_models_that_are_no_critic_are_refused(recipe, tiny_model, tmp_path):
+    with pytest.raises(RecipeError, match="has 3 labels, and a critic has one"):
+        train_rl(recipe(critic={"path": str(make_classifier(tiny_model, tmp_path / "sorter", labels=3))}))
+    shutil.copytree(tiny_model, tmp_path / "headed")
+    (tmp_path / "headed/value_head.safetensors").write_bytes(b"")
+    with pytest.raises(RecipeError, match="save it as a sequence classifier"):
+        train_rl(recipe(critic={"path": str(tmp_path / "headed")}))
+
+
+def with_other_tokens(model: Path, folder: Path) -> None:
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def test_a_critic_of_another_tongue_is_refused(recipe, tiny_model, tmp_path):
+    """Same size, same shapes, other tokens: nothing else would tell."""
+    with_other_tokens(tiny_model, tmp_path / "other")
+    with pytest.raises(RecipeError, match="its tokenizer is another than the policy's"):
+        train_rl(recipe(critic={"path": str(tmp_path / "other")}))
+
+
+def test_the_critic_is_part_of_what_a_run_is(recipe, tmp_path, tiny_model):
+    """Another critic in the same folder is another run."""
+    rm = make_classifier(tiny_model, tmp_path / "rm")
+    train_rl(recipe(critic={"path": str(rm)}, run={"max_steps": 1}))
+    weights = weights_of(rm)
+    weights["score.weight"] += 1
+    save_file(weights, rm / "model.safetensors", {"format": "pt"})
+    with pytest.raises(PlauditError, match="the critic: its content has changed"):
+        train_rl(recipe(critic={"path": str(rm)}, run={"max_steps": 1}))
+
+
+def test_defaults():
+    critic = Critic()
+    assert critic.model(Model(path="policy", trust_remote_code=True)).path == "policy"
+    assert critic.model(Model(path="policy", trust_remote_code=True)).trust_remote_code
+    assert not Critic(path="other").model(Model(path="policy", trust_remote_code=True)).trust_remote_code
+    assert (critic.optim.lr, critic.optim.schedule, critic.clip) == (1e-5, "constant", 0.5)
+
+
+def test_the_saved_tokenizer_is_the_policys(tmp_path, recipe, tiny_model):
+    train_rl(recipe(run={"max_steps": 1}))
+    ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (tmp_path / "run/critic", tiny_model))
+    assert ours == theirs
+
+
+# Doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
+    code, out, _ = plaudit("doctor", recipe())
+    assert code == 0, out
+    assert f"{tiny_model} with a new value head" in " ".join(out.split())
+    assert "critic: weights" in out
+    assert "critic: moments, masters" in out
+
+    rm = make_classifier(tiny_model, tmp_path / "rm")
+    code, out, _ = plaudit("doctor", recipe(critic={"path": str(rm), "warmup_steps": 2}))
+    said = " ".join(out.split())
+    assert code == 0
+    assert f"{rm} with its own head; the first 2 steps are its alone" in said
+    assert "critic.warmup_steps is 2 and run.max_steps 2: the policy would never learn" in said
+
+    with_other_tokens(tiny_model, tmp_path / "other")
+    code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "other")}))
+    assert code == 1
+    assert "its tokenizer is another than the policy's" in " ".join(out.split())
+    assert "Traceback" not in out
+    code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "nowhere")}))
+    assert code == 1
+    assert "there is no such folder" in " ".join(out.split())
+
+
+def test_doctors_plan_counts_every_weight_of_the_critic(recipe, tiny_model):
+    loaded = load(recipe()).recipe
+    critic = critic_of(tiny_model)
+    needs = {need.name: need.fixed for need in plan_devices(loaded)["cpu"].needs}
+    parameters = sum(p.numel() for p in critic.model.parameters())
+    assert needs["critic: weights"] == critic.bytes == 4 * parameters
+    assert needs["critic: moments, masters"] == 8 * parameters
