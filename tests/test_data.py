@@ -659,3 +659,12 @@ def test_prompts_that_nobody_means(tmp_path):
         read([{"role": "user", "text": "hi"}])
     with pytest.raises(DataError, match=r"row 0: its prompt ends with an assistant's message"):
         read([USER, ASSISTANT])
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 50))
+def test_groups_are_those_of_first_fit_decreasing(lengths, budget):
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = next((group for group in groups if sum(lengths[j] for j in group) + lengths[i] <= budget), None)
+        groups.append([i]) if fits is None else fits.append(i)
+    assert split_by_tokens(lengths, budget) == [sorted(group) for group in groups]

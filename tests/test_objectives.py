@@ -661,3 +661,10 @@ def test_what_each_kl_estimates():
     close(gradient(mean["abs"]), gradient((policy.exp() - ref.exp()).abs().sum()))
     close(gradient(mean["k2"]), gradient(divergence))
     close(gradient(mean["k3"]), gradient(ref.exp() @ (ref - policy)))
+
+
+def test_a_coefficient_that_follows_a_target_never_changes_sign():
+    """However many samples a step has."""
+    assert adapted(0.05, 0.0, target=5.0, samples=16, horizon=2) == pytest.approx(0.04)
+    assert adapted(0.05, 0.0, target=5.0, samples=1, horizon=2) == pytest.approx(0.045)
+    assert adapted(0.05, 100.0, target=5.0, samples=10_000, horizon=1) == pytest.approx(0.06)

@@ -426,3 +426,29 @@ def test_tools_are_refused_by_reward_models(tmp_path, tiny_model):
 
 def test_made_pairs_differ(pairs_file):
     assert len(list(read_pairs(Source(pairs_file)))) == len(pair_rows())
+
+
+def test_answers_that_a_template_shows_as_the_same(tmp_path, tiny_model):
+    """Not cut, and equal all the same: a template may trim what it is given."""
+    template = tmp_path / "trims.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"prompt": "Which day?", "chosen": "Friday.", "rejected": "Friday. "}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    source = Source(write_jsonl(tmp_path / "pairs.jsonl", rows))
+    rendered = load_template(load_tokenizer(str(tiny_model)), str(template))
+
+    def tokenise(conversations):
+        return rendered.examples(conversations, "all")
+
+    with pytest.raises(DataError, match="row 0: chosen and rejected are the same once they are rendered"):
+        load_pairs([source], tokenise, max_tokens=64, too_long="filter")
+    result = load_pairs([source], tokenise, max_tokens=64, too_long="filter", equal="filter")
+    assert (len(result.pairs), result.equal, result.equal_when_cut) == (1, 1, 0)
+
+
+def test_answers_to_different_questions_are_no_pair(tmp_path):
+    sides = [[{"role": "user", "content": f"{day}?"}, {"role": "assistant", "content": day}] for day in ("Tuesday", "Friday")]
+    with pytest.raises(DataError, match=r"differ before any answer \(message 1, of role user\)"):
+        read(tmp_path, {"chosen": sides[0], "rejected": sides[1]})

@@ -15,15 +15,23 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     Deterministic, every index once; order within a group is the given one.
     """
     groups: list[list[int]] = []
-    room: list[int] = []
+    # A tree whose leaves are the groups' room (those that are not begun have all of it), and whose other nodes the greatest below:
+    # the first group with room enough is found by going down, also among a hundred thousand.
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [budget] * (2 * leaves)
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = next((g for g, left in enumerate(room) if lengths[i] <= left), None)
-        if fits is None:
-            groups.append([i])
-            room.append(budget - lengths[i])
-        else:
-            groups[fits].append(i)
-            room[fits] -= lengths[i]
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += room[node] < lengths[i]
+        node = min(node, leaves + len(groups))  # one that fits nowhere begins a group too
+        if node == leaves + len(groups):
+            groups.append([])
+        groups[node - leaves].append(i)
+        room[node] -= lengths[i]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return [sorted(group) for group in groups]
 
 

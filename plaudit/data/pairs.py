@@ -135,6 +135,11 @@ def _behind_common_messages(preference: Preference, where: str) -> Preference:
     common = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
     if common == len(chosen) or common == len(rejected):
         raise DataError(f"{where}: one of `chosen` and `rejected` only goes on where the other ends, so neither is preferred")
+    if not chosen[common]["role"] == rejected[common]["role"] == "assistant":
+        raise DataError(
+            f"{where}: chosen and rejected differ before any answer (message {common + 1}, of role {chosen[common]['role']}): they "
+            "should answer the same question"
+        )
     return replace(
         preference,
         chosen=replace(preference.chosen, learnt_from=common),
@@ -196,14 +201,18 @@ def load_pairs(
         both = [(where, side) for where, row in chunk for side in (row.chosen, row.rejected)]
         sequences = iter(tokenise(both))
         for where, row in chunk:
-            pair = _fitted(Pair(next(sequences), next(sequences), row.margin), where, max_tokens, too_long, result)
+            pair = Pair(next(sequences), next(sequences), row.margin)
+            if _same(pair):  # a template may trim what it shows
+                _left_out_as_equal(where, "the same once they are rendered", equal, result)
+                continue
+            pair = _fitted(pair, where, max_tokens, too_long, result)
             if pair is not None:
                 result.pairs.append(pair)
     if not result.pairs:
         names = ", ".join(str(source.path) for source in sources)
         raise DataError(
             f"{names}: no pair is left of {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,}, "
-            f"{result.equal:,} have equal answers)"
+            f"{result.equal:,} have equal answers, {result.emptied + result.equal_when_cut:,} could not be cut)"
         )
     return result
 
@@ -215,12 +224,20 @@ def _different(
         result.rows += 1
         if not row.equal:
             yield where, row
-        elif fate == "error":
-            raise DataError(
-                f"{where}: chosen and rejected are the same, so neither is preferred. Take the row out, or set data.equal=filter."
-            )
         else:
-            result.equal += 1
+            _left_out_as_equal(where, "the same", fate, result)
+
+
+def _left_out_as_equal(where: str, how: str, fate: Literal["error", "filter"], result: PairSet) -> None:
+    if fate == "error":
+        raise DataError(
+            f"{where}: chosen and rejected are {how}, so neither is preferred. Take the row out, or set data.equal=filter."
+        )
+    result.equal += 1
+
+
+def _same(pair: Pair) -> bool:
+    return np.array_equal(pair.chosen.tokens, pair.rejected.tokens)
 
 
 def _fitted(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: PairSet) -> Pair | None:
@@ -240,7 +257,7 @@ def _fitted(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: 
             result.emptied += 1
             return None
         pair = cut_pair
-    if np.array_equal(pair.chosen.tokens, pair.rejected.tokens):
+    if _same(pair):
         result.equal_when_cut += 1
         return None
     return pair

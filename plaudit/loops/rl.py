@@ -140,7 +140,8 @@ def conclude(
 ) -> dict[str, float]:  # fmt: skip
     """Validate if it is time, record the step, save if it is time; returns what was recorded."""
     settings, improved = run.recipe.run, False
-    compared = isinstance(run.recipe, RLRecipe) and run.recipe.algorithm.compares_groups
+    algorithm = run.recipe.algorithm if isinstance(run.recipe, RLRecipe) else None
+    compared = algorithm is not None and algorithm.compares_groups and algorithm.kl_reward is None  # which differs on its own
     if compared and metrics.get("groups_without_signal") == 1.0:
         run.say_once(f"step {step}: in no group do the rewards of samples differ, so there was nothing to learn from")
     if missing := metrics.get("groups_missing"):

@@ -50,7 +50,7 @@ def adapted(coefficient: float, kl: float, *, target: float, samples: int, horiz
     """The next β of a KL penalty that is to hold the KL at a target (Ziegler et al. 2019), after a step of n samples.
 
     e  = clip(KL / target − 1, ±0.2)
-    β' = β · (1 + e · n / horizon)
+    β' = β · (1 + e · min(1, n / horizon))          a step counts for a horizon at most, or β could become negative
     """
     e = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coefficient * (1 + e * samples / horizon)
+    return coefficient * (1 + e * min(1.0, samples / horizon))

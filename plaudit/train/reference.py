@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
-from plaudit.files import file_written_aside, sketch
+from plaudit.files import file_written_aside, sketch_all
 from plaudit.models.policy import Policy, load_model
 from plaudit.recipe import DPORecipe
 from plaudit.report.progress import counted, say
@@ -48,7 +48,7 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: Policy, fol
 def _key(pairs: Sequence[Pair], recipe: DPORecipe) -> str:
     """Changes when the reference or any token does."""
     path = Path(recipe.loss.reference or recipe.model.path)
-    digest = hashlib.blake2b(f"{path if not path.is_dir() else sketch(path)} {recipe.model.dtype}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{path if not path.is_dir() else sketch_all(path)} {recipe.model.dtype}".encode(), digest_size=16)
     for pair in pairs:
         for example in (pair.chosen, pair.rejected):
             digest.update(len(example).to_bytes(8, "little"))
