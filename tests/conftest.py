@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -241,3 +242,10 @@ def plaudit(monkeypatch, capsys):
         return (code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_interrupts():
+    """Also where the tests were started in the background, whose processes ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
