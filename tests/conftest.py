@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch starts: one thread each, since tests run side by side and threads that wait for a core burn it.
@@ -11,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import psutil
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -249,3 +252,36 @@ def ctrl_c_interrupts():
     """Also where the tests were started in the background, whose processes ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """A picture of twenty panels takes longer than the runs of most tests."""
+    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory) -> Iterator[Path]:
+    """By a relative path: it is part of a prompt's id, and so of what is drawn, which should be the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("prompts"))
+        yield write_jsonl(Path("prompts.jsonl"), prompt_rows())
+
+
+def gone(*pids: int | None, within_s: float = 20.0) -> bool:
+    """Whether these processes end in time. One that nobody has waited for yet has ended, once its last thread has: until then its
+    files and ports are open."""
+
+    def runs(pid: int) -> bool:
+        try:
+            process = psutil.Process(pid)
+            return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + within_s
+    while any(pid is not None and runs(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -4,7 +4,6 @@ resumed, and settings that mean nothing are refused."""
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, Stopped, prompt_rows, rl_recipe, stop_before, train_rl, write_jsonl, write_recipe
+from conftest import REPOSITORY, Stopped, rl_recipe, stop_before, train_rl, write_recipe
 from safetensors.torch import load_file
 
 from plaudit.config import load
@@ -54,16 +53,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prompts_file(tmp_path_factory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("prompts"))
-        yield write_jsonl(Path("prompts.jsonl"), prompt_rows())
+pytestmark = pytest.mark.usefixtures("no_curves", "prompts_file")
 
 
 @pytest.fixture

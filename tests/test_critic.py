@@ -3,17 +3,16 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Stopped, prompt_rows, rl_recipe, stop_before, train_rl, write_jsonl, write_recipe
+from conftest import Stopped, rl_recipe, stop_before, train_rl, write_recipe
 from safetensors.torch import load_file, save_file
 from test_local_models import make_classifier
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from plaudit.config import load
 from plaudit.data.pack import micro_batches, pack
@@ -40,16 +39,7 @@ CPU = torch.device("cpu")
 SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prompts_file(tmp_path_factory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("prompts"))
-        yield write_jsonl(Path("prompts.jsonl"), prompt_rows())
+pytestmark = pytest.mark.usefixtures("no_curves", "prompts_file")
 
 
 @pytest.fixture
@@ -237,6 +227,18 @@ def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_pa
         one = experience(np.random.RandomState(0), len(row), 1)
         one = replace(one, tokens=np.array([*row, 3], dtype=np.int32))
         assert target_values(critic.model, pack([one])).item() == pytest.approx(score.item(), abs=1e-5)
+
+
+def test_what_ends_an_answer_does_not_pad_a_saved_critic(tiny_model, tmp_path):
+    """transformers takes the value from the last token that is not the padding; and the policy's own tokenizer stays as it is."""
+    model = Model(path=str(tiny_model))
+    template = template_of(model)
+    template.tokenizer.pad_token = template.tokenizer.convert_ids_to_tokens(template.end_token)
+    load_critic(model, template, CPU).save(tmp_path / "critic")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "critic")
+    config = AutoConfig.from_pretrained(tmp_path / "critic")
+    assert config.pad_token_id == saved.pad_token_id != template.end_token
+    assert template.tokenizer.pad_token_id == template.end_token
 
 
 def test_a_new_head_is_the_seeds(tiny_model):

@@ -24,9 +24,7 @@ def compute_score(solution_str):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,6 +13,7 @@ from textwrap import dedent
 
 import psutil
 import pytest
+from conftest import gone
 
 from plaudit.errors import RecipeError
 from plaudit.recipe.reward_models import RewardModel
@@ -83,23 +84,6 @@ def ask(server: Launched, *contents: str) -> list[Answer]:
             await server.close()
 
     return asyncio.run(run())
-
-
-def gone(*pids: int | None, within_s: float = 20.0) -> bool:
-    """None of them runs any more; those that nobody has waited for yet do not either."""
-
-    def runs(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + within_s
-    while any(pid is not None and runs(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_started_waited_for_asked_and_stopped(program, capsys):

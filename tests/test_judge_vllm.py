@@ -22,8 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import REPOSITORY, pair_recipe, sft_recipe, train_reward_model, train_sft, write_jsonl, write_recipe
-from test_judge_launch import gone
+from conftest import REPOSITORY, gone, pair_recipe, sft_recipe, train_reward_model, train_sft, write_jsonl, write_recipe
 
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing

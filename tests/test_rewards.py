@@ -15,6 +15,7 @@ from textwrap import dedent
 import numpy as np
 import psutil
 import pytest
+from conftest import gone
 from pydantic import ValidationError
 
 from plaudit.errors import RecipeError, TrainingStopped
@@ -246,7 +247,7 @@ def test_children_that_a_function_forks_answer_nothing_and_die_with_it(tmp_path)
     pids = tmp_path / "pids"
     [scored] = collect(function(path, arguments={"pids": str(pids)}), group("comes back", "stays", "comes back"))
     assert values(scored) == [0.5, 1.0, 0.5]
-    assert gone([int(pids.read_text())])
+    assert gone(int(pids.read_text()))
 
 
 def test_a_process_that_dies_between_calls_is_replaced_before_the_next(tmp_path):
@@ -263,7 +264,7 @@ def test_a_process_that_dies_between_calls_is_replaced_before_the_next(tmp_path)
     with RewardRunner([function(path)]) as rewards:
         [first] = rewards.collect([group("later")])
         assert first.scores[0].value is not None
-        assert gone([int(first.scores[0].value)])
+        assert gone(int(first.scores[0].value))
         [second] = rewards.collect([group("now")])
         assert second.scores[0].failure is None
 
@@ -343,21 +344,6 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest(hostile):
         RewardRunner([function(hostile.with_name("hostil.py"), name="mine")]).__enter__()
 
 
-def gone(pids: list[int], within_s: float = 20.0) -> bool:
-    """Whether these processes end in time; one that nobody has reaped yet has ended."""
-
-    def runs(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + within_s
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(runs, pids))
-
-
 def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
     """kill -9 of a program (without a main guard) whose function forks, and hangs in C code that lets no other thread run."""
     path = write_function(
@@ -396,7 +382,7 @@ def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    assert gone(sorted(everything))
+    assert gone(*everything)
 
 
 def test_workers_are_gone_when_the_runner_is_left_in_the_middle_of_a_call(hostile):
@@ -411,7 +397,7 @@ def test_workers_are_gone_when_the_runner_is_left_in_the_middle_of_a_call(hostil
         assert len(workers) >= 2
         with pytest.raises(RuntimeError, match="sampling broke"):
             rewards.collect(groups())
-    assert gone(sorted(workers))
+    assert gone(*workers)
 
 
 # Together ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from textwrap import dedent
@@ -45,18 +44,7 @@ from plaudit.train.trainer import Trainer
 from plaudit.types import Experience
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """A picture of twenty panels takes longer than the runs here."""
-    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prompts_file(tmp_path_factory) -> Iterator[Path]:
-    """By a relative path: it is part of a prompt's id, and so of what is drawn, which should be the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("prompts"))
-        yield write_jsonl(Path("prompts.jsonl"), prompt_rows())
+pytestmark = pytest.mark.usefixtures("no_curves", "prompts_file")
 
 
 @pytest.fixture

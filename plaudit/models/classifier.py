@@ -94,7 +94,11 @@ def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
     transformers takes the score from the rightmost token that is not the padding. So what ends conversations must not pad them:
     where a tokenizer pads with its end token, as many do, scores would come from the token before it.
     """
-    tokenizer: Any = policy.template.tokenizer
+    pad_with(policy.template.tokenizer, policy.model.config, last_tokens)
+
+
+def pad_with(tokenizer: Any, config: Any, last_tokens: Iterable[int]) -> None:
+    """The same, of a tokenizer and a config by themselves."""
     pad = _pad_token(tokenizer, set(last_tokens))
     if pad is None:
         raise RecipeError(
@@ -102,7 +106,6 @@ def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
             "a batch; choose another model.tokenizer"
         )
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    config: Any = policy.model.config
     config.pad_token_id = pad
     config.get_text_config().pad_token_id = pad
 

@@ -8,6 +8,7 @@ value at every token, sequences are packed, and the head computes in fp32.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from plaudit.data.templates import ChatTemplate, load_tokenizer
 from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
+from plaudit.models.classifier import pad_with
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
 from plaudit.models.lora import attach_lora, merged_weights
 from plaudit.models.policy import load_pretrained, resolve_dtype
@@ -56,8 +58,11 @@ class Critic:
     def save(self, folder: Path) -> None:
         """A folder that loads as a critic, as a scalar reward model, and in transformers."""
         folder.mkdir(parents=True, exist_ok=True)
+        # A copy: we pad nothing, but whoever scores several texts with this folder does; what pads the policy's is not ours to say.
+        tokenizer, end = deepcopy(self.template.tokenizer), self.template.end_token
+        pad_with(tokenizer, self.model.config, [] if end is None else [end])
         self.model.save_pretrained(folder, state_dict=merged_weights(self.model) if self.adapted else None)
-        self.template.tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def target_values(model: nn.Module, batch: Batch) -> Tensor:
@@ -86,7 +91,6 @@ def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, 
     head.float()
     if new_head:
         _begin(head, float(getattr(model.config, "initializer_range", 0.02)), seed)
-    _say_what_pads(model, template)
     model.to(device)  # pyright: ignore
     decoder = model.get_decoder()
     keep_residual_precise(decoder)
@@ -146,10 +150,3 @@ def _begin(head: nn.Linear, std: float, seed: int) -> None:
     head.weight.copy_(torch.randn(head.weight.shape, generator=chance) * std)
     if head.bias is not None:
         head.bias.zero_()
-
-
-def _say_what_pads(model: PreTrainedModel, template: ChatTemplate) -> None:
-    """We pad nothing, but whoever scores several texts with the saved folder in transformers does."""
-    config, tokenizer = model.config.get_text_config(), template.tokenizer
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
