@@ -261,7 +261,7 @@ def no_curves(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def prompts_file(tmp_path_factory) -> Iterator[Path]:
+def relative_prompts(tmp_path_factory) -> Iterator[Path]:
     """By a relative path: it is part of a prompt's id, and so of what is drawn, which should be the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("prompts"))

@@ -53,7 +53,12 @@ ALGORITHMS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("no_curves", "prompts_file")
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_file(relative_prompts) -> Path:
+    return relative_prompts
 
 
 @pytest.fixture

@@ -43,8 +43,12 @@ from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Trainer
 from plaudit.types import Experience
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 
-pytestmark = pytest.mark.usefixtures("no_curves", "prompts_file")
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_file(relative_prompts) -> Path:
+    return relative_prompts
 
 
 @pytest.fixture
