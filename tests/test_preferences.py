@@ -129,7 +129,7 @@ LOSSES = {
     "sigmoid": DPOLoss(),
     "cDPO with nll": DPOLoss(label_smoothing=0.2, nll_coefficient=0.3),
     "ipo": DPOLoss(kind="ipo"),
-    "hinge": DPOLoss(kind="hinge", beta=0.5),
+    "hinge": DPOLoss(kind="hinge", beta=0.01),
     "reward model": RewardModelLoss(),
     "reward model, centred": RewardModelLoss(centring_coefficient=0.1),
 }
@@ -160,7 +160,7 @@ def test_how_a_step_is_split_changes_nothing(tiny_models, pairs_file, name):
         "reversed": [pack_pairs(pairs[::-1])],
     }
     assert len(splits["by tokens"]) not in (1, len(pairs))
-    assert whole[2]
+    assert sum(gradient.norm() for gradient in whole[2].values()) > 0
     for how, batches in splits.items():
         loss, metrics, gradients = step(policy, pairs, LOSSES[name], batches)
         assert loss == pytest.approx(whole[0], abs=1e-5), how

@@ -1,5 +1,6 @@
 """One optimiser update: gradients of a whole batch from micro-batches, clipped, applied; a non-finite one skipped."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from plaudit.errors import TrainingStopped
 from plaudit.recipe import Optim
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
+from plaudit.train.ranks import Ranks
 from plaudit.types import Batch
 
 Loss = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -27,6 +29,9 @@ def compute_repeatably(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore (a debugging aid that costs time)
+
+
+ALONE = Ranks()
 
 
 class Trained(Protocol):
@@ -43,8 +48,8 @@ class Trained(Protocol):
 class Trainer:
     """A policy with its optimiser. `updates` counts those done; everything random in one is keyed by its number."""
 
-    def __init__(self, policy: Trained, optim: Optim, *, seed: int, max_skipped_steps: int):
-        self.policy = policy
+    def __init__(self, policy: Trained, optim: Optim, *, seed: int, max_skipped_steps: int, ranks: Ranks = ALONE):
+        self.policy, self.ranks = policy, ranks
         self.beside: dict[str, Trainer] = {}
         """Models that learn beside the policy (a critic), by name. Saved, resumed and finished with it."""
         self.optimiser = Optimiser(policy.trainable(), optim)
@@ -54,23 +59,27 @@ class Trainer:
 
     def like_it(self, other: Trained, optim: Optim) -> "Trainer":
         """One for another model, with the same seed and patience."""
-        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps)
+        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps, ranks=self.ranks)
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
-        """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went."""
+        """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went.
+
+        Processes that train together are all given the same micro-batches, and return the same."""
         began = time.perf_counter()
         self.policy.model.train()
-        torch.manual_seed(stable_seed("step", self.seed, self.updates))  # dropout; a resumed run draws the same
         total = torch.zeros((), device=self.policy.device)
         sums: dict[str, Tensor] = {}
-        for batch in micro_batches:
+        for i, batch in self.ranks.share(micro_batches):
+            torch.manual_seed(stable_seed("step", self.seed, self.updates, i))  # dropout: resumed or shared out, the same
             share, others = loss(batch)
             share.backward()
             total += share.detach()
             for name, value in others.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        self.ranks.add_up_gradients(list(self.optimiser.masters.values()))
         norm = self.optimiser.clip()
-        finite = bool(torch.isfinite(total) & torch.isfinite(norm))
+        told = self.ranks.add_up({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
+        finite = math.isfinite(told["loss"]) and bool(torch.isfinite(norm))
         if finite:
             self.optimiser.step(lr)
         else:
@@ -79,13 +88,12 @@ class Trainer:
         self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(
-                f"update {self.updates}: the loss or gradient was not finite (loss {total.item()}, gradient norm {norm.item()}) "
+                f"update {self.updates}: the loss or gradient was not finite (loss {told['loss']}, gradient norm {norm.item()}) "
                 f"for the {self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data it was "
                 "made of, lower optim.lr, or use model.dtype=float32."
             )
         return {
-            "loss": total.item(),
-            **{name: value.item() for name, value in sums.items()},
+            **told,
             "grad_norm": norm.item(),
             "lr": lr,
             "skipped_steps": float(self.skipped_steps),

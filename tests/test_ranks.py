@@ -1,0 +1,146 @@
+"""Two processes that train together (gloo) make the update that one makes: for every loss, and with dropout.
+
+This file is also the program of the two processes.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPOSITORY
+from test_algorithms import EVERYTHING, samples_by_hand
+from test_critic import critic_of
+from test_critic import samples_by_hand as valued_samples
+from test_packing_gradients import make_examples
+from test_preferences import LOSSES, loaded, make_pairs
+
+from plaudit.data.pack import micro_batches, pair_micro_batches
+from plaudit.models.logprobs import target_logprobs
+from plaudit.objectives.supervised import nll
+from plaudit.recipe import Algorithm, Optim
+from plaudit.recipe.preference import RewardModelLoss
+from plaudit.train.experience import weighted
+from plaudit.train.policy_loss import policy_loss
+from plaudit.train.preference_loss import dpo_loss, reward_model_loss
+from plaudit.train.ranks import Ranks
+from plaudit.train.trainer import Trained, Trainer
+from plaudit.train.value_loss import value_loss
+from plaudit.types import Batch
+
+UPDATES = 2
+Case = Callable[[Path, Path], tuple[Trained, Callable, Sequence[Batch]]]
+"""A model, the loss of an update, and its micro-batches: of a model's folder and a file of pairs."""
+
+
+def supervised(folder: Path, _: Path, **model):
+    policy, examples = loaded(folder, scalar=False, **model), make_examples()
+    targets = sum(example.num_targets for example in examples)
+    return policy, lambda batch: (nll(target_logprobs(policy.model, batch).logprobs_N, targets), {}), micro_batches(examples, 60)
+
+
+def reinforced(folder: Path, _: Path, loss: str, aggregation: str, budget: int = 20):
+    policy, algorithm = loaded(folder, scalar=False), Algorithm(loss=loss, aggregation=aggregation, **EVERYTHING)
+    samples = weighted(samples_by_hand(), algorithm, horizon=12)
+    return policy, policy_loss(policy.model, samples, algorithm, 0.9), micro_batches(samples, budget)
+
+
+def preferred(folder: Path, file: Path, name: str):
+    scalar = isinstance(LOSSES[name], RewardModelLoss)
+    policy, pairs = loaded(folder, scalar=scalar), make_pairs(folder, file, scalar=scalar)
+    make = reward_model_loss if scalar else dpo_loss
+    return policy, make(policy.model, pairs, LOSSES[name]), pair_micro_batches(pairs, 150)  # pyright: ignore
+
+
+def valued(folder: Path, _: Path):
+    critic, samples = critic_of(folder), valued_samples()
+    return critic, value_loss(critic.model, samples, clip=0.2), micro_batches(samples, 20)
+
+
+CASES: dict[str, Case] = {
+    "sft": supervised,
+    "sft with dropout": partial(supervised, lora={"rank": 4, "dropout": 0.5}),
+    "value": valued,
+    **{f"{loss}, {mode}": partial(reinforced, loss=loss, aggregation=mode)
+       for loss in ("clipped", "gspo", "cispo", "policy_gradient") for mode in ("token-mean", "seq-mean-token-mean")},
+    "clipped, one micro-batch": partial(reinforced, loss="clipped", aggregation="token-mean", budget=10_000),
+    **{name: partial(preferred, name=name) for name in LOSSES},
+}  # fmt: skip
+
+
+def outcome(case: Case, folder: Path, pairs: Path, ranks: Ranks) -> dict:
+    """What updates return, what the first one's gradients were (Adam's first moment), and the weights after the last."""
+    model, loss, batches = case(folder, pairs)
+    trainer = Trainer(model, Optim(lr=1e-3), seed=3, max_skipped_steps=0, ranks=ranks)
+    told, first = [], {}
+    for _ in range(UPDATES):
+        told.append({name: value for name, value in trainer.update(batches, loss, 1e-3).items() if not name.startswith("time/")})
+        first = first or {name: tensor.clone() for name, tensor in trainer.optimiser.state().items() if name.startswith("exp_avg/")}
+    weights = {name: parameter.detach().clone() for name, parameter in model.trainable()}
+    return {"told": told, "first": first, "weights": weights, "micro_batches": len(batches)}
+
+
+@pytest.fixture(scope="module")
+def of_two(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
+    """Every case in two processes: what came out of each."""
+    scratch = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, __file__, tiny_models["qwen2"], pairs_file, scratch]
+    processes = [subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    return [torch.load(scratch / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_make_the_update_of_one(tiny_models, pairs_file, of_two, name):
+    alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, Ranks())
+    one, other = (result[name] for result in of_two)
+    assert one["told"] == other["told"]
+    for parameter, weight in one["weights"].items():
+        assert torch.equal(weight, other["weights"][parameter]), parameter
+    assert alone["micro_batches"] == 1 if "one micro-batch" in name else alone["micro_batches"] > 2
+    assert one["told"][0] == pytest.approx(alone["told"][0], rel=1e-5, abs=1e-6)
+    # Not closer in the second: Adam has divided by gradients that are next to nothing.
+    assert one["told"][1] == pytest.approx(alone["told"][1], rel=1e-3, abs=1e-4)
+    assert alone["first"].keys() == one["first"].keys()
+    whole = torch.cat([moment.flatten() for moment in alone["first"].values()]).norm()
+    assert whole > 0
+    for parameter, moment in alone["first"].items():
+        assert (one["first"][parameter] - moment).norm() <= 2e-6 * max(moment.norm(), 1e-3 * whole), parameter
+
+
+def test_a_weight_without_a_gradient_anywhere_is_left_alone(monkeypatch):
+    """And one that has its gradient elsewhere is not."""
+    here, there, nowhere = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    here.grad = torch.tensor([1.0, 2.0])
+
+    def all_reduce(tensor: torch.Tensor, op=None) -> None:
+        if op == dist.ReduceOp.MAX:
+            tensor.copy_(torch.maximum(tensor, torch.tensor([0, 1, 0], dtype=tensor.dtype)))
+        else:
+            tensor += torch.tensor([0.0, 0.0, 5.0, 6.0])
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    Ranks(0, 2).add_up_gradients([here, there, nowhere])
+    assert here.grad.tolist() == [1, 2]
+    assert there.grad is not None
+    assert there.grad.tolist() == [5, 6]
+    assert nowhere.grad is None
+
+
+def main() -> None:
+    folder, pairs, scratch, rank = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    dist.init_process_group("gloo", init_method=f"file://{scratch / 'meeting'}", rank=rank, world_size=2)
+    torch.save({name: outcome(case, folder, pairs, Ranks.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
