@@ -10,24 +10,24 @@ Differs from the textbook: π_ref is asked once, before the first step, and is n
 a micro-batch, and how a step is split into those changes nothing.
 """
 
+from functools import partial
 from pathlib import Path
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
-from plaudit.data.order import RowOrder
 from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import digest_of, sketch
+from plaudit.loops.passes import train_in_passes
 from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.recipe import DPORecipe, PairData
-from plaudit.report.progress import StepProgress, counted, say
+from plaudit.report.progress import counted, say
 from plaudit.run import Run
 from plaudit.train.preference_loss import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.train.reference import with_reference
-from plaudit.train.schedule import lr_at
-from plaudit.train.trainer import Trainer, compute_repeatably
-from plaudit.types import Pair
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.types import Batch, Pair
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
@@ -46,39 +46,16 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
 
-        order = RowOrder(len(pairs), per_step=recipe.train.pairs_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
-        total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # as long as the policy is what it starts as
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
-        done = run.resume(trainer)
-        if done == total_steps:
-            say(f"this run is finished: all {total_steps} steps are done")
 
-        if done == 0 and validation:
-            run.log(0, validate(policy, validation, recipe))
+        def update(some: list[Pair]) -> tuple[list[Batch], Loss]:
+            return pair_micro_batches(some, recipe.train.tokens_per_micro_batch, device), dpo_loss(policy.model, some, recipe.loss)
 
-        with StepProgress("dpo", total_steps, done) as progress:
-            for step in range(done + 1, total_steps + 1):
-                batch = [pairs[row] for row in order.rows(step - 1)]
-                lr = lr_at(step - 1, total_steps, recipe.optim)
-                micro_batches = pair_micro_batches(batch, recipe.train.tokens_per_micro_batch, device)
-                metrics = trainer.update(micro_batches, dpo_loss(policy.model, batch, recipe.loss), lr)
-                tokens = sum(map(len, batch))
-                metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
-                metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
-
-                improved = False
-                if validation and run.due(recipe.run.validate_every, step, total_steps):
-                    metrics |= validate(policy, validation, recipe)
-                    improved = run.note_validation(step, metrics)
-                progress.update(step, run.log(step, metrics))
-                if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
-                    run.save(step, trainer)
-                run.stop_if_interrupted(step, total_steps, trainer)
-
-        return run.finish(trainer)
+        check = partial(validate, policy, validation, recipe) if validation else None
+        return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 
 def validate(policy: Policy, pairs: list[Pair], recipe: DPORecipe) -> dict[str, float]:

@@ -10,26 +10,26 @@ Differs from the textbook: nothing is padded, so nothing depends on which token 
 is right, but whether it is as sure as it is right.
 """
 
+from functools import partial
 from pathlib import Path
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
-from plaudit.data.order import RowOrder
 from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import template_of
 from plaudit.files import digest_of
+from plaudit.loops.passes import train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
 from plaudit.models.policy import Policy, resolve_device
 from plaudit.models.scalar import Transcript
 from plaudit.objectives.preference import calibration_error
 from plaudit.recipe import RewardModelData, RewardModelRecipe
-from plaudit.report.progress import StepProgress, counted, say
+from plaudit.report.progress import counted, say
 from plaudit.run import Run
 from plaudit.train.preference_loss import answer_scores, measure, reward_model_loss, reward_model_shares
-from plaudit.train.schedule import lr_at
-from plaudit.train.trainer import Trainer, compute_repeatably
-from plaudit.types import Pair
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.types import Batch, Pair
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
@@ -47,38 +47,19 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 
-        order = RowOrder(len(pairs), per_step=recipe.train.pairs_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
-        total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_classifier(recipe.model, template, device, seed=recipe.seed)
         set_pad_token(policy, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
-        done = run.resume(trainer)
-        if done == total_steps:
-            say(f"this run is finished: all {total_steps} steps are done")
 
-        if done == 0 and validation:
-            run.log(0, validate(policy, validation, recipe))
+        def update(some: list[Pair]) -> tuple[list[Batch], Loss]:
+            return pair_micro_batches(some, recipe.train.tokens_per_micro_batch, device), reward_model_loss(
+                policy.model, some, recipe.loss
+            )
 
-        with StepProgress("reward-model", total_steps, done) as progress:
-            for step in range(done + 1, total_steps + 1):
-                batch = [pairs[row] for row in order.rows(step - 1)]
-                lr = lr_at(step - 1, total_steps, recipe.optim)
-                micro_batches = pair_micro_batches(batch, recipe.train.tokens_per_micro_batch, device)
-                metrics = trainer.update(micro_batches, reward_model_loss(policy.model, batch, recipe.loss), lr)
-                tokens = sum(map(len, batch))
-                metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
-                metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
-
-                improved = False
-                if validation and run.due(recipe.run.validate_every, step, total_steps):
-                    metrics |= validate(policy, validation, recipe)
-                    improved = run.note_validation(step, metrics)
-                progress.update(step, run.log(step, metrics))
-                if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
-                    run.save(step, trainer)
-                run.stop_if_interrupted(step, total_steps, trainer)
-
-        return run.finish(trainer)
+        check = partial(validate, policy, validation, recipe) if validation else None
+        return train_in_passes(
+            "reward-model", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check
+        )
 
 
 def validate(policy: Policy, pairs: list[Pair], recipe: RewardModelRecipe) -> dict[str, float]:

@@ -8,6 +8,7 @@ Differs from the textbook: N is the whole step's, so splitting it into micro-bat
 end and never see each other; logits are never held whole.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,18 +16,17 @@ import torch
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
-from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import digest_of
+from plaudit.loops.passes import train_in_passes
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
-from plaudit.report.progress import StepProgress, counted, say
+from plaudit.report.progress import counted, say
 from plaudit.run import Run
-from plaudit.train.schedule import lr_at
-from plaudit.train.trainer import Trainer, compute_repeatably
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Example
 
 
@@ -44,41 +44,19 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 
-        order = RowOrder(len(examples), per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
-        total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         policy = load_policy(recipe.model, template, device, seed=recipe.seed)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
-        done = run.resume(trainer)
-        if done == total_steps:
-            say(f"this run is finished: all {total_steps} steps are done")
 
-        if done == 0 and validation:
-            run.log(0, validate(policy, validation, recipe))
+        def update(rows: list[Example]) -> tuple[list[Batch], Loss]:
+            num_targets = sum(row.num_targets for row in rows)
 
-        with StepProgress("sft", total_steps, done) as progress:
-            for step in range(done + 1, total_steps + 1):
-                rows = [examples[row] for row in order.rows(step - 1)]
-                num_targets = sum(row.num_targets for row in rows)
+            def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets), {}
 
-                def loss(batch: Batch, num_targets: int = num_targets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                    return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets), {}
+            return micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss
 
-                lr = lr_at(step - 1, total_steps, recipe.optim)
-                metrics = trainer.update(micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss, lr)
-                tokens = sum(map(len, rows))
-                metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
-                metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
-
-                improved = False
-                if validation and run.due(recipe.run.validate_every, step, total_steps):
-                    metrics |= validate(policy, validation, recipe)
-                    improved = run.note_validation(step, metrics)
-                progress.update(step, run.log(step, metrics))
-                if run.due_to_save(step, total_steps) or (improved and recipe.run.keep_best):
-                    run.save(step, trainer)
-                run.stop_if_interrupted(step, total_steps, trainer)
-
-        return run.finish(trainer)
+        check = partial(validate, policy, validation, recipe) if validation else None
+        return train_in_passes("sft", run, trainer, examples, per_step=recipe.train.rows_per_step, update=update, validate=check)
 
 
 @torch.no_grad()

@@ -1,0 +1,59 @@
+"""Passes over rows that are known before the first step: what SFT, DPO and reward models do alike.
+
+Each step makes one update on the next rows of a seeded order, and validates and saves when it is time.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from plaudit.data.order import RowOrder
+from plaudit.report.progress import StepProgress, say
+from plaudit.run import Run
+from plaudit.train.schedule import lr_at
+from plaudit.train.trainer import Loss, Trainer
+from plaudit.types import Batch, Example, Pair
+
+Row = TypeVar("Row", Example, Pair)
+
+
+def train_in_passes(
+    verb: str,
+    run: Run,
+    trainer: Trainer,
+    rows: Sequence[Row],
+    *,
+    per_step: int,
+    update: Callable[[list[Row]], tuple[list[Batch], Loss]],
+    validate: Callable[[], dict[str, float]] | None,
+) -> Path:
+    """All steps that are not done yet; returns the trained model's folder. `update`: of a step's rows, the micro-batches and the
+    loss."""
+    recipe, settings = run.recipe, run.recipe.run
+    order = RowOrder(len(rows), per_step=per_step, epochs=settings.epochs, seed=recipe.seed)
+    total_steps = min(order.num_steps, settings.max_steps or order.num_steps)
+    done = run.resume(trainer)
+    if done == total_steps:
+        say(f"this run is finished: all {total_steps} steps are done")
+    if done == 0 and validate is not None:
+        run.log(0, validate())
+
+    with StepProgress(verb, total_steps, done) as progress:
+        for step in range(done + 1, total_steps + 1):
+            taken = [rows[row] for row in order.rows(step - 1)]
+            batches, loss = update(taken)
+            metrics = trainer.update(batches, loss, lr_at(step - 1, total_steps, recipe.optim))
+            tokens = sum(map(len, taken))
+            metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
+            metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
+
+            improved = False
+            if validate is not None and run.due(settings.validate_every, step, total_steps):
+                metrics |= validate()
+                improved = run.note_validation(step, metrics)
+            progress.update(step, run.log(step, metrics))
+            if run.due_to_save(step, total_steps) or (improved and settings.keep_best):
+                run.save(step, trainer)
+            run.stop_if_interrupted(step, total_steps, trainer)
+
+    return run.finish(trainer)
