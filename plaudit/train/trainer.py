@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from plaudit.errors import TrainingStopped
 from plaudit.recipe import Optim
@@ -32,7 +31,8 @@ def compute_repeatably(device: torch.device) -> None:
 class Trained(Protocol):
     """A policy, or a critic: a model on its device, that can be saved."""
 
-    model: PreTrainedModel
+    @property
+    def model(self) -> nn.Module: ...
 
     @property
     def device(self) -> torch.device: ...
