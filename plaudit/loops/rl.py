@@ -248,46 +248,16 @@ def learn(
     model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
     budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
     began = time.perf_counter()
-
-    @torch.no_grad()
-    def own_predictions(batch: Batch) -> dict[Prediction, torch.Tensor]:
-        model.eval()
-        hidden_ND = target_states(model, batch)
-        told: dict[Prediction, torch.Tensor] = {}
-        if old_wanted:
-            told["old_logprobs"] = state_logprobs(model, hidden_ND, batch, temperature=temperature).logprobs_N
-        if shared is not None:
-            told["values"] = shared.values(hidden_ND)
-        return told
-
-    def ref_logprobs(batch: Batch) -> dict[Prediction, torch.Tensor]:
-        assert reference is not None
-        return {"ref_logprobs": reference.logprobs(batch, temperature)}
-
-    @torch.no_grad()
-    def critic_values(batch: Batch) -> dict[Prediction, torch.Tensor]:
-        assert critic is not None
-        critic.policy.model.eval()
-        return {"values": target_values(critic.policy.model, batch)}
+    learnt = foretold([experiences(group, recipe.algorithm) for group in groups], trainer, reference, recipe, frozen=frozen)
+    baselines = [group.baseline.value for group in groups if group.baseline is not None]
+    learnt, charged = with_advantages(learnt, recipe.algorithm, baselines=baselines, penalty=penalty)
+    prepared = time.perf_counter()
 
     def loss_of(samples: Sequence[Experience]) -> Loss:
         if shared is None:
             return policy_loss(model, samples, recipe.algorithm, temperature)
         assert recipe.critic is not None
         return shared_loss(model, shared, samples, recipe.algorithm, recipe.critic, temperature)
-
-    learnt = [experiences(group, recipe.algorithm) for group in groups]
-    ratios = recipe.train.updates_per_step > 1 and not frozen
-    old_wanted = recipe.algorithm.old_logprobs == "recomputed" and (ratios or penalty is not None)
-    if old_wanted or shared is not None:
-        learnt = with_predictions(learnt, own_predictions, budget=budget, device=device)
-    if reference is not None and (penalty is not None or not frozen):
-        learnt = with_predictions(learnt, ref_logprobs, budget=budget, device=device)
-    if critic is not None and shared is None:
-        learnt = with_predictions(learnt, critic_values, budget=budget, device=device)
-    baselines = [group.baseline.value for group in groups if group.baseline is not None]
-    learnt, charged = with_advantages(learnt, recipe.algorithm, baselines=baselines, penalty=penalty)
-    prepared = time.perf_counter()
 
     results, critic_results = [], []
     for samples in updates(learnt, recipe.train, recipe.algorithm, horizon=horizon, seed=recipe.seed, step=step):
@@ -306,6 +276,48 @@ def learn(
     metrics |= {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
     metrics |= {"updates": float(trainer.updates), "skipped_steps": float(trainer.skipped_steps)}
     return metrics | {"time/logprobs_s": prepared - began, "time/update_s": time.perf_counter() - prepared}
+
+
+def foretold(
+    groups: Sequence[Sequence[Experience]], trainer: Trainer, reference: Reference | None, recipe: RLRecipe, *, frozen: bool
+) -> list[list[Experience]]:
+    """What a step's samples are compared with: log-probs and values of the models as they are before it. `frozen`: the policy
+    stays as it is."""
+    critic, model, temperature = trainer.beside.get("critic"), trainer.policy.model, recipe.rollout.temperature
+    shared = critic.policy if critic is not None and isinstance(critic.policy, SharedCritic) else None
+    charged = recipe.algorithm.kl_reward is not None
+    ratios = recipe.train.updates_per_step > 1 and not frozen
+    old = recipe.algorithm.old_logprobs == "recomputed" and (ratios or charged)
+
+    @torch.no_grad()
+    def of_policy(batch: Batch) -> dict[Prediction, torch.Tensor]:
+        model.eval()
+        hidden_ND = target_states(model, batch)
+        told: dict[Prediction, torch.Tensor] = {}
+        if old:
+            told["old_logprobs"] = state_logprobs(model, hidden_ND, batch, temperature=temperature).logprobs_N
+        if shared is not None:
+            told["values"] = shared.values(hidden_ND)
+        return told
+
+    def of_reference(batch: Batch) -> dict[Prediction, torch.Tensor]:
+        assert reference is not None
+        return {"ref_logprobs": reference.logprobs(batch, temperature)}
+
+    @torch.no_grad()
+    def of_critic(batch: Batch) -> dict[Prediction, torch.Tensor]:
+        assert critic is not None
+        critic.policy.model.eval()
+        return {"values": target_values(critic.policy.model, batch)}
+
+    wanted = [
+        (of_policy, old or shared is not None),
+        (of_reference, reference is not None and (charged or not frozen)),
+        (of_critic, critic is not None and shared is None),
+    ]
+    for predict in (predict for predict, if_wanted in wanted if if_wanted):
+        groups = with_predictions(groups, predict, budget=recipe.train.tokens_per_micro_batch, device=trainer.policy.device)
+    return [list(group) for group in groups]
 
 
 def update_critic(
