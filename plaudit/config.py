@@ -265,6 +265,7 @@ ELSEWHERE = {
     "target_kl": "algorithm.kl_reward.target", "policy_loss": "algorithm.loss", "loss_mode": "algorithm.loss",
     "gamma": "algorithm.discount", "rollout_is": "algorithm.importance", "rollout_is_threshold": "algorithm.importance.high",
     "lam": "algorithm.gae_lambda", "cliprange_value": "critic.clip", "critic_warmup": "critic.warmup_steps",
+    "vf_coef": "critic.coefficient",
     "filter_groups": "algorithm.dynamic_sampling", "max_num_gen_batches": "algorithm.dynamic_sampling.max_rounds",
     "importance_sampling_level": "algorithm.loss",
     "use_kl_loss": "algorithm.kl_coefficient", "loss_type": "algorithm.aggregation or loss.kind",

@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,9 @@ from plaudit.doctor.memory import plan_devices
 from plaudit.errors import PlauditError, RecipeError, TrainingStopped
 from plaudit.loops import rl
 from plaudit.models import attention
-from plaudit.models.critic import load_critic, target_values
+from plaudit.models.critic import SharedCritic, load_critic, target_values
+from plaudit.models.logprobs import target_states
+from plaudit.models.policy import Policy, load_policy
 from plaudit.models.scalar import load_scalar
 from plaudit.objectives.advantages import gae
 from plaudit.objectives.value import clipped_value, explained_variance
@@ -31,8 +35,9 @@ from plaudit.recipe.rl import CriticOptim
 from plaudit.train.advantages import critic_advantages, with_advantages
 from plaudit.train.experience import updates
 from plaudit.train.kl_penalty import KLPenalty
-from plaudit.train.trainer import Trainer
-from plaudit.train.value_loss import value_loss, value_metrics
+from plaudit.train.policy_loss import policy_loss
+from plaudit.train.trainer import Loss, Trainer
+from plaudit.train.value_loss import shared_loss, value_loss, value_metrics
 from plaudit.types import Experience
 
 CPU = torch.device("cpu")
@@ -81,6 +86,22 @@ def critic_of(path: Path, **settings):
     return load_critic(model, template_of(Model(path=str(path))), CPU)
 
 
+def critic_that_knows(path: Path, **settings):
+    """Its new head is not at 0."""
+    critic = critic_of(path, **settings)
+    torch.nn.init.normal_(critic.model.score.weight, generator=torch.Generator().manual_seed(1))  # pyright: ignore
+    return critic
+
+
+def shared_of(path: Path, **settings) -> tuple[Policy, SharedCritic]:
+    """A policy, and a critic on its layers whose head is not at 0."""
+    model = Model(path=str(path), **{"dtype": "float32"} | settings)
+    policy = load_policy(model, template_of(model), CPU)
+    critic = SharedCritic(policy, model.path)
+    torch.nn.init.normal_(critic.model.weight, generator=torch.Generator().manual_seed(1))
+    return policy, critic
+
+
 def experience(chance: np.random.RandomState, prompt: int, response: int, **more) -> Experience:
     return Experience(
         tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
@@ -94,7 +115,12 @@ def experience(chance: np.random.RandomState, prompt: int, response: int, **more
 def samples_by_hand() -> list[Experience]:
     chance = np.random.RandomState(0)
     return [
-        experience(chance, prompt, response, values=chance.normal(0, 0.3, response), returns=chance.normal(0, 1, response))
+        replace(
+            experience(chance, prompt, response, values=chance.normal(0, 0.3, response), returns=chance.normal(0, 1, response)),
+            advantages=chance.normal(0, 1, response),
+            sampler_logprobs=chance.normal(-5, 0.1, response),
+            weight=1 / 27,
+        )
         for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4))
     ]
 
@@ -169,7 +195,7 @@ def test_explained_variance_by_hand():
 
 
 def test_a_value_knows_what_stands_before_its_token_and_no_more(tiny_model):
-    critic, samples = critic_of(tiny_model), samples_by_hand()
+    critic, samples = critic_that_knows(tiny_model), samples_by_hand()
     critic.model.eval()
     with torch.no_grad():
         packed = target_values(critic.model, pack(samples)).split([s.num_targets for s in samples])
@@ -185,25 +211,98 @@ def test_a_value_knows_what_stands_before_its_token_and_no_more(tiny_model):
         assert torch.equal(target_values(critic.model, pack([first])), target_values(critic.model, pack([samples[1]])))
 
 
-def test_split_and_order_change_no_update(tiny_model):
-    critic, samples = critic_of(tiny_model), samples_by_hand()
-    critic.model.double()
+def gradient_of(modules: Sequence[torch.nn.Module], loss: Loss, samples: list[Experience], budget: int):
+    """Of an update, in micro-batches of so many tokens; and the loss."""
+    total = 0.0
+    for module in modules:
+        module.zero_grad()
+    for batch in micro_batches(samples, budget):
+        share, _ = loss(batch)
+        share.backward()
+        total += share.item()
+    named = [(f"{i} {name}", p) for i, module in enumerate(modules) for name, p in module.named_parameters()]
+    return total, {name: p.grad.clone() for name, p in named if p.grad is not None}
 
-    def update(some: list[Experience], budget: int):
-        critic.model.zero_grad()
-        loss, total = value_loss(critic.model, some, clip=0.2), 0.0
-        for batch in micro_batches(some, budget):
-            share, _ = loss(batch)
-            share.backward()
-            total += share.item()
-        return total, {name: p.grad.clone() for name, p in critic.model.named_parameters() if p.grad is not None}
 
-    total, gradient = update(samples, 10_000)
+@pytest.mark.parametrize("shared", [False, True])
+def test_split_and_order_change_no_update(tiny_model, shared):
+    if shared:
+        policy, head = shared_of(tiny_model)
+        modules, settings = [policy.model, head.model], Critic(shared=True, clip=0.2)
+
+        def loss_of(samples):
+            return shared_loss(policy.model, head, samples, Algorithm(kind="ppo"), settings, 0.9)
+    else:
+        critic = critic_that_knows(tiny_model)
+        modules = [critic.model]
+
+        def loss_of(samples):
+            return value_loss(partial(target_values, critic.model), samples, clip=0.2)
+
+    samples = samples_by_hand()
+    for module in modules:
+        module.double()
+    total, gradient = gradient_of(modules, loss_of(samples), samples, 10_000)
     for others, budget in ((samples, 1), (samples, 20), (samples[::-1], 10_000)):
-        again, of_it = update(others, budget)
+        again, of_it = gradient_of(modules, loss_of(others), others, budget)
         assert again == pytest.approx(total, rel=1e-7)
         for name, g in gradient.items():
             assert (of_it[name] - g).norm() <= 1e-6 * g.norm(), name
+
+
+# On the policy's layers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": Lora(rank=2)}], ids=["whole", "lora"])
+def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_model, settings):
+    """∂L = ∂L_policy + c · ∂L_V in the layers, ∂L_V in the head; both losses as they are by themselves."""
+    policy, head = shared_of(tiny_model, **settings)
+    model, samples, algorithm = policy.model, samples_by_hand(), Algorithm(kind="ppo", entropy_coefficient=0.01)
+    for module in (model, head.model):
+        module.double()
+
+    def gradients(loss: Loss):
+        return gradient_of([model, head.model], loss, samples, 10_000)[1]
+
+    def values(batch):
+        return head.values(target_states(model, batch), coefficient=1.0)
+
+    alone, of_values = gradients(policy_loss(model, samples, algorithm, 0.9)), gradients(value_loss(values, samples, clip=0.5))
+    for c in (0.0, 0.25):
+        both = gradients(shared_loss(model, head, samples, algorithm, Critic(shared=True, coefficient=c), 0.9))
+        assert both.keys() == of_values.keys() | alone.keys()
+        for name, gradient in both.items():
+            expected = of_values[name] if name == "1 weight" else alone[name] + c * of_values.get(name, 0.0)
+            assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def test_a_pass_gives_the_log_probs_and_losses_of_two(tiny_model):
+    policy, head = shared_of(tiny_model)
+    samples, algorithm = samples_by_hand(), Algorithm(kind="ppo")
+    batch = pack(samples)
+    both, metrics = shared_loss(policy.model, head, samples, algorithm, Critic(shared=True), 0.9)(batch)
+    alone, plain = policy_loss(policy.model, samples, algorithm, 0.9)(batch)
+    of_values, _ = value_loss(lambda batch: head.values(target_states(policy.model, batch)), samples, clip=0.5)(batch)
+    assert both.item() == pytest.approx(alone.item() + of_values.item())
+    assert metrics["loss"] == alone
+    assert metrics["critic/loss"] == of_values
+    assert all(metrics[name] == plain[name] for name in plain)
+
+
+def test_a_saved_head_beside_the_policy_is_a_reward_model_and_a_start(tiny_model, tmp_path):
+    policy, head = shared_of(tiny_model)
+    policy.save(tmp_path / "model")
+    head.save(tmp_path / "critic")
+    assert [file.name for file in (tmp_path / "critic").iterdir()] == ["value_head.safetensors"]
+    shutil.copy(tmp_path / "critic/value_head.safetensors", tmp_path / "model")
+    one = experience(np.random.RandomState(0), 9, 1)
+    value = head.values(target_states(policy.model.eval(), pack([one]))).item()
+    scored = load_scalar(RewardModel(path=str(tmp_path / "model"), dtype="float32"), CPU).score([one.tokens[:-1].tolist()])
+    assert scored[0] == pytest.approx(value, abs=1e-5)
+    assert torch.equal(SharedCritic(policy, str(tmp_path / "model")).model.weight, head.model.weight)
+    own = critic_of(tmp_path / "model")
+    own.model.eval()
+    assert target_values(own.model, pack([one])).item() == pytest.approx(value, abs=1e-5)
 
 
 def test_a_reward_model_may_be_the_start(tiny_model, tmp_path):
@@ -220,7 +319,7 @@ def test_a_reward_model_may_be_the_start(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_path, kind):
-    critic = critic_of(tiny_models[kind])
+    critic = critic_that_knows(tiny_models[kind])
     critic.save(tmp_path / "critic")
     again = critic_of(tmp_path / "critic")
     assert same(critic.model.state_dict(), again.model.state_dict())
@@ -246,12 +345,8 @@ def test_what_ends_an_answer_does_not_pad_a_saved_critic(tiny_model, tmp_path):
     assert template.tokenizer.pad_token_id == template.end_token
 
 
-def test_a_new_head_is_the_seeds(tiny_model):
-    model, template = Model(path=str(tiny_model)), template_of(Model(path=str(tiny_model)))
-    one, again, other = (load_critic(model, template, CPU, seed=seed).model.score.weight for seed in (0, 0, 1))  # pyright: ignore
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert one.std().item() == pytest.approx(0.02, rel=0.5)
+def test_a_new_head_begins_at_zero(tiny_model):
+    assert not target_values(critic_of(tiny_model).model, pack(samples_by_hand())).any()
 
 
 def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
@@ -265,12 +360,11 @@ def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
 def test_under_lora_adapters_and_head_learn_and_are_saved_merged(tiny_model, tmp_path):
     critic = critic_of(tiny_model, lora=Lora(rank=2))
     trained = {name for name, _ in critic.trainable()}
-    assert "score.weight" in trained
-    assert all("lora_" in name or name == "score.weight" for name in trained)
+    assert [name for name in trained if "lora_" not in name] == ["score.modules_to_save.default.weight"]
     samples = samples_by_hand()
     trainer = Trainer(critic, CriticOptim(lr=1e-2), seed=0, max_skipped_steps=0)
     for _ in range(2):
-        trainer.update([pack(samples)], value_loss(critic.model, samples, clip=None), 1e-2)
+        trainer.update([pack(samples)], value_loss(partial(target_values, critic.model), samples, clip=None), 1e-2)
     critic.save(tmp_path / "critic")
     again = critic_of(tmp_path / "critic")
     for one in (critic, again):
@@ -300,7 +394,7 @@ def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
         samples = [replace(s, values=v.numpy()) for s, v in zip(samples, values, strict=True)]
         [samples], _ = with_advantages([samples], Algorithm(kind="ppo"))
         explained.append(value_metrics(samples)["critic/explained_variance"])
-        trainer.update([pack(samples)], value_loss(critic.model, samples, clip=0.5), 2e-3)
+        trainer.update([pack(samples)], value_loss(partial(target_values, critic.model), samples, clip=0.5), 2e-3)
     assert explained[0] < 0.2
     assert explained[-1] > 0.9
 
@@ -321,8 +415,14 @@ CRITIC_METRICS = {
         {"model": {"lora": {"rank": 2}}, "algorithm": {"kind": "ppo", "kl_coefficient": 0.01}},
         {"model": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 2}, "gradient_checkpointing": True, "clip": None}},
         {"rollout": {"n": 1}, "model": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
+        {"model": {"dtype": "bfloat16"}, "critic": {"shared": True, "optim": {"lr": 1e-3}}},
+        {
+            "model": {"lora": {"rank": 2}, "gradient_checkpointing": True},
+            "critic": {"shared": True, "coefficient": 0.0, "clip": None},
+            "algorithm": {"kind": "ppo", "kl_reward": {"coefficient": 0.01}},
+        },
     ],
-    ids=["plain", "gae and kl", "lora policy", "lora critic", "bfloat16, n=1"],
+    ids=["plain", "gae and kl", "lora policy", "lora critic", "bfloat16, n=1", "shared, bfloat16", "shared, lora, head alone"],
 )
 def test_two_steps(tmp_path, recipe, tiny_model, settings):
     model = train_rl(recipe(**settings))
@@ -334,6 +434,11 @@ def test_two_steps(tmp_path, recipe, tiny_model, settings):
         assert row["grad_norm"] > 0
         assert row["critic/grad_norm"] > 0
     assert not same(weights_of(model), weights_of(tiny_model))
+    if settings.get("critic", {}).get("shared"):
+        assert weights_of(model).keys() == weights_of(tiny_model).keys(), "a plain causal model"
+        [head] = load_file(tmp_path / "run/critic/value_head.safetensors").values()
+        assert head.any()
+        return
     before, after = weights_of(tiny_model), weights_of(tmp_path / "run/critic")
     assert any(not torch.equal(before[name], after[name]) for name in after.keys() & before.keys())
     assert set(weights_of(tmp_path / "run/checkpoints/step_000002/critic")) == set(after)
@@ -364,6 +469,16 @@ def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tm
     assert row["critic/clip_fraction"] == 0
 
 
+def test_one_pass_gives_old_log_probs_and_values(recipe, monkeypatch):
+    """Two updates a step, so both are wanted before the first; each update then has one pass for both losses."""
+    passes = []
+    monkeypatch.setattr(rl, "target_states", lambda *given: passes.append("before") or target_states(*given))
+    monkeypatch.setattr("plaudit.train.value_loss.target_states", lambda *given: passes.append("update") or target_states(*given))
+    many = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 100_000}
+    train_rl(recipe(critic={"shared": True}, train=many, run={"max_steps": 1}))
+    assert passes == ["before", "update", "update"]
+
+
 FAILS_ON_SOME = """
 def compute_score(solution_str):
     if len(solution_str) % 3 == 0:
@@ -383,14 +498,17 @@ def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
     assert len(seen) == 16 - row["dropped"]
 
 
-def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model):
+@pytest.mark.parametrize("shared", [False, True])
+def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model, shared):
     """To the bit, sampling going on; the third step moves it."""
-    file = recipe(critic={"warmup_steps": 2, "optim": {"lr": 1e-3}}, algorithm={"kind": "ppo", "kl_coefficient": 0.1},
+    file = recipe(critic={"shared": shared, "warmup_steps": 2, "optim": {"lr": 1e-3}},
+                  algorithm={"kind": "ppo", "kl_coefficient": 0.1},
                   run={"max_steps": 3, "save_every": 1, "keep_last": 5})  # fmt: skip
     train_rl(file)
     checkpoints = tmp_path / "run/checkpoints"
     policies = [weights_of(checkpoints / f"step_{step:06d}/model") for step in (1, 2, 3)]
-    critics = [weights_of(checkpoints / f"step_{step:06d}/critic") for step in (1, 2, 3)]
+    saved = "value_head.safetensors" if shared else "model.safetensors"
+    critics = [load_file(checkpoints / f"step_{step:06d}/critic" / saved) for step in (1, 2, 3)]
     assert same(policies[0], weights_of(tiny_model))
     assert same(policies[1], policies[0])
     assert not same(policies[2], policies[1])
@@ -404,10 +522,10 @@ def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model):
     assert samples[0] != samples[1]
 
 
-@pytest.mark.parametrize("warmup", [0, 2])
-def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup):
+@pytest.mark.parametrize(("warmup", "shared"), [(0, False), (2, False), (1, True)])
+def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
     settings = {
-        "critic": {"warmup_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},
+        "critic": {"shared": shared, "warmup_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},
         "algorithm": {"kind": "ppo", "gae_lambda": 0.9},
         "run": {"max_steps": 4, "save_every": 1},
     }
@@ -419,10 +537,10 @@ def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup):
     train_rl(file)
     reference, stopped = tmp_path / "reference", tmp_path / "stopped"
     assert metrics_of(stopped) == metrics_of(reference)
-    last = "checkpoints/step_000004"
+    last, saved = "checkpoints/step_000004", "value_head.safetensors" if shared else "model.safetensors"
     for name in (
-        "model/model.safetensors", "critic/model.safetensors", f"{last}/state.json", f"{last}/trainer/00000.safetensors",
-        f"{last}/critic_trainer/00000.safetensors", f"{last}/critic/model.safetensors",
+        "model/model.safetensors", f"critic/{saved}", f"{last}/state.json", f"{last}/trainer/00000.safetensors",
+        f"{last}/critic_trainer/00000.safetensors", f"{last}/critic/{saved}",
     ):  # fmt: skip
         assert (stopped / name).read_bytes() == (reference / name).read_bytes(), name
     rates = [row["critic/lr"] for row in metrics_of(reference)]
@@ -450,6 +568,10 @@ def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(re
         ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is saved whole"),
         ({"critic": {"clip": 0}}, "critic.clip"),
         ({"critic": {"path": "nowhere/at/all"}}, "there is no such folder"),
+        ({"critic": {"coefficient": 0.1}}, "this critic shares none"),
+        ({"critic": {"shared": True, "path": "models/rm"}}, "critic.path is of a model of its own"),
+        ({"critic": {"shared": True, "lora": {"rank": 2}}}, "critic.lora is of a model of its own"),
+        ({"critic": {"shared": True, "dtype": "float32"}}, "critic.dtype is of a model of its own"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(recipe, sections, told):
@@ -462,12 +584,8 @@ def test_settings_that_mean_nothing_are_refused(recipe, sections, told):
 
 
 def test_models_that_are_no_critic_are_refused(recipe, tiny_model, tmp_path):
-    with pytest.raises(RecipeError, match="has 3 labels, and a critic has one"):
+    with pytest.raises(RecipeError, match="has 3 labels, and a reward model has one, as a critic has"):
         train_rl(recipe(critic={"path": str(make_classifier(tiny_model, tmp_path / "sorter", labels=3))}))
-    shutil.copytree(tiny_model, tmp_path / "headed")
-    (tmp_path / "headed/value_head.safetensors").write_bytes(b"")
-    with pytest.raises(RecipeError, match="save it as a sequence classifier"):
-        train_rl(recipe(critic={"path": str(tmp_path / "headed")}))
 
 
 def with_other_tokens(model: Path, folder: Path) -> None:
@@ -527,6 +645,12 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
     assert f"{rm} with its own head; the first 2 steps are its alone" in said
     assert "critic.warmup_steps is 2 and run.max_steps 2: the policy would never learn" in said
 
+    code, out, _ = plaudit("doctor", recipe(critic={"shared": True, "warmup_steps": 1}))
+    said = " ".join(out.split())
+    assert code == 0
+    assert "head on the policy's own layers: the value loss counts 0.5 there; the first 1 steps are its alone" in said
+    assert "critic: weights" not in out
+
     with_other_tokens(tiny_model, tmp_path / "other")
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "other")}))
     assert code == 1
@@ -542,5 +666,5 @@ def test_doctors_plan_counts_every_weight_of_the_critic(recipe, tiny_model):
     critic = critic_of(tiny_model)
     needs = {need.name: need.fixed for need in plan_devices(loaded)["cpu"].needs}
     parameters = sum(p.numel() for p in critic.model.parameters())
-    assert needs["critic: weights"] == critic.bytes == 4 * parameters
+    assert needs["critic: weights"] == 4 * parameters
     assert needs["critic: moments, masters"] == 8 * parameters

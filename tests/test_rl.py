@@ -91,7 +91,8 @@ def assert_same_result(run: Path, reference: Path) -> None:
     last = sorted((reference / "checkpoints").glob("step_*"))[-1].name
     files = ["model/model.safetensors", f"checkpoints/{last}/trainer/00000.safetensors", f"checkpoints/{last}/state.json"]
     if (reference / "critic").exists():
-        files += ["critic/model.safetensors", f"checkpoints/{last}/critic_trainer/00000.safetensors"]
+        files += [str(file.relative_to(reference)) for file in (reference / "critic").glob("*.safetensors")]
+        files += [f"checkpoints/{last}/critic_trainer/00000.safetensors"]
     for file in files:
         assert (run / file).read_bytes() == (reference / file).read_bytes(), file
     assert exact_metrics(run) == exact_metrics(reference)
@@ -180,6 +181,12 @@ VARIANTS = {
     "PPO with a critic that is warmed up": {
         "algorithm": {"kind": "ppo", "gae_lambda": 0.95, "kl_reward": {"coefficient": 0.01, "target": 0.01, "horizon": 50}},
         "critic": {"warmup_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
+        "train": {"prompts_per_step": 4, "prompts_per_update": 2},
+    },
+    "PPO with a critic on the policy's layers": {
+        "model": {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}},
+        "algorithm": {"kind": "ppo", "gae_lambda": 0.95},
+        "critic": {"shared": True, "warmup_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
         "train": {"prompts_per_step": 4, "prompts_per_update": 2},
     },
     "dynamic sampling": {"algorithm": {"dynamic_sampling": {}}, "rollout": {"n": 2, "max_new_tokens": 3}},

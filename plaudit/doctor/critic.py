@@ -6,27 +6,39 @@ from pathlib import Path
 from plaudit.data.templates import ChatTemplate
 from plaudit.doctor.findings import Finding
 from plaudit.doctor.memory import check_weights
-from plaudit.models.critic import is_classifier, require_same_tokens
+from plaudit.models.classifier import is_classifier
+from plaudit.models.critic import require_same_tokens
 from plaudit.models.folder import context_tokens, read_config
-from plaudit.recipe import Critic, RLRecipe
+from plaudit.models.scalar import value_head_file
+from plaudit.recipe import Critic, Model, RLRecipe
 
 SHOWN_TOKENS = 3
 
 
 def check_critic(critic: Critic, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int) -> Iterator[Finding]:
-    model = critic.model(recipe.model)
-    head = "its own head" if is_classifier(model) else "a new value head"
     alone = f"; the first {critic.warmup_steps:,} steps are its alone" if critic.warmup_steps else ""
-    yield "✓", f"{model.path} with {head}{alone}"
+    if critic.shared:
+        moved = f"the value loss counts {critic.coefficient:g} there" if critic.coefficient else "the value loss does not move them"
+        yield "✓", f"a value head on the policy's own layers: {moved}{alone}"
+    else:
+        yield from _check_model(critic.model(recipe.model), critic, recipe, template, longest_prompt, alone)
+    total = recipe.run.max_steps
+    if total is not None and critic.warmup_steps >= total:
+        yield "!", f"critic.warmup_steps is {critic.warmup_steps:,} and run.max_steps {total:,}: the policy would never learn"
+
+
+def _check_model(
+    model: Model, critic: Critic, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int, alone: str
+) -> Iterator[Finding]:
+    config = read_config(model.path, trust_remote_code=model.trust_remote_code)
+    own = is_classifier(model.path, config) or value_head_file(model.path) is not None
+    yield "✓", f"{model.path} with {'its own head' if own else 'a new value head'}{alone}"
     if critic.path is not None:
         yield from check_weights(Path(critic.path))
     if template is not None and (renamed := require_same_tokens(model, template)):
         shown = ", ".join(renamed[:SHOWN_TOKENS]) + (", …" if len(renamed) > SHOWN_TOKENS else "")
         yield "!", f"{model.path}: {len(renamed):,} of the policy's tokens have another name in its own tokenizer: {shown}"
-    context = context_tokens(read_config(model.path, trust_remote_code=model.trust_remote_code))
+    context = context_tokens(config)
     needed = longest_prompt + recipe.rollout.max_new_tokens
     if context is not None and needed > context:
         yield "✗", f"the longest prompt and max_new_tokens are {needed:,} tokens; {model.path} takes {context:,}"
-    total = recipe.run.max_steps
-    if total is not None and critic.warmup_steps >= total:
-        yield "!", f"critic.warmup_steps is {critic.warmup_steps:,} and run.max_steps {total:,}: the policy would never learn"

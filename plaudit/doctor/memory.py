@@ -124,8 +124,8 @@ def _policy(recipe: RLRecipe, device: torch.device) -> list[Need]:
 
 def _critic(recipe: RLRecipe, device: torch.device, *, beside: float) -> list[Need]:
     """`beside`: what an update of the policy takes, and gives back before the critic's begins."""
-    if recipe.critic is None:
-        return []
+    if recipe.critic is None or recipe.critic.shared:
+        return []  # a head on the policy's layers is a row of numbers
     model, budget = recipe.critic.model(recipe.model), recipe.train.tokens_per_micro_batch
     try:
         plan = plan_memory(model, device, tokens_per_micro_batch=budget, scalar=True)

@@ -12,6 +12,7 @@ from plaudit.data.rows import read_rows
 from plaudit.data.templates import ChatTemplate
 from plaudit.doctor import rows
 from plaudit.doctor.findings import Finding, print_text
+from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.scalar import Transcript
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe
@@ -64,13 +65,8 @@ def check_margins(recipe: PreferenceRecipe, sources: Sequence[Source]) -> Iterat
 
 def check_head(recipe: RewardModelRecipe) -> Iterator[Finding]:
     config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    kind = architecture(config)
-    if not kind.endswith("ForSequenceClassification"):
-        yield "✓", f"{kind or 'a model'}: gets a new head for scores"
-    elif config.num_labels == 1:
-        yield "✓", f"{kind}: goes on with its own head"
-    else:
-        yield "✗", f"{kind} has {config.num_labels} labels, and a reward model has one"
+    goes_on = is_classifier(recipe.model.path, config)
+    yield "✓", f"{architecture(config) or 'a model'}: {'goes on with its own head' if goes_on else 'gets a new head for scores'}"
 
 
 def show_pair(console: Console, template: ChatTemplate, recipe: PreferenceRecipe, pair: Preference) -> None:

@@ -6,7 +6,8 @@ advantages, and moves the policy towards what was better than its group:
     L = Σ_t w_t · ( loss(π, π_old, A)_t + β · kl(π, ref)_t − c · H_t )
 
 How rewards become A, and which loss it is, the recipe's `algorithm` says (docs/algorithms.md). With a critic (PPO), A is against
-what the critic expected of each token; it learns in the same updates, and in the first steps alone if it is to be warmed up.
+what the critic expected of each token; it learns in the same updates, and in the first steps alone if it is to be warmed up. It is
+a model of its own, or a head on the policy's layers: then one pass gives log-probs and values, and one update moves both.
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and how far the sampler's log-probs are from the
 trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups enter batches
@@ -31,8 +32,8 @@ from plaudit.data.prompts import EncodedPrompt, distinct, load_prompts
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.files import sketch
-from plaudit.models.critic import load_critic, target_values
-from plaudit.models.logprobs import target_logprobs
+from plaudit.models.critic import SharedCritic, load_critic, target_values
+from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.policy import load_policy, resolve_device
 from plaudit.models.reference import Reference
 from plaudit.recipe import RLData, RLRecipe
@@ -46,13 +47,13 @@ from plaudit.rollout.groups import sample_groups, sample_groups_and_greedy
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.run import Run
 from plaudit.train.advantages import with_advantages
-from plaudit.train.experience import baseline_apart, experiences, updates, with_predictions
+from plaudit.train.experience import Prediction, baseline_apart, experiences, updates, with_predictions
 from plaudit.train.kl_penalty import KLPenalty
 from plaudit.train.optimiser import resident_bytes
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
-from plaudit.train.trainer import Trainer, compute_repeatably
-from plaudit.train.value_loss import value_loss, value_metrics
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.value_loss import shared_loss, value_loss, value_metrics
 from plaudit.types import Batch, Experience, ScoredGroup
 
 Check = Callable[..., tuple[list[ScoredGroup], dict[str, float]]]
@@ -90,9 +91,12 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         if recipe.critic is not None:
-            critic = load_critic(recipe.critic.model(recipe.model), template, device, seed=recipe.seed)
-            require_room(critic.model, prompts, recipe.rollout.max_new_tokens, "the critic")
-            others += critic.bytes + resident_bytes(critic.trainable())
+            if recipe.critic.shared:
+                critic = SharedCritic(policy, recipe.model.path)
+            else:
+                critic = load_critic(recipe.critic.model(recipe.model), template, device, seed=recipe.seed)
+                require_room(critic.model, prompts, recipe.rollout.max_new_tokens, "the critic")
+            others += sum(p.numel() * p.element_size() for p in critic.model.parameters()) + resident_bytes(critic.trainable())
             trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         run.companions["rewards"] = rewards
@@ -239,63 +243,101 @@ def learn(
 ) -> dict[str, float]:  # fmt: skip
     """All updates of a step; returns their metrics, averaged."""
     critic = trainer.beside.get("critic")
+    shared = critic.policy if critic is not None and isinstance(critic.policy, SharedCritic) else None
     frozen = recipe.critic is not None and step <= recipe.critic.warmup_steps
     model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
     budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
     began = time.perf_counter()
-
-    @torch.no_grad()
-    def own_logprobs(batch: Batch) -> torch.Tensor:
-        model.eval()
-        return target_logprobs(model, batch, temperature=temperature).logprobs_N
-
-    def ref_logprobs(batch: Batch) -> torch.Tensor:
-        assert reference is not None
-        return reference.logprobs(batch, temperature)
-
-    @torch.no_grad()
-    def values(batch: Batch) -> torch.Tensor:
-        assert critic is not None
-        critic.policy.model.eval()
-        return target_values(critic.policy.model, batch)
-
-    learnt = [experiences(group, recipe.algorithm) for group in groups]
-    ratios = recipe.train.updates_per_step > 1 and not frozen
-    if recipe.algorithm.old_logprobs == "recomputed" and (ratios or penalty is not None):
-        learnt = with_predictions(learnt, "old_logprobs", own_logprobs, budget=budget, device=device)
-    if reference is not None and (penalty is not None or not frozen):
-        learnt = with_predictions(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
-    if critic is not None:
-        learnt = with_predictions(learnt, "values", values, budget=budget, device=device)
+    learnt = foretold([experiences(group, recipe.algorithm) for group in groups], trainer, reference, recipe, frozen=frozen)
     baselines = [group.baseline.value for group in groups if group.baseline is not None]
     learnt, charged = with_advantages(learnt, recipe.algorithm, baselines=baselines, penalty=penalty)
     prepared = time.perf_counter()
 
+    def loss_of(samples: Sequence[Experience]) -> Loss:
+        if shared is None:
+            return policy_loss(model, samples, recipe.algorithm, temperature)
+        assert recipe.critic is not None
+        return shared_loss(model, shared, samples, recipe.algorithm, recipe.critic, temperature)
+
     results, critic_results = [], []
     for samples in updates(learnt, recipe.train, recipe.algorithm, horizon=horizon, seed=recipe.seed, step=step):
         batches = micro_batches(samples, budget, device)
-        if critic is not None:
-            critic_results.append(update_critic(critic, samples, batches, recipe, critic_lr))
+        if critic is not None and (shared is None or frozen):
+            critic_results.append(update_critic(critic, model, samples, batches, recipe, critic_lr))
         if not frozen:
-            results.append(trainer.update(batches, policy_loss(model, samples, recipe.algorithm, temperature), lr))
-    metrics = charged | averaged(results)
+            results.append(trainer.update(batches, loss_of(samples), lr))
+        if critic is not None and shared is not None and not frozen:
+            # The head's gradients came with the policy's: no batch is left to learn from.
+            critic_results.append(update_critic(critic, model, samples, (), recipe, critic_lr))
+    metrics = charged | averaged(critic_results) | averaged(results)
     if critic is not None:
-        metrics |= averaged(critic_results) | value_metrics([experience for group in learnt for experience in group])
+        metrics |= value_metrics([experience for group in learnt for experience in group])
     # Sampler and trainer share their weights only until the first update.
     metrics |= {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
     metrics |= {"updates": float(trainer.updates), "skipped_steps": float(trainer.skipped_steps)}
     return metrics | {"time/logprobs_s": prepared - began, "time/update_s": time.perf_counter() - prepared}
 
 
+def foretold(
+    groups: Sequence[Sequence[Experience]], trainer: Trainer, reference: Reference | None, recipe: RLRecipe, *, frozen: bool
+) -> list[list[Experience]]:
+    """What a step's samples are compared with: log-probs and values of the models as they are before it. `frozen`: the policy
+    stays as it is."""
+    critic, model, temperature = trainer.beside.get("critic"), trainer.policy.model, recipe.rollout.temperature
+    shared = critic.policy if critic is not None and isinstance(critic.policy, SharedCritic) else None
+    charged = recipe.algorithm.kl_reward is not None
+    ratios = recipe.train.updates_per_step > 1 and not frozen
+    old = recipe.algorithm.old_logprobs == "recomputed" and (ratios or charged)
+
+    @torch.no_grad()
+    def of_policy(batch: Batch) -> dict[Prediction, torch.Tensor]:
+        model.eval()
+        hidden_ND = target_states(model, batch)
+        told: dict[Prediction, torch.Tensor] = {}
+        if old:
+            told["old_logprobs"] = state_logprobs(model, hidden_ND, batch, temperature=temperature).logprobs_N
+        if shared is not None:
+            told["values"] = shared.values(hidden_ND)
+        return told
+
+    def of_reference(batch: Batch) -> dict[Prediction, torch.Tensor]:
+        assert reference is not None
+        return {"ref_logprobs": reference.logprobs(batch, temperature)}
+
+    @torch.no_grad()
+    def of_critic(batch: Batch) -> dict[Prediction, torch.Tensor]:
+        assert critic is not None
+        critic.policy.model.eval()
+        return {"values": target_values(critic.policy.model, batch)}
+
+    wanted = [
+        (of_policy, old or shared is not None),
+        (of_reference, reference is not None and (charged or not frozen)),
+        (of_critic, critic is not None and shared is None),
+    ]
+    for predict in (predict for predict, if_wanted in wanted if if_wanted):
+        groups = with_predictions(groups, predict, budget=recipe.train.tokens_per_micro_batch, device=trainer.policy.device)
+    return [list(group) for group in groups]
+
+
 def update_critic(
-    critic: Trainer, samples: Sequence[Experience], batches: Sequence[Batch], recipe: RLRecipe, lr: float
-) -> dict[str, float]:
-    """One update of the critic; its metrics, under `critic/`."""
+    critic: Trainer, policy: torch.nn.Module, samples: Sequence[Experience], batches: Sequence[Batch], recipe: RLRecipe, lr: float
+) -> dict[str, float]:  # fmt: skip
+    """One update of the critic; its metrics, under `critic/`. The policy's layers, if it shares them, are left as they are."""
     assert recipe.critic is not None
+
+    def values(batch: Batch) -> torch.Tensor:
+        if not isinstance(critic.policy, SharedCritic):
+            return target_values(critic.policy.model, batch)
+        with torch.no_grad():
+            hidden_ND = target_states(policy, batch)
+        return critic.policy.values(hidden_ND)
+
     try:
-        told = critic.update(batches, value_loss(critic.policy.model, samples, clip=recipe.critic.clip), lr)
+        told = critic.update(batches, value_loss(values, samples, clip=recipe.critic.clip), lr)
     except TrainingStopped as error:
-        raise TrainingStopped(f"the critic's {error} (Its settings are critic.optim and critic.dtype.)") from None
+        dtype = "model.dtype" if recipe.critic.shared else "critic.dtype"
+        raise TrainingStopped(f"the critic's {error} (Its settings are critic.optim and {dtype}.)") from None
     return {f"critic/{name}": value for name, value in told.items() if not name.startswith("time/")}
 
 

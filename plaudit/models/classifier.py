@@ -1,9 +1,9 @@
-"""A reward model as plaudit trains it: a sequence classifier with one label, on the decoder of a causal model.
+"""A model with a head for scores as plaudit trains it, a reward model or a critic: a sequence classifier with one label.
 
     r = w · h_last        h_last: hidden state of the conversation's last token
 
 It is saved as transformers' ...ForSequenceClassification, which transformers, vLLM and plaudit's own `scalar_model` load. As in
-models/scalar.py, sequences are packed and the head computes in fp32, whatever dtype it has.
+models/scalar.py, sequences are packed and the head is in fp32, whatever dtype the model has.
 """
 
 import math
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError
@@ -32,29 +31,32 @@ HEAD = "score"
 
 
 def sequence_scores(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """A score for each sequence of a packed batch, in fp32."""
+    """A score for each sequence of a packed batch."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
-    last_SD = hidden_TD[batch.starts_S1[1:].long() - 1]
+    return scores_of(model, hidden_TD[batch.starts_S1[1:].long() - 1])
+
+
+def scores_of(model: nn.Module, hidden_ND: Tensor) -> Tensor:
+    """The head's score of each hidden state, in fp32 or finer."""
     head: Any = getattr(model, HEAD)
-    return linear(last_SD.float(), head.weight.float())[:, 0]
+    return head(hidden_ND.to(head.weight.dtype))[:, 0]
 
 
-def load_classifier(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
-    """The recipe's model with a head for scores, ready to train: a causal model's is new, a reward model's its own."""
+def load_classifier(
+    recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0, head_std: float = 1.0, section: str = "model"
+) -> Policy:
+    """The recipe's model with a head for scores, ready to train: a causal model's is new, a reward model's its own.
+
+    `head_std`: how far scores of a new head begin from 0. `section`: where the recipe describes the model."""
     config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
     require_matching_tokenizer(recipe.path, config, template.tokenizer)
-    goes_on = architecture(config).endswith("ForSequenceClassification")
-    if goes_on and config.num_labels != 1:
-        raise RecipeError(
-            f"{recipe.path}: {architecture(config)} has {config.num_labels} labels, and a reward model has one; start from a "
-            "causal model, or from a reward model"
-        )
+    goes_on = is_classifier(recipe.path, config)
     model: Any = load_pretrained(
         AutoModelForSequenceClassification,
         recipe.path,
         resolve_dtype(recipe.dtype, device),
         trust_remote_code=recipe.trust_remote_code,
-        new=() if goes_on else (f"{HEAD}.weight",),
+        new=() if goes_on else (f"{HEAD}.",),
         num_labels=1,
     )
     head = getattr(model, HEAD, None)
@@ -62,12 +64,13 @@ def load_classifier(recipe: Model, template: ChatTemplate, device: torch.device,
         raise RecipeError(
             f"{recipe.path}: {type(model).__name__} has no linear head `{HEAD}` without a bias, so plaudit cannot train it"
         )
+    head.float()
     if not goes_on:
-        _begin_head(head, recipe.path, seed)
+        _begin_head(head, recipe.path, seed, head_std)
     model = model.to(device)
     keep_residual_precise(model.get_decoder())
     verify_packed_states(model.get_decoder())
-    peft = attach_lora(model, recipe.lora, seed, head=HEAD) if recipe.lora is not None else None
+    peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if recipe.lora is not None:
@@ -76,16 +79,29 @@ def load_classifier(recipe: Model, template: ChatTemplate, device: torch.device,
     return Policy(model, template, recipe.lora, peft)
 
 
+def is_classifier(path: str, config: PretrainedConfig) -> bool:
+    """Whether the model has a head for scores of its own; a RecipeError if it has one for something else."""
+    kind = architecture(config)
+    if not kind.endswith("ForSequenceClassification"):
+        return False
+    if config.num_labels != 1:
+        raise RecipeError(
+            f"{path}: {kind} has {config.num_labels} labels, and a reward model has one, as a critic has: this one sorts texts "
+            "into classes. Start from a causal model, or from a reward model."
+        )
+    return True
+
+
 @torch.no_grad()
-def _begin_head(head: nn.Linear, path: str, seed: int) -> None:
-    """LLaMA-Factory's value head, if there is one (without its bias, which no pair can tell); else w ~ N(0, 1 / (D + 1)), so that
-    scores of normalised hidden states begin near one (Stiennon et al. 2020)."""
+def _begin_head(head: nn.Linear, path: str, seed: int, std: float) -> None:
+    """A value head that lies beside the model (without its bias, which no pair can tell, and a critic soon finds again); else
+    w ~ N(0, std² / (D + 1)), so that scores of normalised hidden states begin about `std` from 0 (Stiennon et al. 2020: 1)."""
     known = read_value_head(path, head.in_features)
     if known is not None:
         head.weight.copy_(known[0])
         return
     generator = torch.Generator().manual_seed(stable_seed("head", seed))
-    head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1))
+    head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * (std / math.sqrt(head.in_features + 1)))
 
 
 def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
@@ -94,11 +110,7 @@ def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
     transformers takes the score from the rightmost token that is not the padding. So what ends conversations must not pad them:
     where a tokenizer pads with its end token, as many do, scores would come from the token before it.
     """
-    pad_with(policy.template.tokenizer, policy.model.config, last_tokens)
-
-
-def pad_with(tokenizer: Any, config: Any, last_tokens: Iterable[int]) -> None:
-    """The same, of a tokenizer and a config by themselves."""
+    tokenizer: Any = policy.template.tokenizer
     pad = _pad_token(tokenizer, set(last_tokens))
     if pad is None:
         raise RecipeError(
@@ -106,8 +118,8 @@ def pad_with(tokenizer: Any, config: Any, last_tokens: Iterable[int]) -> None:
             "a batch; choose another model.tokenizer"
         )
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    config.pad_token_id = pad
-    config.get_text_config().pad_token_id = pad
+    policy.model.config.pad_token_id = pad
+    policy.model.config.get_text_config().pad_token_id = pad
 
 
 def _pad_token(tokenizer: Any, ends: set[int]) -> int | None:

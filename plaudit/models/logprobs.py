@@ -35,15 +35,21 @@ class TokenLogprobs(NamedTuple):
 
 def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none") -> TokenLogprobs:
     """Log-prob (and entropy) of each token that `batch.loss_mask_T` marks, given what stands before it; in order."""
+    return state_logprobs(model, target_states(model, batch), batch, temperature=temperature, entropy=entropy)
+
+
+def target_states(model: nn.Module, batch: Batch) -> Tensor:
+    """The hidden state that each token that `batch.loss_mask_T` marks is foretold from: the one before it; in order."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
-    targets_N = batch.loss_mask_T.nonzero()[:, 0]
-    return token_logprobs(
-        hidden_TD[targets_N - 1],
-        model.get_output_embeddings().weight,  # pyright: ignore
-        batch.tokens_T[targets_N],
-        temperature=temperature,
-        entropy=entropy,
-    )
+    return hidden_TD[batch.loss_mask_T.nonzero()[:, 0] - 1]
+
+
+def state_logprobs(
+    model: nn.Module, hidden_ND: Tensor, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none"
+) -> TokenLogprobs:
+    """`target_logprobs`, of states that `target_states` gave."""
+    weight_VD = model.get_output_embeddings().weight  # pyright: ignore
+    return token_logprobs(hidden_ND, weight_VD, batch.tokens_T[batch.loss_mask_T], temperature=temperature, entropy=entropy)
 
 
 def token_logprobs(

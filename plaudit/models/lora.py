@@ -19,31 +19,29 @@ def attach_lora(
     lora: Lora,
     seed: int,
     *,
-    section: str = "model.lora",
+    section: str = "model",
     head: str | None = None,
-    train_head: bool = True,
 ) -> "PeftModel":
-    """Put adapters into the model's layers, in place; the model's own weights are frozen. `head`: the name of a layer behind the
-    decoder, which is trained whole or (`train_head` false) left as it is."""
+    """Put adapters into the model's layers, in place; the model's own weights are frozen, but for those of `head`: the name of a
+    layer behind the decoder, which is trained whole."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
     if head is not None and not isinstance(lora.targets, str) and head in lora.targets:
-        raise RecipeError(f"model.lora.targets: {head} is trained whole, so it cannot be adapted too")
+        raise RecipeError(f"{section}.lora.targets: {head} is trained whole, so it cannot be adapted too")
     torch.manual_seed(seed)  # of the adapters' first weights
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore (peft's annotation says int; it takes floats)
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        task_type="CAUSAL_LM" if head is None else "SEQ_CLS" if train_head else None,
-        modules_to_save=None if head is None or not train_head else [head],
-        exclude_modules=None if train_head else head,
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
+        modules_to_save=None if head is None else [head],
     )
     try:
         peft = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, re.error) as error:
-        raise RecipeError(f"{section}.targets: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"{section}.lora.targets: {str(error).splitlines()[0]}") from None
     if head is not None:
         return peft  # pyright: ignore
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()

@@ -114,7 +114,7 @@ def scalar_form(settings: RewardModel, config: PretrainedConfig) -> Form:
                 "this one sorts texts into classes"
             )
         return "classifier"
-    if _value_head_file(path) is not None:
+    if value_head_file(path) is not None:
         return "value_head"
     pickled = Path(path, "value_head.bin")
     if pickled.exists():
@@ -130,7 +130,7 @@ def _path(settings: RewardModel) -> str:
     return settings.path
 
 
-def _value_head_file(path: str) -> Path | None:
+def value_head_file(path: str) -> Path | None:
     try:
         found = cached_file(
             path, VALUE_HEAD, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
@@ -149,7 +149,7 @@ def _score_head(model: Any, path: str) -> tuple[Tensor, Tensor | None]:
 
 def read_value_head(path: str, hidden: int) -> tuple[Tensor, Tensor | None] | None:
     """`v_head.summary.weight` [1, hidden] and `.bias` [1], or the same without one or both prefixes; None if there is none."""
-    file = _value_head_file(path)
+    file = value_head_file(path)
     if file is None:
         return None
     try:

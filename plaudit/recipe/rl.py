@@ -234,7 +234,16 @@ class CriticOptim(RLOptim):
     """Peak learning rate of AdamW."""
 
 
+OF_ITS_OWN = ("path", "dtype", "gradient_checkpointing", "lora", "trust_remote_code")
+"""Settings of a critic that is a model of its own."""
+
+
 class Critic(Section):
+    shared: bool = False
+    """A value head on the policy's own layers instead of a model of its own: no second model in memory, one pass for log-probs and
+    values, and what the values teach moves the policy's layers too."""
+    coefficient: NonNegativeFloat = 0.5
+    """With shared: what the value loss counts beside the policy's in the layers they share; 0: it moves the head alone."""
     path: str | None = None
     """A causal model, which gets a new value head, or a sequence classifier with one label (a reward model, a saved critic), whose
     head is used. It reads the policy's tokens. Default: model.path."""
@@ -251,7 +260,22 @@ class Critic(Section):
     clip: PositiveFloat | None = 0.5
     """How far a value may move away from what it was as the step began before it stops counting; null for no bound."""
     optim: CriticOptim = CriticOptim()
-    """How it moves."""
+    """How it moves. With shared: how its head does; the layers follow the policy's."""
+
+    @model_validator(mode="after")
+    def _of_its_own_or_shared(self) -> "Critic":
+        default = {name: info.default for name, info in type(self).model_fields.items()}
+        if not self.shared and self.coefficient != default["coefficient"]:
+            raise ValueError(
+                "critic.coefficient weighs a loss in layers that are shared, and this critic shares none: leave it out"
+            )
+        for name in OF_ITS_OWN if self.shared else ():
+            if getattr(self, name) != default[name]:
+                raise ValueError(
+                    f"critic.{name} is of a model of its own, and critic.shared puts a head on the policy's layers, which model.* "
+                    "describes: leave one of them out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _saved_whole(self) -> "Critic":
@@ -261,7 +285,7 @@ class Critic(Section):
 
     def model(self, policy: Model) -> Model:
         """What it is made of, in the words that describe a model."""
-        own = {name: getattr(self, name) for name in ("dtype", "gradient_checkpointing", "lora", "trust_remote_code")}
+        own = {name: getattr(self, name) for name in OF_ITS_OWN if name != "path"}
         trusted = self.trust_remote_code or (self.path is None and policy.trust_remote_code)
         return Model(path=self.path or policy.path, **{**own, "trust_remote_code": trusted})
 

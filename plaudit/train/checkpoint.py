@@ -3,7 +3,7 @@
     checkpoints/step_000040/
       model/                  the model in Hugging Face format: load it, serve it, start the next stage from it
       trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name, a few gigabytes a file
-      critic/, critic_trainer/                  the same of a critic that learns beside the policy
+      critic/, critic_trainer/                  the same of a critic that learns beside the policy (or of its head, on the policy's)
       state.json              steps and updates done, updates skipped, best validation so far
       manifest.json           every file and its size: a checkpoint that does not match was cut short
 

@@ -1,6 +1,6 @@
 """Scored groups → what an update learns from: samples behind their prompts, with rewards, log-probs and weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -13,6 +13,8 @@ from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import Algorithm, RLTrain
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch, Experience, ScoredGroup
+
+Prediction = Literal["old_logprobs", "ref_logprobs", "values"]
 
 
 def experiences(group: ScoredGroup, algorithm: Algorithm) -> list[Experience]:
@@ -39,19 +41,19 @@ def baseline_apart(group: ScoredGroup) -> ScoredGroup:
 
 def with_predictions(
     groups: Sequence[Sequence[Experience]],
-    which: Literal["old_logprobs", "ref_logprobs", "values"],
-    predict: Callable[[Batch], Tensor],
+    predict: Callable[[Batch], Mapping[Prediction, Tensor]],
     *,
     budget: int,
     device: torch.device,
 ) -> list[list[Experience]]:
-    """The same groups, each sample with what a model says of its tokens: their log-probs, or values."""
+    """The same groups, each sample with what models say of its tokens: their log-probs, values, or both from one pass."""
     flat = [experience for group in groups for experience in group]
-    computed: dict[int, np.ndarray] = {}
     for members in split_by_tokens([len(e) for e in flat], budget):
-        numbers = predict(pack([flat[i] for i in members], device)).float().cpu()
-        computed |= dict(zip(members, map(Tensor.numpy, numbers.split([flat[i].num_targets for i in members])), strict=True))
-    filled = iter([replace(experience, **{which: computed[i]}) for i, experience in enumerate(flat)])
+        for which, numbers_N in predict(pack([flat[i] for i in members], device)).items():
+            numbers = numbers_N.float().cpu().split([flat[i].num_targets for i in members])
+            for i, own in zip(members, numbers, strict=True):
+                flat[i] = replace(flat[i], **{which: own.numpy()})
+    filled = iter(flat)
     return [[next(filled) for _ in group] for group in groups]
 
 

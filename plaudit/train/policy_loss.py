@@ -6,12 +6,12 @@ with the weights w of objectives/aggregate.py, and v like them but over tokens w
 objectives/importance.py, or 1; and a loss of objectives/policy.py. Metrics beside it are means over the update's tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from torch import Tensor, nn
 
-from plaudit.models.logprobs import target_logprobs
+from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.objectives.importance import importance_weights
 from plaudit.objectives.kl import kl
 from plaudit.objectives.policy import TokenLoss, cispo, clipped, gspo, policy_gradient, positive_sft
@@ -22,13 +22,21 @@ from plaudit.types import Batch, Experience
 
 def policy_loss(model: nn.Module, samples: Sequence[Experience], algorithm: Algorithm, temperature: float) -> Loss:
     """The loss of an update on these samples."""
+    share = policy_share(model, samples, algorithm, temperature)
+    return lambda batch: share(target_states(model, batch), batch)
+
+
+def policy_share(
+    model: nn.Module, samples: Sequence[Experience], algorithm: Algorithm, temperature: float
+) -> Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """The same, of a micro-batch whose hidden states are there."""
     num_tokens = sum(sample.num_targets for sample in samples)
 
-    def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def share(hidden_ND: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = batch.targets
         assert targets is not None
         entropy = "learnt" if algorithm.entropy_coefficient else "measured"
-        logprobs_N, entropy_N = target_logprobs(model, batch, temperature=temperature, entropy=entropy)
+        logprobs_N, entropy_N = state_logprobs(model, hidden_ND, batch, temperature=temperature, entropy=entropy)
         assert entropy_N is not None
         # The only update of a step: π_old is π itself, and the ratio 1 with the gradient of log π.
         old_N = logprobs_N.detach() if targets.old_logprobs_N is None else targets.old_logprobs_N
@@ -66,7 +74,7 @@ def policy_loss(model: nn.Module, samples: Sequence[Experience], algorithm: Algo
             metrics["positive_sft_loss"] = imitation
         return total, metrics
 
-    return loss
+    return share
 
 
 def token_loss(

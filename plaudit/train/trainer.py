@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from plaudit.errors import TrainingStopped
 from plaudit.recipe import Optim
@@ -37,7 +36,8 @@ ALONE = Ranks()
 class Trained(Protocol):
     """A policy, or a critic: a model on its device, that can be saved."""
 
-    model: PreTrainedModel
+    @property
+    def model(self) -> nn.Module: ...
 
     @property
     def device(self) -> torch.device: ...

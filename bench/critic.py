@@ -1,0 +1,110 @@
+"""PPO's critic on a task whose returns can be foreseen: how much of their variance does it explain, as a model of its own and as a
+head on the policy's layers?
+
+    python bench/critic.py --out runs/critic                       # two critics × three seeds, two at a time
+    python bench/critic.py --out runs/critic --report              # the table of what is there
+
+The task is the demo's (bench/algorithms.py), with questions of two kinds. Demonstrations are of 3 to 6 letters, so that the policy
+sorts those right most of the time; RL asks for 3 to 10 letters, and longer answers than were ever shown are next to never right.
+What a response will be paid can therefore be told from its prompt, and from the mistakes made so far; the rest is chance. All start
+from the same SFT model of a seed. Explained variance is of a step's tokens before the critic learns from them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from algorithms import RECIPE, REPOSITORY, plaudit, run, spread
+
+STEPS, VALIDATE_EVERY = 100, 20
+CRITICS = {
+    "own": "critic={warmup_steps: 5, optim: {lr: 1e-3}}",
+    "shared": "critic={shared: true, coefficient: 2, warmup_steps: 5, optim: {lr: 3e-3}}",
+}
+
+
+def start(out: Path, seed: int) -> Path:
+    """The data and the SFT model that both critics of a seed begin with."""
+    folder = out / f"start-{seed}"
+    if (folder / "sft" / "model").exists():
+        return folder
+    short, mixed, base = folder / "short", folder / "mixed", folder / "base"
+    commands = [
+        plaudit("prepare", "sorting", "--out", short, "--letters", "3", "6", "--careless", "0.2", "--seed", str(seed)),
+        # Of these only the prompts are used.
+        plaudit("prepare", "sorting", "--out", mixed, "--letters", "3", "10", "--demonstrations", "1", "--seed", str(1000 + seed)),
+        plaudit("prepare", "tiny-model", short / "sft.jsonl", "--out", base, "--hidden-size", "96", "--vocabulary", "300"),
+        plaudit(
+            "sft", REPOSITORY / "recipes/demo/sft.yaml", f"seed={seed}", f"model.path={base}", f"data.train={short / 'sft.jsonl'}",
+            f"run.dir={folder / 'sft'}",
+        ),
+    ]  # fmt: skip
+    if not all(run(command, folder / "log") for command in commands):
+        sys.exit(f"the start for seed {seed} could not be made: see {folder / 'log'}")
+    return folder
+
+
+def train(out: Path, name: str, seed: int) -> str:
+    folder, begin = out / f"{name}-{seed}", out / f"start-{seed}"
+    if STEPS in dict(curve(folder, "val/reward")):
+        return f"{name}, seed {seed}: there already"
+    settings = [
+        f"seed={seed}", f"model.path={begin / 'sft/model'}", f"data.train={begin / 'mixed/rl.jsonl'}",
+        f"data.val={begin / 'mixed/val.jsonl'}", f"run.dir={folder}", f"run.max_steps={STEPS}",
+        f"run.validate_every={VALIDATE_EVERY}", "run.save_every=1000000", "rollout={n: 4, max_new_tokens: 24}",
+        "train.prompts_per_update=8",
+        "algorithm={kind: ppo}", CRITICS[name],
+    ]  # fmt: skip
+    began = time.monotonic()
+    log = out / "logs" / f"{folder.name}.log"
+    fine = run(plaudit("rl", RECIPE, *settings), log)
+    return f"{name}, seed {seed}: {'done' if fine else f'FAILED, see {log}'} ({time.monotonic() - began:.0f} s)"
+
+
+def curve(folder: Path, metric: str) -> list[tuple[int, float]]:
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [(int(row["step"]), row[metric]) for row in rows if row.get(metric) is not None]
+
+
+def report(out: Path, seeds: list[int]) -> None:
+    """Explained variance in the mean over ten steps, then over seeds; the validation's reward before and after."""
+    tens = range(0, STEPS, 10)
+    print(f"| critic | {' | '.join(f'{ten + 1}–{ten + 10}' for ten in tens)} | reward after SFT | after RL | seeds |")
+    print("| --- " * (len(tens) + 4) + "|")
+    for name in CRITICS:
+        folders = [out / f"{name}-{seed}" for seed in seeds]
+        folders = [folder for folder in folders if STEPS in dict(curve(folder, "val/reward"))]
+        if not folders:
+            continue
+        explained, validated = (
+            [curve(folder, metric) for folder in folders] for metric in ("critic/explained_variance", "val/reward")
+        )
+        means = [[statistics.fmean(v for step, v in one if ten < step <= ten + 10) for one in explained] for ten in tens]
+        before, after = ([dict(one)[step] for one in validated] for step in (0, STEPS))
+        print(f"| {name} | {' | '.join(map(spread, means))} | {spread(before)} | {spread(after)} | {len(folders)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--report", action="store_true", help="the table of what is there")
+    args = parser.parse_args()
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if not args.report:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda seed: start(args.out, seed), seeds))
+            for told in pool.map(lambda job: train(args.out, *job), [(name, seed) for seed in seeds for name in CRITICS]):
+                print(told, flush=True)
+    report(args.out, seeds)
+
+
+if __name__ == "__main__":
+    main()
