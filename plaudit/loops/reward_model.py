@@ -26,6 +26,7 @@ from plaudit.objectives.preference import calibration_error
 from plaudit.recipe import RewardModelData, RewardModelRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.run import Run
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.preference_loss import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
@@ -49,7 +50,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         order = RowOrder(len(pairs), per_step=recipe.train.pairs_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        policy = load_classifier(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_classifier(settled.model, template, device, seed=recipe.seed)
         set_pad_token(policy, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         done = run.resume(trainer)

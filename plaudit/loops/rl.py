@@ -16,6 +16,7 @@ in the order of prompts, never of arrival, so that a run can be repeated to the 
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from plaudit.models.critic import load_critic, target_values
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import load_policy, resolve_device
 from plaudit.models.reference import Reference
+from plaudit.models.weights import Visitor, is_apart_from_host
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.report.samples import length_metrics
@@ -48,7 +50,7 @@ from plaudit.run import Run
 from plaudit.train.advantages import with_advantages
 from plaudit.train.experience import baseline_apart, experiences, updates, with_predictions
 from plaudit.train.kl_penalty import KLPenalty
-from plaudit.train.optimiser import resident_bytes
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
@@ -82,18 +84,21 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_policy(settled.model, template, device, seed=recipe.seed)
         require_room(policy.model, prompts, recipe.rollout.max_new_tokens)
         require_room(policy.model, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
-        reference = Reference(recipe.model, policy) if recipe.algorithm.needs_reference else None
+        offload = recipe.algorithm.reference_placement == "offload"
+        reference = Reference(recipe.model, policy, offload=offload) if recipe.algorithm.needs_reference else None
         penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
-        others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
-        if recipe.critic is not None:
-            critic = load_critic(recipe.critic.model(recipe.model), template, device, seed=recipe.seed)
+        others = trainer.optimiser.resident_bytes + (reference.bytes if reference is not None else 0)
+        critic_leaves = recipe.critic is not None and recipe.critic.placement == "offload" and is_apart_from_host(device)
+        if recipe.critic is not None and settled.critic is not None:
+            critic = load_critic(settled.critic.model(recipe.model), template, device, seed=recipe.seed)
             require_room(critic.model, prompts, recipe.rollout.max_new_tokens, "the critic")
-            others += critic.bytes + resident_bytes(critic.trainable())
-            trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
+            learner = trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
+            others += learner.optimiser.resident_bytes + (0 if critic_leaves else critic.bytes)
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         run.companions["rewards"] = rewards
         if penalty is not None:
@@ -102,6 +107,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         if stream is not None:
             run.companions["prompts"] = stream
         done = run.resume(trainer)
+        critic_present = Visitor(trainer.beside["critic"].policy.model, device).present if critic_leaves else nullcontext
         engine.sync(done)
         if done == total_steps:
             say(f"this run is finished: all {total_steps} steps are done")
@@ -125,7 +131,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                     groups = [group for group in groups if has_signal(group)][: len(rows)]
 
                 lr, critic_lr = (lr_at(step - 1, total_steps, s.optim) if s is not None else 0.0 for s in (recipe, recipe.critic))
-                metrics |= learn(trainer, reference, groups, recipe, step, lr, penalty, critic_lr)
+                with critic_present():
+                    metrics |= learn(trainer, reference, groups, recipe, step, lr, penalty, critic_lr)
                 engine.sync(step)
                 taken = min(step * order.per_step, order.total_rows) if stream is None else stream.taken
                 metrics["epoch"] = taken / order.num_rows
@@ -264,7 +271,8 @@ def learn(
     if recipe.algorithm.old_logprobs == "recomputed" and (ratios or penalty is not None):
         learnt = with_predictions(learnt, "old_logprobs", own_logprobs, budget=budget, device=device)
     if reference is not None and (penalty is not None or not frozen):
-        learnt = with_predictions(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
+        with reference.at_hand():
+            learnt = with_predictions(learnt, "ref_logprobs", ref_logprobs, budget=budget, device=device)
     if critic is not None:
         learnt = with_predictions(learnt, "values", values, budget=budget, device=device)
     baselines = [group.baseline.value for group in groups if group.baseline is not None]

@@ -25,6 +25,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.run import Run
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer, compute_repeatably
 from plaudit.types import Batch, Example
@@ -46,7 +47,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         order = RowOrder(len(examples), per_step=recipe.train.rows_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_policy(settled.model, template, device, seed=recipe.seed)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         done = run.resume(trainer)
         if done == total_steps:

@@ -20,8 +20,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from plaudit.data.templates import ChatTemplate, load_tokenizer
 from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
+from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.classifier import pad_with
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
+from plaudit.models.liger import use_liger
 from plaudit.models.lora import attach_lora, merged_weights
 from plaudit.models.policy import load_pretrained, resolve_dtype
 from plaudit.models.residual import keep_residual_precise
@@ -94,14 +96,13 @@ def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, 
     model.to(device)  # pyright: ignore
     decoder = model.get_decoder()
     keep_residual_precise(decoder)
+    if recipe.liger:
+        use_liger(model, device)
     verify_packed_states(decoder)
     if recipe.lora is not None:
         attach_lora(model, recipe.lora, seed, section="critic.lora", head="score", train_head=False)
         head.requires_grad_()
-    if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if recipe.lora is not None:
-            model.enable_input_require_grads()
+    checkpoint_layers(model, recipe)
     model.train()
     return Critic(model, template, adapted=recipe.lora is not None)
 
