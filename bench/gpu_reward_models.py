@@ -80,9 +80,9 @@ def offload(job: dict) -> dict:
     import torch
     from native_rollout import build, requests_of
 
+    from plaudit.models.weights import CENSUS
     from plaudit.recipe.reward_models import RewardModel
     from plaudit.reward_models.local import Local
-    from plaudit.reward_models.weights import CENSUS
     from plaudit.rollout.engine import Sampling
     from plaudit.rollout.native.engine import NativeEngine
 

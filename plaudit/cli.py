@@ -227,8 +227,8 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
         raise PlauditError(
             f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true{rollout}, or train a LoRA with "
-            "model.lora.rank=16. `plaudit doctor` estimates what is needed."
+            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.offload=true{rollout}, or train a "
+            "LoRA with model.lora.rank=16. `plaudit doctor` estimates what is needed; docs/memory.md has all that saves some."
         ) from None
 
 

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from plaudit.config import load
 from plaudit.data.pack import micro_batches, pack
 from plaudit.data.templates import template_of
-from plaudit.doctor.memory import plan_devices
 from plaudit.errors import PlauditError, RecipeError, TrainingStopped
 from plaudit.loops import rl
 from plaudit.models import attention
@@ -35,6 +34,7 @@ from plaudit.recipe.rl import CriticOptim
 from plaudit.train.advantages import critic_advantages, with_advantages
 from plaudit.train.experience import updates
 from plaudit.train.kl_penalty import KLPenalty
+from plaudit.train.memory_plan import plan_devices
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Loss, Trainer
 from plaudit.train.value_loss import shared_loss, value_loss, value_metrics

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from plaudit.config import load
 from plaudit.doctor import watched
-from plaudit.doctor.memory import check_budgets, plan_devices
+from plaudit.doctor.memory import check_budgets
 from plaudit.doctor.pairs import BUILT_IN, GIBBERISH, dressed, pairs_for
 from plaudit.errors import RecipeError
 from plaudit.models.memory import Budget, Need, count_parameters, plan_reward_model
@@ -26,6 +26,7 @@ from plaudit.models.scalar import TOKENS_PER_PASS
 from plaudit.recipe import ScoreRecipe, View
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.rewards.view import see
+from plaudit.train.memory_plan import plan_devices
 from plaudit.types import Prompt
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -498,7 +499,7 @@ def budget_of(tmp_path, tiny_model, prompts_file, monkeypatch):
         tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", {}, **sections)
         recipe = load(write_recipe(tmp_path / "b.yaml", {**tree, "stage": "rl", "rewards": list(rewards)})).recipe
         if there is not None:
-            monkeypatch.setattr("plaudit.doctor.memory.total_memory", lambda _: there)
+            monkeypatch.setattr("plaudit.train.memory_plan.total_memory", lambda _: there)
         budgets = plan_devices(recipe)
         return budgets["cpu"], list(check_budgets(recipe, budgets))
 

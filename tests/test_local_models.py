@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from plaudit.errors import RecipeError
 from plaudit.models.residual import is_precise
 from plaudit.models.scalar import ScalarModel, load_scalar, transcript_of
+from plaudit.models.weights import CENSUS, HostCopies
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import halves as halves_module
 from plaudit.reward_models import scalar_skill
@@ -28,7 +29,6 @@ from plaudit.reward_models.backend import Answer, Question, Verdict, Writing
 from plaudit.reward_models.halves import in_halves
 from plaudit.reward_models.local import Local
 from plaudit.reward_models.model_thread import Closed, ModelThread
-from plaudit.reward_models.weights import CENSUS, HostCopies
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.types import Failure, Message
 

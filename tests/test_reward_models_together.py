@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.data.rows import read_rows
 from plaudit.errors import RecipeError
+from plaudit.models.weights import CENSUS, Weights
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Question, Writing
 from plaudit.reward_models.local import Local
-from plaudit.reward_models.weights import CENSUS, Weights
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import ScoredGroup

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,29 +9,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
 from plaudit.doctor.findings import Finding
-from plaudit.doctor.reward_models import all_models_of
 from plaudit.errors import PlauditError
-from plaudit.models.folder import context_tokens, read_config
-from plaudit.models.memory import (
-    PHASES,
-    Budget,
-    MemoryPlan,
-    Need,
-    gigabytes,
-    plan_cache,
-    plan_memory,
-    plan_reward_model,
-    total_memory,
-)
+from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.policy import resolve_device, resolve_dtype
-from plaudit.recipe import Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.recipe import Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.asking_models import ModelReward
-from plaudit.rollout.engine import MAX_SEQUENCES
+from plaudit.train.memory_plan import RESIDENT, models_asked, plan_policy, settle_checkpointing
 
-RESIDENT = ": weights, resident"
 VLLM_SHARE = 0.9
 """Of a GPU's memory, which vLLM takes unless it is told otherwise."""
 
@@ -53,9 +38,10 @@ def check_weights(model: Path) -> Iterator[Finding]:
 
 def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
+    told: list[str] = []
     try:
-        scalar = isinstance(recipe, RewardModelRecipe)
-        plan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch, scalar=scalar)
+        recipe = settle_checkpointing(recipe, told.append)
+        plan = plan_policy(recipe)
     except PlauditError:
         raise
     except (OSError, ValueError) as error:
@@ -64,6 +50,11 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     if not plan.trainable:
         yield "✗", f"model.lora.targets: {recipe.model.path} has no linear layer of that name"
         return
+    yield from (("✓", line) for line in told)
+    wanted = recipe.model.gradient_checkpointing
+    if wanted is not True and isinstance(wanted, int) and wanted > plan.layers:
+        yield "✗", f"model.gradient_checkpointing is {wanted}, and {recipe.model.path} has {plan.layers} layers"
+        return
     if isinstance(recipe, RLRecipe):
         yield "✓", f"{plan}"  # whether it fits beside what RL needs besides is said of all of it
         return
@@ -71,111 +62,23 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     text = f"{plan}; {device.type} in {dtype} has {there / 1e9:.0f} GB"
     if plan.total > there:
-        text += ". Lower train.tokens_per_micro_batch, set model.gradient_checkpointing=true, or use model.lora"
-    yield ("✓" if plan.total < 0.9 * there else "!"), text
+        text += f". Lower train.tokens_per_micro_batch, {_less(recipe)}"
+    yield ("✓" if plan.total < SAFE_SHARE * there else "!"), text
+    if plan.passing:
+        host = total_memory(torch.device("cpu"))
+        text = f"moments and masters take {gigabytes(plan.state)} of the host's memory, which has {gigabytes(host)}"
+        yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
+
+
+def _less(recipe: TrainingRecipe) -> str:
+    """Settings that save memory and are not used yet."""
+    unused = ["set model.gradient_checkpointing=true"] if recipe.model.gradient_checkpointing is False else []
+    if resolve_device(recipe.run.device).type == "cuda" and not recipe.optim.offload:
+        unused.append("set optim.offload=true")
+    return ", ".join([*unused, "or use model.lora" if recipe.model.lora is None else "or choose a smaller model"])
 
 
 # Everything together -------------------------------------------------------------------------------------------------
-
-
-def plan_devices(recipe: Recipe) -> dict[str, Budget]:
-    """What each device has to hold. Reward models that cannot be read are left out: their own check says so."""
-    needs: dict[str, list[Need]] = defaultdict(list)
-    if isinstance(recipe, RLRecipe):
-        device = resolve_device(recipe.run.device)
-        needs[device.type] += _policy(recipe, device)
-    for name, reward in _models(recipe):
-        if reward.model.placement in ("resident", "offload"):
-            try:
-                _place(recipe, name, reward, needs)
-            except (PlauditError, OSError, ValueError, AttributeError):
-                continue
-    return {kind: Budget(tuple(some), total_memory(torch.device(kind))) for kind, some in needs.items() if some}
-
-
-def _models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
-    """Each with the names of all rewards that share it, and the first of those rewards."""
-    rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
-    found: dict[Any, tuple[str, ModelReward]] = {}
-    for name, reward in (model for asked in rewards for model in all_models_of(asked)):
-        key = reward.model, reward.scalar
-        found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
-    return list(found.values())
-
-
-def _policy(recipe: RLRecipe, device: torch.device) -> list[Need]:
-    plan: MemoryPlan = plan_memory(recipe.model, device, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch)
-    config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    size = resolve_dtype(recipe.model.dtype, device).itemsize
-    sequences, length = _under_way(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
-    cache = plan_cache(config, size, sequences=sequences, tokens=length)
-    gradients = 4.0 * plan.trainable
-    needs = [
-        Need("policy: weights", PHASES, plan.weights),
-        Need("policy: moments, masters", PHASES, plan.training - gradients),
-        Need("policy: gradients", ("training",), gradients),
-        Need("policy: activations, logits", ("training",), plan.activations + plan.logits),
-        Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache),
-    ]
-    if recipe.algorithm.needs_reference and recipe.model.lora is None:
-        needs.insert(1, Need("reference: weights", PHASES, plan.weights))
-    return needs + _critic(recipe, device, beside=gradients + plan.activations + plan.logits)
-
-
-def _critic(recipe: RLRecipe, device: torch.device, *, beside: float) -> list[Need]:
-    """`beside`: what an update of the policy takes, and gives back before the critic's begins."""
-    if recipe.critic is None or recipe.critic.shared:
-        return []  # a head on the policy's layers is a row of numbers
-    model, budget = recipe.critic.model(recipe.model), recipe.train.tokens_per_micro_batch
-    try:
-        plan = plan_memory(model, device, tokens_per_micro_batch=budget, scalar=True)
-    except (PlauditError, OSError, ValueError):
-        return []  # its own check says so
-    gradients = 4.0 * plan.trainable
-    more = gradients + plan.activations - beside
-    needs = [
-        Need("critic: weights", PHASES, plan.weights),
-        Need("critic: moments, masters", PHASES, plan.training - gradients),
-    ]
-    return needs + ([Need("critic: gradients, activations (more)", ("training",), more)] if more > 0 else [])
-
-
-def _under_way(recipe: Recipe, device: torch.device) -> int:
-    """Sequences that are sampled, or judged, side by side."""
-    if not isinstance(recipe, RLRecipe):
-        return MAX_SEQUENCES[device.type]
-    most = recipe.rollout.max_sequences or MAX_SEQUENCES[device.type]
-    return min(most, recipe.train.prompts_per_step * recipe.rollout.n)
-
-
-def _place(recipe: Recipe, name: str, reward: ModelReward, needs: dict[str, list[Need]]) -> None:
-    model, device = reward.model, resolve_device(reward.model.device, "model.device")
-    assert model.path is not None
-    tokens = 0 if reward.scalar else _judged_tokens(recipe, reward)
-    plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=_under_way(recipe, device), tokens=tokens)
-    fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
-    # Resident ones score while others are sampled; what was sampled last is scored when sampling has ended.
-    always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])
-    if model.placement == "resident":
-        needs[device.type].append(Need(name + RESIDENT, always, plan.weights))
-        needs[device.type].append(Need(f"{name}: while it scores", at_work, fixed, elastic))
-        return
-    needs[device.type].append(Need(f"{name}: offloaded", ("scoring",), plan.weights + fixed, elastic, in_turn=True))
-    if device.type == "cuda":
-        needs["cpu"].append(Need(f"{name}: pinned copy", always, plan.weights))
-
-
-def _judged_tokens(recipe: Recipe, reward: ModelReward) -> int:
-    """Prompt and answer of a judge, at most."""
-    new = getattr(reward, "sampling").max_new_tokens  # noqa: B009 (judges and plugins have it)
-    config = read_config(str(reward.model.path), trust_remote_code=reward.model.trust_remote_code)
-    context = context_tokens(config) or 32768
-    if reward.model.max_prompt_tokens is not None:
-        return min(context, reward.model.max_prompt_tokens + new)
-    if not isinstance(recipe, RLRecipe):
-        return context
-    shown = 1 if reward.scores_alone else recipe.rollout.n
-    return min(context, recipe.data.max_prompt_tokens + shown * recipe.rollout.max_new_tokens + new)
 
 
 def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Finding]:
@@ -191,7 +94,7 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
                 yield "!", f"{text}: tight, and where memory is short, sequences wait for others. {advice}"
             case _:
                 yield "✓", text
-    for name, reward in _models(recipe):
+    for name, reward in models_asked(recipe):
         if reward.model.placement == "launch":
             yield _launched(name, reward, budgets)
 
@@ -206,7 +109,7 @@ def _advice(recipe: Recipe, budget: Budget) -> str:
     if isinstance(recipe, ScoreRecipe):
         return "placement: server on another machine, or dtype: bfloat16, needs less."
     in_turn = " placement: server for the reward models," if any(need.in_turn for need in budget.needs) else ""
-    return f"Lower train.tokens_per_micro_batch,{in_turn} set model.gradient_checkpointing=true, or use model.lora."
+    return f"Lower train.tokens_per_micro_batch,{in_turn} {_less(recipe)}."
 
 
 def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Finding:

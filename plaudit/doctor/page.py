@@ -21,7 +21,7 @@ from plaudit.doctor import memory, preferences, rewards, rows
 from plaudit.doctor.clashes import PolicySide, check_lengths, find_clashes
 from plaudit.doctor.critic import check_critic
 from plaudit.doctor.findings import SHOWN, Finding, print_finding, print_text
-from plaudit.doctor.reward_models import Patient, models_of
+from plaudit.doctor.reward_models import Patient
 from plaudit.errors import PlauditError
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
@@ -35,7 +35,9 @@ from plaudit.recipe import (
     SFTRecipe,
     TrainingRecipe,
 )
+from plaudit.rewards.asking_models import models_of
 from plaudit.rewards.combine import has_reward
+from plaudit.train.memory_plan import plan_devices, settle_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 
 
@@ -192,7 +194,9 @@ class _Page:
             self.check("context", lambda patient=patient: check_lengths(patient, policy))
 
     def _memory(self, recipe: RLRecipe | ScoreRecipe) -> Iterator[Finding]:
-        self.budgets = memory.plan_devices(recipe)
+        if isinstance(recipe, RLRecipe):
+            recipe = settle_checkpointing(recipe, tell=lambda line: None)  # said above
+        self.budgets = plan_devices(recipe)
         yield from memory.check_budgets(recipe, self.budgets)
 
     # Shown ------------------------------------------------------------------------------------------------------------

@@ -20,41 +20,17 @@ from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
 from plaudit.models.policy import resolve_device, resolve_dtype
 from plaudit.models.scalar import Transcript
-from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import Limits
 from plaudit.reward_models.backend import Backend, Question, Reading
 from plaudit.reward_models.choose import backend_for
 from plaudit.rewards.asking import ROWS_FAULTS
-from plaudit.rewards.asking_models import ModelReward, shortened
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.asking_models import ModelReward, rewards_inside, shortened
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rewards.templates import question_of
 from plaudit.types import Prompt, Score
 
 MOST_RETRIES = 1
 """Of answers that cannot be read: a doctor need not be as patient as a run."""
-
-
-def models_of(reward: RewardSettings, name: str = "") -> list[tuple[str, ModelReward]]:
-    """The rewards with a model that it is, or is made of, by name; a critique's scorer goes with its critic."""
-    name = name or reward.label
-    if isinstance(reward, ModelReward):
-        return [(name, reward)]
-    return [found for field, inner in _inside(reward) for found in models_of(inner, f"{name}/{field}")]
-
-
-def all_models_of(reward: RewardSettings) -> list[tuple[str, ModelReward]]:
-    """The same, with the scorers of critiques."""
-    found = models_of(reward)
-    return [
-        *found,
-        *((f"{name}/{field}", inner) for name, one in found for field, inner in _inside(one) if isinstance(inner, ModelReward)),
-    ]
-
-
-def _inside(reward: RewardSettings) -> list[tuple[str, Reward]]:
-    fields = [(field, getattr(reward, field)) for field in type(reward).model_fields]
-    return [(field, inner) for field, inner in fields if isinstance(inner, Reward)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +86,7 @@ class Patient:
         }  # fmt: skip
         if (sampling := getattr(reward, "sampling", None)) is not None:
             calm["sampling"] = sampling.model_copy(update={"retry": min(sampling.retry, MOST_RETRIES)})
-        for field, inner in _inside(reward):
+        for field, inner in rewards_inside(reward):
             if isinstance(inner, ModelReward):
                 calm[field] = self._calm(inner, f"{name}/{field}", backend)
         copy = reward.model_copy(update=calm)

@@ -24,6 +24,7 @@ from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.recipe import DPORecipe, PairData
 from plaudit.report.progress import counted, say
 from plaudit.run import Run
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.preference_loss import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.train.reference import with_reference
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -46,7 +47,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
 
-        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_policy(settled.model, template, device, seed=recipe.seed)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # as long as the policy is what it starts as
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)

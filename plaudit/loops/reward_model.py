@@ -27,6 +27,7 @@ from plaudit.objectives.preference import calibration_error
 from plaudit.recipe import RewardModelData, RewardModelRecipe
 from plaudit.report.progress import counted, say
 from plaudit.run import Run
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.preference_loss import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
@@ -47,7 +48,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 
-        policy = load_classifier(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_classifier(settled.model, template, device, seed=recipe.seed)
         set_pad_token(policy, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 

@@ -17,6 +17,7 @@ in the order of prompts, never of arrival, so that a run can be repeated to the 
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.policy import load_policy, resolve_device
 from plaudit.models.reference import Reference
+from plaudit.models.weights import Visitor, is_apart_from_host
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
 from plaudit.report.samples import length_metrics
@@ -49,7 +51,7 @@ from plaudit.run import Run
 from plaudit.train.advantages import with_advantages
 from plaudit.train.experience import Prediction, baseline_apart, experiences, updates, with_predictions
 from plaudit.train.kl_penalty import KLPenalty
-from plaudit.train.optimiser import resident_bytes
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -83,21 +85,25 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_policy(settled.model, template, device, seed=recipe.seed)
         require_room(policy.model, prompts, recipe.rollout.max_new_tokens)
         require_room(policy.model, validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens)
-        reference = Reference(recipe.model, policy) if recipe.algorithm.needs_reference else None
+        offload = recipe.algorithm.reference_placement == "offload"
+        reference = Reference(recipe.model, policy, offload=offload) if recipe.algorithm.needs_reference else None
         penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
-        others = resident_bytes(policy.trainable()) + (reference.bytes if reference is not None else 0)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
-        if recipe.critic is not None:
+        others = trainer.optimiser.resident_bytes + (reference.bytes if reference is not None else 0)
+        critic_leaves = recipe.critic is not None and recipe.critic.placement == "offload" and is_apart_from_host(device)
+        if recipe.critic is not None and settled.critic is not None:
             if recipe.critic.shared:
                 critic = SharedCritic(policy, recipe.model.path)
             else:
-                critic = load_critic(recipe.critic.model(recipe.model), template, device, seed=recipe.seed)
+                critic = load_critic(settled.critic.model(recipe.model), template, device, seed=recipe.seed)
                 require_room(critic.model, prompts, recipe.rollout.max_new_tokens, "the critic")
-            others += sum(p.numel() * p.element_size() for p in critic.model.parameters()) + resident_bytes(critic.trainable())
-            trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
+            learner = trainer.beside["critic"] = trainer.like_it(critic, recipe.critic.optim)
+            others += learner.optimiser.resident_bytes
+            others += 0 if critic_leaves else sum(p.numel() * p.element_size() for p in critic.model.parameters())
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences, reserved_bytes=others)
         run.companions["rewards"] = rewards
         if penalty is not None:
@@ -106,6 +112,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         if stream is not None:
             run.companions["prompts"] = stream
         done = run.resume(trainer)
+        critic_present = Visitor(trainer.beside["critic"].policy.model, device).present if critic_leaves else nullcontext
         engine.sync(done)
         if done == total_steps:
             say(f"this run is finished: all {total_steps} steps are done")
@@ -129,7 +136,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                     groups = [group for group in groups if has_signal(group)][: len(rows)]
 
                 lr, critic_lr = (lr_at(step - 1, total_steps, s.optim) if s is not None else 0.0 for s in (recipe, recipe.critic))
-                metrics |= learn(trainer, reference, groups, recipe, step, lr, penalty, critic_lr)
+                with critic_present():
+                    metrics |= learn(trainer, reference, groups, recipe, step, lr, penalty, critic_lr)
                 engine.sync(step)
                 taken = min(step * order.per_step, order.total_rows) if stream is None else stream.taken
                 metrics["epoch"] = taken / order.num_rows
@@ -310,13 +318,14 @@ def foretold(
         critic.policy.model.eval()
         return {"values": target_values(critic.policy.model, batch)}
 
-    wanted = [
-        (of_policy, old or shared is not None),
-        (of_reference, reference is not None and (charged or not frozen)),
-        (of_critic, critic is not None and shared is None),
-    ]
-    for predict in (predict for predict, if_wanted in wanted if if_wanted):
-        groups = with_predictions(groups, predict, budget=recipe.train.tokens_per_micro_batch, device=trainer.policy.device)
+    ask = partial(with_predictions, budget=recipe.train.tokens_per_micro_batch, device=trainer.policy.device)
+    if old or shared is not None:
+        groups = ask(groups, of_policy)
+    if reference is not None and (charged or not frozen):
+        with reference.at_hand():
+            groups = ask(groups, of_reference)
+    if critic is not None and shared is None:
+        groups = ask(groups, of_critic)
     return [list(group) for group in groups]
 
 

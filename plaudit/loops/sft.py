@@ -26,6 +26,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
 from plaudit.report.progress import counted, say
 from plaudit.run import Run
+from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Example
 
@@ -44,7 +45,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 
-        policy = load_policy(recipe.model, template, device, seed=recipe.seed)
+        settled = settle_checkpointing(recipe)
+        policy = load_policy(settled.model, template, device, seed=recipe.seed)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 
         def update(rows: list[Example]) -> tuple[list[Batch], Loss]:

@@ -17,7 +17,9 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
+from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
+from plaudit.models.liger import use_liger
 from plaudit.models.lora import attach_lora
 from plaudit.models.policy import Policy, load_pretrained, resolve_dtype
 from plaudit.models.residual import keep_residual_precise
@@ -69,12 +71,11 @@ def load_classifier(
         _begin_head(head, recipe.path, seed, head_std)
     model = model.to(device)
     keep_residual_precise(model.get_decoder())
+    if recipe.liger:
+        use_liger(model, device)
     verify_packed_states(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
-    if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if recipe.lora is not None:
-            model.enable_input_require_grads()
+    checkpoint_layers(model, recipe)
     model.train()
     return Policy(model, template, recipe.lora, peft)
 

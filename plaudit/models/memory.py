@@ -2,8 +2,10 @@
 
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
+                  with optim.offload                      gradients, and what is in passing; moments and masters are the host's
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys+values, f MLP
-                  with gradient checkpointing             T · (4 L · h + b · one layer's share), the residual stream being in fp32
+                  with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
+                  with Liger                              3 f (computed, not measured; what its norms save is not counted)
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
     critic        as the policy, without logits; its updates and the policy's take turns, so only the larger one's work counts
@@ -38,14 +40,39 @@ Phase = Literal["sampling", "scoring", "training"]
 PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
 
 
+PART_ELEMENTS, PARTS_UNDER_WAY = 2**25, 3
+"""Of an optimiser's offloaded state, in passing through the device (train/offload.py): 128 MiB of each kind keep the bus busy."""
+SAFE_SHARE = 0.9
+"""Of a device's memory, up to which an estimate is trusted to fit."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     parameters: int
     trainable: int
+    layers: int
     weights: float
-    training: float
+    gradients: float
+    state: float
+    """Moments and masters."""
+    passing: float
+    """Of those, what is on the device in a step, if the rest of them are offloaded; 0 where they are not."""
     activations: float
     logits: float
+
+    @property
+    def resident_state(self) -> float:
+        """On the device, always."""
+        return 0.0 if self.passing else self.state
+
+    @property
+    def training(self) -> float:
+        return self.gradients + self.resident_state + self.passing
+
+    @property
+    def work(self) -> float:
+        """What an update takes, and gives back."""
+        return self.gradients + self.passing + self.activations + self.logits
 
     @property
     def total(self) -> float:
@@ -56,8 +83,10 @@ class MemoryPlan:
         return f"about {gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
 
 
-def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False) -> MemoryPlan:
-    """`scalar`: with a head for scores instead of one for tokens."""
+def plan_memory(
+    recipe: Model, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False, offload: bool = False
+) -> MemoryPlan:
+    """`scalar`: with a head for scores instead of one for tokens. `offload`: of the optimiser's state."""
     config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
     if scalar:
         config.num_labels = 1
@@ -68,19 +97,29 @@ def plan_memory(recipe: Model, device: torch.device, *, tokens_per_micro_batch: 
     trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
-
-    layers, hidden, kv, mlp = _shape(config)
-    layer = tokens_per_micro_batch * size * (13 * hidden + 2 * kv + 4 * mlp)
-    whole = layers * layer
-    checkpointed = layer + layers * tokens_per_micro_batch * 4 * hidden
+    state = trainable * (12 if half and not recipe.lora else 8)
+    shape = _shape(config)
     return MemoryPlan(
         parameters=parameters,
         trainable=trainable,
+        layers=shape.layers,
         weights=parameters * size + (trainable * 4 if recipe.lora else 0),
-        training=trainable * (16 if half and not recipe.lora else 12),
-        activations=checkpointed if recipe.gradient_checkpointing else whole,
-        logits=0 if scalar else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * hidden),
+        gradients=4 * trainable,
+        state=state,
+        passing=min(state, PARTS_UNDER_WAY * PART_ELEMENTS * 12) if offload and device.type != "cpu" else 0,
+        activations=_activations(recipe, shape, size, tokens_per_micro_batch),
+        logits=0
+        if scalar
+        else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
     )
+
+
+def _activations(recipe: Model, shape: "_Shape", size: int, tokens: int) -> float:
+    wanted = recipe.gradient_checkpointing
+    checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
+    layer = tokens * size * (13 * shape.hidden + 2 * shape.kv + (3 if recipe.liger else 4) * shape.mlp)
+    # One of those that are computed again is there as the others are without, when these have given theirs back.
+    return checkpointed * tokens * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * layer
 
 
 def total_memory(device: torch.device) -> int:
@@ -173,7 +212,7 @@ class Budget:
     def verdict(self) -> Literal["fits", "tight", "too much"]:
         if max(self.at(phase, fixed_only=True) for phase in PHASES) > self.there:
             return "too much"
-        return "tight" if self.at(self.peak) > 0.9 * self.there else "fits"
+        return "tight" if self.at(self.peak) > SAFE_SHARE * self.there else "fits"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from transformers.utils import logging as transformers_logging
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
 from plaudit.models import attention
+from plaudit.models.checkpointing import checkpoint_layers
+from plaudit.models.liger import use_liger
 from plaudit.models.lora import attach_lora, merged_weights
 from plaudit.models.residual import keep_residual_precise
 from plaudit.models.verify import verify_packed
@@ -87,10 +89,7 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
     _stop_at_end_of_turn(model, template)
     _mend_generation_config(model)
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
-    if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if recipe.lora is not None:
-            model.enable_input_require_grads()
+    checkpoint_layers(model, recipe)
     model.train()
     return Policy(model, template, recipe.lora, peft)
 
@@ -101,6 +100,8 @@ def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
     ).to(device)  # pyright: ignore
     keep_residual_precise(model)
+    if recipe.liger:
+        use_liger(model, device)
     verify_packed(model)
     return model
 

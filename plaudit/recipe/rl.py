@@ -17,7 +17,7 @@ from pydantic import (
 from plaudit.recipe.audit import Audit
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
-from plaudit.recipe.shared import HARMLESS, ROUNDING, Lora, Model, Optim, Run
+from plaudit.recipe.shared import HARMLESS, ROUNDING, Checkpointing, Lora, Model, Optim, Placement, Run
 
 
 class RLData(Section):
@@ -154,6 +154,9 @@ class Algorithm(Section):
     """Weight of a supervised term on tokens with A > 0: −A · log π."""
     kl_reward: KLReward | None = None
     """Distance to the reference as a cost in the reward of each token, besides or instead of kl_coefficient."""
+    reference_placement: Placement = "resident"
+    """offload: the reference's weights are on the GPU only while it is asked, and in the host's memory otherwise; on a CPU they are
+    read again from disk each time."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
     """What the ratio is taken against: the trainer's log-probs as the step began, or those the sampler had."""
     importance: Importance | None = None
@@ -190,6 +193,8 @@ class Algorithm(Section):
             raise ValueError(
                 f"dynamic_sampling looks for groups whose rewards differ, and {self.kind} compares no groups: leave it out"
             )
+        if self.reference_placement == "offload" and not self.needs_reference:
+            raise ValueError("reference_placement is of a reference, and without kl_coefficient or kl_reward there is none")
         if self.discount != 1.0 and self.kind not in ("reinforce++", "ppo"):
             raise ValueError(f"discount is for reinforce++ and ppo; {self.kind} pays the whole response: leave it out")
         if self.gae_lambda != 1.0 and self.kind != "ppo":
@@ -234,7 +239,7 @@ class CriticOptim(RLOptim):
     """Peak learning rate of AdamW."""
 
 
-OF_ITS_OWN = ("path", "dtype", "gradient_checkpointing", "lora", "trust_remote_code")
+OF_ITS_OWN = ("path", "dtype", "gradient_checkpointing", "liger", "placement", "lora", "trust_remote_code")
 """Settings of a critic that is a model of its own."""
 
 
@@ -249,8 +254,13 @@ class Critic(Section):
     head is used. It reads the policy's tokens. Default: model.path."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """As model.dtype; the value head is always in fp32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: much less memory for about a third more time."""
+    gradient_checkpointing: Checkpointing = False
+    """As model.gradient_checkpointing."""
+    liger: bool = False
+    """As model.liger."""
+    placement: Placement = "resident"
+    """offload: its weights wait in the host's memory while the policy is sampled; critic.optim.offload is for the rest of what it
+    takes. On a CPU they stay."""
     lora: Lora | None = None
     """Train a low-rank update and the value head instead of all weights."""
     trust_remote_code: bool = False
@@ -285,7 +295,7 @@ class Critic(Section):
 
     def model(self, policy: Model) -> Model:
         """What it is made of, in the words that describe a model."""
-        own = {name: getattr(self, name) for name in OF_ITS_OWN if name != "path"}
+        own = {name: getattr(self, name) for name in OF_ITS_OWN if name not in ("path", "placement")}
         trusted = self.trust_remote_code or (self.path is None and policy.trust_remote_code)
         return Model(path=self.path or policy.path, **{**own, "trust_remote_code": trusted})
 
@@ -334,6 +344,15 @@ class RLRecipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _reference_to_offload(self) -> "RLRecipe":
+        if self.algorithm.reference_placement == "offload" and self.model.lora is not None:
+            raise ValueError(
+                "algorithm.reference_placement is offload, but with model.lora the reference is the policy without its adapters: "
+                "leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _critic_of_ppo(self) -> "RLRecipe":
         if self.critic is None and self.algorithm.kind == "ppo":
             raise ValueError("algorithm.kind is ppo, which needs a critic: give the section, critic: {} for one like the policy")
@@ -353,11 +372,12 @@ class RLRecipe(Section):
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
-        "rewards.*.cache", "audit.*",
+        "rewards.*.cache", "audit.*", "critic.placement", "critic.optim.offload", "algorithm.reference_placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences", "critic.gradient_checkpointing",
+        "critic.liger",
         "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
     )  # fmt: skip

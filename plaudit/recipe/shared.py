@@ -6,6 +6,9 @@ from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, Positive
 
 from plaudit.recipe.section import BelowOne, Fraction, Section, one_or_more
 
+Checkpointing = bool | PositiveInt | Literal["auto"]
+Placement = Literal["resident", "offload"]
+
 
 class Lora(Section):
     rank: PositiveInt = 16
@@ -36,8 +39,11 @@ class Model(Section):
     """chatml, llama3, qwen or plain; a .jinja file; or another model's folder or name. Default: the tokenizer's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; bfloat16 has fp32 master weights in the optimiser. auto: bfloat16 on a GPU, else float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: much less memory for about a third more time."""
+    gradient_checkpointing: Checkpointing = False
+    """Recompute activations in the backward pass, which saves much memory for up to a third more time: of all layers, of so many
+    first ones, or (auto) of as few as leave the largest micro-batch room in the device's memory."""
+    liger: bool = False
+    """Compute norms and MLPs with Liger's kernels, which keep less for the backward pass. Needs liger-kernel and a GPU."""
     lora: Lora | None = None
     """Train a low-rank update instead of all weights."""
     trust_remote_code: bool = False
@@ -53,6 +59,9 @@ class Optim(Section):
     """Added to the root of the mean square."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled; matrices only, never biases or norms."""
+    offload: bool = False
+    """AdamW's moments and fp32 master weights live in the host's memory and pass through the GPU in every update. The numbers are
+    the same. On a CPU it changes nothing."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients with a larger norm are scaled down to it; null for no clipping."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -108,8 +117,11 @@ class Run(Section):
 
 HARMLESS = (
     "run.dir", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers", "run.project",
-    "train.max_skipped_steps",
+    "train.max_skipped_steps", "optim.offload",
 )  # fmt: skip
 """Settings that cannot change the trained weights, so a resumed run may differ in them. `*` stands for anything."""
-ROUNDING = ("train.tokens_per_micro_batch", "model.gradient_checkpointing", "run.validate_every", "run.device", "run.repeatable")
+ROUNDING = (
+    "train.tokens_per_micro_batch", "model.gradient_checkpointing", "model.liger", "run.validate_every", "run.device",
+    "run.repeatable",
+)  # fmt: skip
 """Settings that change results in the last bits at most (or when they are measured): allowed, and said."""

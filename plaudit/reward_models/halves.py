@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 
 from plaudit.errors import redact
+from plaudit.models.weights import return_memory
 from plaudit.reward_models.model_thread import Closed
-from plaudit.reward_models.weights import return_memory
 from plaudit.types import Failure
 
 Item = TypeVar("Item")

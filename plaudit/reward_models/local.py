@@ -13,13 +13,13 @@ from torch import nn
 
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.policy import resolve_device
+from plaudit.models.weights import Weights
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
 from plaudit.reward_models.halves import failure_of, is_out_of_memory
 from plaudit.reward_models.model_thread import Closed, ModelThread
 from plaudit.reward_models.scalar_skill import ScalarSkill
 from plaudit.reward_models.skill import Skill
-from plaudit.reward_models.weights import Weights
 from plaudit.reward_models.writing_skill import WritingSkill
 from plaudit.types import Failure, Message
 

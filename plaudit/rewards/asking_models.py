@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import PrivateAttr
 
 from plaudit.files import digest_of
+from plaudit.recipe import RewardSettings
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Writing
 from plaudit.reward_models.shared import share
@@ -75,6 +76,26 @@ class ModelReward(Reward):
     @property
     def served_names(self) -> list[str]:
         return [self.backend.name] if self.model.placement == "server" and self.model.path is None else []
+
+
+def models_of(reward: RewardSettings, name: str = "") -> list[tuple[str, ModelReward]]:
+    """The rewards with a model that it is, or is made of, by name; a critique's scorer goes with its critic."""
+    name = name or reward.label
+    if isinstance(reward, ModelReward):
+        return [(name, reward)]
+    return [found for field, inner in rewards_inside(reward) for found in models_of(inner, f"{name}/{field}")]
+
+
+def all_models_of(reward: RewardSettings) -> list[tuple[str, ModelReward]]:
+    """The same, with the scorers of critiques."""
+    found = models_of(reward)
+    inside = ((f"{name}/{field}", inner) for name, one in found for field, inner in rewards_inside(one))
+    return [*found, *((name, inner) for name, inner in inside if isinstance(inner, ModelReward))]
+
+
+def rewards_inside(reward: RewardSettings) -> list[tuple[str, Reward]]:
+    fields = [(field, getattr(reward, field)) for field in type(reward).model_fields]
+    return [(field, inner) for field, inner in fields if isinstance(inner, Reward)]
 
 
 @dataclass(frozen=True)

@@ -1,61 +1,152 @@
 """AdamW on fp32 weights, whatever the model's own dtype.
 
-A bf16 model's gradients are added up in fp32, micro-batch by micro-batch, on master weights that the optimiser owns; after a step
+A bf16 model's gradients are added up in fp32, micro-batch by micro-batch, for master weights that the optimiser owns; after a step
 the masters are copied into the model in place, so its tensors keep their addresses. An fp32 model's masters are its own tensors.
+
+With `optim.offload`, masters and moments live in the host's memory and pass through the device in every step (train/offload.py).
+Gradients stay on the device: they are there in an update only, their norm must be known before the first of them is used, and
+every micro-batch adds to all of them. On a CPU the host's memory is the device's, and offload is nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from plaudit.errors import RunError
+from plaudit.models.weights import is_apart_from_host
 from plaudit.recipe import Optim
+from plaudit.train.offload import HostState, Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-def resident_bytes(parameters: Iterable[tuple[str, nn.Parameter]]) -> int:
-    """What an optimiser of these keeps between updates: two moments, and a master where the weight itself is none."""
-    return sum(p.numel() * (8 if p.dtype == torch.float32 else 12) for _, p in parameters)
 
 
 class Optimiser:
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim):
         self.parameters = dict(named_parameters)
         assert self.parameters, "nothing to train"
+        self.optim = optim
+        device = next(iter(self.parameters.values())).device
+        followers = {name: p.shape for name, p in self.parameters.items() if p.dtype != torch.float32}
+        others = {name: p.shape for name, p in self.parameters.items() if name not in followers}
+        self._host = HostState(followers, others, device) if optim.offload and is_apart_from_host(device) else None
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            self.masters[name] = parameter if parameter.dtype == torch.float32 else _follow(parameter)
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        plain = [m for m in self.masters.values() if m.ndim < 2]
-        self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True,
-        )
-        self.max_grad_norm = optim.max_grad_norm
+            self.masters[name] = parameter if name in others else self._master(name, parameter.detach())
+        self._moments: dict[str, dict[str, Tensor]] = {}
+        """Of the parameters that have had a gradient."""
+        self._sums: dict[str, Tensor] = {}
+        """fp32 gradients of parameters that are not their own masters."""
+        for name in followers:
+            self._follow(name)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What it keeps on the device between updates: two moments, and a master where the weight itself is none."""
+        if self._host is not None:
+            return 0
+        return sum(p.numel() * (8 if self.masters[name] is p else 12) for name, p in self.parameters.items())
 
     def clip(self) -> Tensor:
         """Scales gradients down to max_grad_norm; returns the norm they had (not finite if any of them is not)."""
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        gradients = list(self.gradients().values())
         norm = torch.nn.utils.get_total_norm(gradients)
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.max_grad_norm, norm)
+        if self.optim.max_grad_norm is not None and gradients:
+            # Without asking whether it is needed, for which the device would have to be waited for.
+            torch._foreach_mul_(gradients, (self.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
         return norm
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        gradients = self.gradients()
+        for name in gradients:
+            if name not in self._moments:
+                self._moments[name] = self._new_moments(name)
+        if self._host is not None:
+            self._step_through_the_device(self._host, gradients, lr)
+            return
+        masters, moments = [self.masters[name] for name in gradients], [self._moments[name] for name in gradients]
+        self._adamw(
+            list(gradients), masters, list(gradients.values()), *([own[kind] for own in moments] for kind in MOMENTS), lr=lr
+        )
         self._publish()
 
+    def begin_gradient(self, name: str) -> Tensor:
+        """One of zeros, for a parameter that has none."""
+        parameter = self.parameters[name]
+        zeros = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        if self.masters[name] is parameter:
+            parameter.grad = zeros
+        else:
+            self._sums[name] = zeros
+        return zeros
+
     def forget_gradients(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        self._sums.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    # A step
+
+    def gradients(self) -> dict[str, Tensor]:
+        """In fp32, of the parameters that have one; to be changed in place."""
+        found = ((name, self._sums.get(name) if self.masters[name] is not p else p.grad) for name, p in self.parameters.items())
+        return {name: gradient for name, gradient in found if gradient is not None}
+
+    def _adamw(
+        self, names: Sequence[str], masters: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], *, lr: float,
+    ) -> None:  # fmt: skip
+        """Of parameters, or of stretches of them. Matrices decay, biases and norms do not. `steps` are counted on."""
+        for decays in (True, False):
+            some = [i for i, name in enumerate(names) if (self.parameters[name].ndim >= 2) == decays]
+            adamw(
+                [masters[i] for i in some],
+                [gradients[i] for i in some],
+                [exp_avgs[i] for i in some],
+                [exp_avg_sqs[i] for i in some],
+                [],
+                [steps[i] for i in some],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                lr=lr,
+                beta1=self.optim.betas[0],
+                beta2=self.optim.betas[1],
+                eps=self.optim.eps,
+                weight_decay=self.optim.weight_decay if decays else 0.0,
+            )
+
+    def _step_through_the_device(self, host: HostState, gradients: dict[str, Tensor], lr: float) -> None:
+        device = next(iter(self.parameters.values())).device
+        if not gradients:
+            return
+        # One copy for all of them; a parameter's pieces each count on from the same number.
+        before = torch.stack([self._moments[name]["step"] for name in gradients]).to(device)
+        places = {name: i for i, name in enumerate(gradients)}
+
+        def work(pieces: Sequence[Piece]) -> None:
+            pieces = [piece for piece in pieces if piece.name in gradients]
+            weights = [self.parameters[piece.name].detach().view(-1)[piece.at] for piece in pieces]
+            masters = [weight if piece.master is None else piece.master for piece, weight in zip(pieces, weights, strict=True)]
+            counts = before.clone().unbind()
+            self._adamw(
+                [piece.name for piece in pieces],
+                masters,
+                [gradients[piece.name].reshape(-1)[piece.at] for piece in pieces],
+                [piece.exp_avg for piece in pieces],
+                [piece.exp_avg_sq for piece in pieces],
+                [counts[places[piece.name]] for piece in pieces],
+                lr=lr,
+            )
+            following = [i for i, piece in enumerate(pieces) if piece.master is not None]
+            if following:
+                torch._foreach_copy_([weights[i] for i in following], [masters[i] for i in following])  # pyright: ignore
+
+        host.pass_through(work)
+        for name in gradients:
+            self._moments[name]["step"] += 1
 
     def _publish(self) -> None:
         followers = [name for name, parameter in self.parameters.items() if self.masters[name] is not parameter]
@@ -63,47 +154,63 @@ class Optimiser:
             copies, masters = [self.parameters[n] for n in followers], [self.masters[n] for n in followers]
             torch._foreach_copy_(copies, masters)  # pyright: ignore
 
+    # What it keeps
+
+    def _master(self, name: str, weight: Tensor) -> Tensor:
+        return weight.float() if self._host is None else self._host.master(name).copy_(weight)
+
+    def _new_moments(self, name: str) -> dict[str, Tensor]:
+        if self._host is None:
+            master = self.masters[name].detach()
+            moments = torch.zeros_like(master), torch.zeros_like(master)
+        else:
+            moments = self._host.moments(name)
+            for moment in moments:
+                moment.zero_()
+        return dict(zip(MOMENTS, (*moments, torch.zeros((), device=moments[0].device)), strict=True))
+
+    def _follow(self, name: str) -> None:
+        """The parameter's gradients move to the master's sum as soon as they are made."""
+        sums = self._sums  # not of the optimiser, which would hold itself
+
+        def move_gradient(p: Tensor) -> None:
+            assert p.grad is not None
+            if name in sums:
+                sums[name] += p.grad
+            else:
+                sums[name] = p.grad.float()
+            p.grad = None
+
+        self.parameters[name].register_post_accumulate_grad_hook(move_gradient)
+
     # What a checkpoint holds
 
     def state(self) -> dict[str, Tensor]:
         """Moments by parameter name, and every fp32 weight."""
+        if self._host is not None:
+            self._host.settled()
         tensors = {f"weight/{name}": master.detach() for name, master in self.masters.items()}
-        for name, master in self.masters.items():
-            for moment in MOMENTS:
-                if moment in self.adamw.state[master]:
-                    tensors[f"{moment}/{name}"] = self.adamw.state[master][moment]
+        for name in self.masters:
+            tensors |= {f"{kind}/{name}": tensor for kind, tensor in self._moments.get(name, {}).items()}
         return tensors
 
     @torch.no_grad()
     def load_state(self, parts: Iterable[dict[str, Tensor]]) -> None:
         """What `state` gave, in any number of parts. Every weight must come, with all of its moments or none."""
-        self.adamw.state.clear()
+        self._moments.clear()
         missing = {f"weight/{name}" for name in self.masters}
         for part in parts:
             missing -= part.keys()
             for key, tensor in part.items():
                 kind, _, name = key.partition("/")
-                master = self.masters[name]
                 if kind == "weight":
-                    master.copy_(tensor)
-                else:
-                    self.adamw.state[master][kind] = tensor.to(master.device)
-        if missing or any(len(moments) != len(MOMENTS) for moments in self.adamw.state.values() if moments):
-            raise RunError(f"the saved trainer state is not whole: {min(missing, default='moments')} is missing")
+                    self.masters[name].copy_(tensor)
+                    continue
+                if name not in self._moments:
+                    self._moments[name] = self._new_moments(name)
+                    missing |= {f"{moment}/{name}" for moment in MOMENTS}
+                self._moments[name][kind].copy_(tensor)
+                missing.discard(key)
+        if missing:
+            raise RunError(f"the saved trainer state is not whole: {min(missing)} is missing")
         self._publish()
-
-
-def _follow(parameter: nn.Parameter) -> Tensor:
-    """A master for the parameter, to which its gradients move as soon as they are made."""
-    master = parameter.detach().float().requires_grad_()
-
-    def move_gradient(p: Tensor) -> None:
-        assert p.grad is not None
-        if master.grad is None:
-            master.grad = p.grad.float()
-        else:
-            master.grad += p.grad
-        p.grad = None
-
-    parameter.register_post_accumulate_grad_hook(move_gradient)
-    return master

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plaudit.train.optimiser import Optimiser
+
 T = TypeVar("T")
 
 BUCKET = 2**26
@@ -35,21 +37,20 @@ class Ranks:
         return list(enumerate(items))[self.rank :: self.count]
 
     @torch.no_grad()
-    def add_up_gradients(self, parameters: Sequence[Tensor]) -> None:
+    def add_up_gradients(self, optimiser: Optimiser) -> None:
         """In place, the same bits in all processes. A gradient that no process has stays away, or the optimiser would decay its
         weight; one that only others have (there were fewer micro-batches than processes) counts as zero here."""
         if self.count == 1:
             return
-        device = parameters[0].device
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+        own, names = optimiser.gradients(), list(optimiser.parameters)
+        device = optimiser.parameters[names[0]].device
+        present = torch.tensor([name in own for name in names], dtype=torch.int32, device=device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX)
         bucket: list[Tensor] = []
-        for parameter, somewhere in zip(parameters, present.tolist(), strict=True):
+        for name, somewhere in zip(names, present.tolist(), strict=True):
             if not somewhere:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            bucket.append(parameter.grad)
+            bucket.append(own[name] if name in own else optimiser.begin_gradient(name))
             if sum(gradient.numel() for gradient in bucket) >= BUCKET:
                 _add_up(bucket)
                 bucket = []

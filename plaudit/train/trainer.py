@@ -76,7 +76,7 @@ class Trainer:
             total += share.detach()
             for name, value in others.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
-        self.ranks.add_up_gradients(list(self.optimiser.masters.values()))
+        self.ranks.add_up_gradients(self.optimiser)
         norm = self.optimiser.clip()
         told = self.ranks.add_up({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
         finite = math.isfinite(told["loss"]) and bool(torch.isfinite(norm))

@@ -1,14 +1,16 @@
-"""A model's weights in this process: read when they are needed, and really gone when they are not.
+"""A model's weights in this process: on their device when they are needed, and really gone from there when they are not.
 
 On a CPU, unloaded weights are dropped and read again from safetensors. On a GPU they are copied once to pinned memory of the host,
-from where they come back as fast as the bus is; they never change, so nothing is copied on the way out after that.
+from where they come back as fast as the bus is; they never change, so nothing is copied on the way out after that. Those of a model
+that learns (`Visitor`) do, and are: on a CPU they just stay.
 """
 
 import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
 ALIGNED = 512  # bytes that copies like to begin at
+PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Alive:
     """0 while it is being loaded."""
     device: str
     offload: bool
-    """It stays only while it scores."""
+    """It stays only while it is asked."""
 
 
 class Census:
@@ -119,13 +122,17 @@ class HostCopies:
     def __init__(self, module: nn.Module):
         tensors = [*module.parameters(), *module.buffers()]
         sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED for tensor in tensors]
-        whole = torch.empty(sum(sizes), dtype=torch.uint8)
-        if torch.cuda.is_available():
-            _pin(self, whole)
+        whole = host_memory(self, sum(sizes))
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for tensor, part in zip(tensors, whole.split(sizes), strict=True):
             copy = part[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             self._pairs.append((tensor, copy.copy_(tensor.detach(), non_blocking=True)))
+        _wait()
+
+    def take_changes(self) -> None:
+        """What the device's tensors have become since."""
+        for tensor, copy in self._pairs:
+            copy.copy_(tensor.detach(), non_blocking=True)
         _wait()
 
     def send_away(self) -> None:
@@ -143,12 +150,43 @@ class HostCopies:
             raise
 
 
-def _pin(owner: object, memory: Tensor) -> None:
-    """As long as its owner lives. (torch's own pinned memory comes in powers of two: up to twice of what is asked for.)"""
+class Visitor:
+    """A model that learns, and is on its device only while `present`; its optimiser's state is not its own."""
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        self._device, self._copies = device, HostCopies(module)
+        self._copies.send_away()
+        return_memory()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        self._copies.bring_back(self._device)
+        try:
+            yield
+        finally:
+            self._copies.take_changes()
+            self._copies.send_away()
+            return_memory()
+
+
+def is_apart_from_host(device: torch.device) -> bool:
+    """Whether what leaves it has anywhere to go: a CPU's memory is the host's."""
+    return device.type != "cpu"
+
+
+def host_memory(owner: object, size: int) -> Tensor:
+    """So many bytes, pinned as long as the owner lives where there is a GPU to copy them to. (torch's own pinned memory comes in
+    powers of two: up to twice of what is asked for.)"""
+    if not torch.cuda.is_available():
+        return torch.empty(size, dtype=torch.uint8)
+    # Whole pages: one that is pinned twice, for two owners, is an error.
+    memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % PAGE :][: -(-max(size, 1) // PAGE) * PAGE]
     cudart: Any = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     # It holds the memory, which must not be freed before.
     weakref.finalize(owner, lambda: cudart.cudaHostUnregister(memory.data_ptr()))
+    return memory[:size]
 
 
 def _wait() -> None:

@@ -1,0 +1,235 @@
+"""What each setting that saves memory saves on a GPU, and what it costs; and that the numbers stay what they were.
+
+    python bench/gpu_memory.py [--sizes 0.5B 7B] [--steps 4] [--tokens 16384]
+    python bench/gpu_memory.py --device cpu --sizes tiny --steps 2 --tokens 512         # does the script work? Seconds on a CPU
+
+Random weights of Qwen2.5 shapes, bf16 with fp32 masters, 64 rows a step of 64…4096 tokens. First training: each row of the table is
+a fresh model that makes the same steps on the same rows. Every loss must be that of the first row that fitted, to the bit; Liger's
+rounding is its own, so there to a hundredth. Then what leaves while the policy is sampled: a critic with its trained weights and a
+reference, each brought in and sent away three times.
+"""
+
+import argparse
+import gc
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from gpu_sft import SHAPES, rows
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from plaudit.data.pack import micro_batches
+from plaudit.models import attention
+from plaudit.models.checkpointing import checkpoint_layers
+from plaudit.models.liger import use_liger
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.policy import Policy
+from plaudit.models.residual import keep_residual_precise
+from plaudit.models.weights import Visitor, Weights
+from plaudit.objectives.supervised import nll
+from plaudit.recipe import Optim, SFTRecipe
+from plaudit.train.memory_plan import plan_policy, settle_checkpointing
+from plaudit.train.trainer import Trainer, compute_repeatably
+
+VOCABULARY = {"tiny": 4096}
+LIGER_APART = 0.01
+
+
+def config_of(size: str) -> Any:
+    hidden, layers, heads, kv_heads, mlp = SHAPES[size]
+    return AutoConfig.for_model(
+        "qwen2", vocab_size=VOCABULARY.get(size, 151936), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=mlp, max_position_embeddings=32768, tie_word_embeddings=size != "7B",
+    )  # fmt: skip
+
+
+def build(size: str, device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    keep_residual_precise(model)
+    return model.train()
+
+
+def recipe_of(folder: Path, device: torch.device, tokens: int, *, checkpointing: Any, offload: bool, liger: bool) -> SFTRecipe:
+    return SFTRecipe.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": checkpointing, "liger": liger},
+            "data": {"train": "rows.jsonl", "max_tokens": min(4096, tokens)},
+            "train": {"tokens_per_micro_batch": tokens},
+            "optim": {"lr": 1e-5, "offload": offload},
+            "run": {"dir": "runs/none", "device": device.type},
+        }
+    )
+
+
+def settings_to_try() -> dict[str, dict[str, Any]]:
+    """Each as what differs from nothing."""
+    tried: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "optim.offload": {"offload": True},
+        "gradient_checkpointing: auto": {"checkpointing": "auto"},
+        "gradient_checkpointing: true": {"checkpointing": True},
+        "optim.offload, gradient_checkpointing: auto": {"offload": True, "checkpointing": "auto"},
+        "optim.offload, gradient_checkpointing: true": {"offload": True, "checkpointing": True},
+    }
+    if importlib.util.find_spec("liger_kernel") is not None and torch.cuda.is_available():
+        tried["liger"] = {"liger": True}
+        tried["liger, optim.offload, gradient_checkpointing: auto"] = {"liger": True, "offload": True, "checkpointing": "auto"}
+    return tried
+
+
+def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tuple[list[float], float]:
+    """The losses, and the median seconds of a step after the first."""
+    model = build(size, device)
+    if recipe.model.liger:
+        use_liger(model, device)
+    checkpoint_layers(model, recipe.model)
+    policy = Policy(model, template=None)  # pyright: ignore (nothing is saved here)
+    trainer = Trainer(policy, Optim(lr=1e-5, offload=recipe.optim.offload), seed=0, max_skipped_steps=0)
+    losses, seconds = [], []
+    for step in range(steps + 1):
+        tokens = recipe.train.tokens_per_micro_batch
+        examples = rows(64 if size != "tiny" else 4, seed=step, vocabulary=model.config.vocab_size, longest=min(4096, tokens))
+        targets = sum(example.num_targets for example in examples)
+        wait(device)
+        began = time.perf_counter()
+        batches = micro_batches(examples, tokens, device)
+        told = trainer.update(batches, lambda b, n=targets: (nll(target_logprobs(model, b).logprobs_N, n), {}), 1e-5)
+        wait(device)
+        seconds.append(time.perf_counter() - began)
+        losses.append(told["loss"])
+    return losses, median(seconds[1:])
+
+
+def training(size: str, folder: Path, device: torch.device, steps: int, tokens: int) -> bool:
+    print(f"\n## Training, {size}, {tokens:,} tokens a micro-batch")
+    print("| settings | layers checkpointed | peak GB | the plan says | s a step | losses |\n| --- | --- | --- | --- | --- | --- |")
+    right: list[float] | None = None
+    well = True
+    for name, settings in settings_to_try().items():
+        recipe = recipe_of(folder, device, tokens, **{"checkpointing": False, "offload": False, "liger": False} | settings)
+        recipe = settle_checkpointing(recipe, tell=lambda line: None)
+        plan, wanted = plan_policy(recipe), recipe.model.gradient_checkpointing
+        shown = f"| {name} | {plan.layers if wanted is True else int(wanted)} of {plan.layers} |"  # pyright: ignore (settled)
+        with measured(device) as peak:
+            try:
+                losses, seconds = train(size, recipe, device, steps)
+            except torch.OutOfMemoryError:
+                print(f"{shown} out of memory | {plan.total / 1e9:.1f} | | |", flush=True)
+                continue
+            peak_gb = peak()
+        if right is None:
+            right, said = losses, f"{losses[-1]:.6f}"
+        elif recipe.model.liger:
+            apart = max(abs(a / b - 1) for a, b in zip(losses, right, strict=True))
+            said, well = f"{apart:.1e} apart", well and apart < LIGER_APART
+        else:
+            said, well = ("the same bits" if losses == right else f"NOT THE SAME: {losses} and {right}"), well and losses == right
+        print(f"{shown} {peak_gb} | {plan.total / 1e9:.1f} | {seconds:.3f} | {said} |", flush=True)
+    return well
+
+
+def leaving(size: str, device: torch.device) -> bool:
+    """A critic, whose weights change while it is there, and a reference, whose weights do not."""
+    print(f"\n## Away while the policy is sampled, {size}")
+    print("| who | GB there | GB away | s in | s out | weights |\n| --- | --- | --- | --- | --- | --- |")
+    well = True
+    with measured(device):
+        critic = build(size, device)
+        there = allocated(device)
+        visitor = Visitor(critic, device)
+        kept = critic.get_input_embeddings().weight.detach().clone()  # pyright: ignore
+        away, came, went = allocated(device), [], []
+        for _ in range(3):
+            began = time.perf_counter()
+            with visitor.present():
+                came.append(time.perf_counter() - began)
+                with torch.no_grad():
+                    critic.get_input_embeddings().weight.add_(1.0)  # pyright: ignore
+                began = time.perf_counter()
+            went.append(time.perf_counter() - began)
+        for _ in range(3):
+            kept += 1.0
+        same = torch.equal(critic.get_input_embeddings().weight, kept)  # pyright: ignore
+        well = well and same
+        report("critic", there, away, came, went, same)
+        del critic, visitor
+    with measured(device):
+        weights = Weights("reference", lambda: build(size, device).eval().requires_grad_(False), device, offload=True)
+        weights.load()
+        kept, there = weights.model.get_input_embeddings().weight.cpu(), allocated(device)  # pyright: ignore
+        weights.unload()
+        away, came, went = allocated(device), [], []
+        for _ in range(3):
+            began = time.perf_counter()
+            weights.load()
+            came.append(time.perf_counter() - began)
+            same = torch.equal(weights.model.get_input_embeddings().weight.cpu(), kept)  # pyright: ignore
+            well = well and same
+            began = time.perf_counter()
+            weights.unload()
+            went.append(time.perf_counter() - began)
+        report("reference", there, away, came, went, same)
+        weights.drop()
+    return well
+
+
+def report(who: str, there: str, away: str, came: list[float], went: list[float], same: bool) -> None:
+    bits = "the same bits" if same else "NOT THE SAME"
+    print(f"| {who} | {there} | {away} | {median(came):.3f} | {median(went):.3f} | {bits} |", flush=True)
+
+
+@contextmanager
+def measured(device: torch.device) -> Iterator[Callable[[], str]]:
+    """From nothing to nothing; inside, the peak so far."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    yield lambda: f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if device.type == "cuda" else "–"
+    gc.collect()
+
+
+def allocated(device: torch.device) -> str:
+    return f"{torch.cuda.memory_allocated() / 1e9:.2f}" if device.type == "cuda" else "–"
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["0.5B", "7B"], choices=list(SHAPES))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(1, "this needs a CUDA GPU, and torch sees none (--device cpu --sizes tiny tries the script)\n")
+    device = torch.device(arguments.device)
+    compute_repeatably(device)
+    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
+    well = True
+    with tempfile.TemporaryDirectory() as folder:
+        for size in arguments.sizes:
+            config_of(size).save_pretrained(Path(folder, size))
+            well &= training(size, Path(folder, size), device, arguments.steps, arguments.tokens)
+            well &= leaving(size, device)
+    if not well:
+        parser.exit(1, "a number differs that should not\n")
+
+
+if __name__ == "__main__":
+    main()

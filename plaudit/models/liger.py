@@ -1,0 +1,39 @@
+"""Liger's kernels for norms and MLPs, if the recipe asks for them and they are installed.
+
+Less is kept for the backward pass: a norm keeps one number a token beside its input, an MLP not what its activation gave. The
+formulas are the same, rounded elsewhere, so nothing here is used unasked. Differs from Liger's own way of use: only the model at
+hand is changed. Liger puts its classes into transformers for all models to come, and reward models on a CPU could not run them.
+Its rotary embedding can be had in no other way and is left out; so is its loss, since no logits are held here anyway.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from plaudit.errors import RecipeError
+from plaudit.models.residual import is_known
+
+
+def use_liger(model: PreTrainedModel, device: torch.device) -> None:
+    """From here on; no part of the model is saved differently."""
+    decoder: Any = model.get_decoder()
+    name = model.name_or_path
+    if not is_known(decoder):
+        raise RecipeError(f"{name}: Liger's kernels are used for Llama, Mistral, Qwen2 and Qwen3 models; set liger to false")
+    if decoder.config.hidden_act not in ("silu", "swish"):
+        raise RecipeError(f"{name}: Liger's MLP computes SiLU, and this model has {decoder.config.hidden_act}; set liger to false")
+    if device.type != "cuda":
+        raise RecipeError(f"{name}: Liger's kernels run on a GPU, and the model is on the {device.type}; set liger to false")
+    try:
+        apply: Any = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise RecipeError(f"liger is true, but it is not here ({error}). Install it: pip install liger-kernel") from None
+    modeling = importlib.import_module(type(decoder).__module__)
+    before = dict(vars(modeling))
+    try:
+        apply(model=decoder, rope=False, cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=True, swiglu=True)
+    finally:
+        for key, value in before.items():
+            setattr(modeling, key, value)

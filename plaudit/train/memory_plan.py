@@ -1,0 +1,227 @@
+"""What each device has to hold, phase by phase, by the recipe alone: policy, critic, reference and reward models.
+
+The doctor prints it; training asks it how many layers to checkpoint.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig
+
+from plaudit.errors import PlauditError
+from plaudit.models.folder import context_tokens, read_config
+from plaudit.models.memory import (
+    PHASES,
+    SAFE_SHARE,
+    Budget,
+    MemoryPlan,
+    Need,
+    gigabytes,
+    plan_cache,
+    plan_memory,
+    plan_reward_model,
+    total_memory,
+)
+from plaudit.models.policy import resolve_device, resolve_dtype
+from plaudit.models.weights import is_apart_from_host
+from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.report.progress import say
+from plaudit.rewards.asking_models import ModelReward, all_models_of
+from plaudit.rollout.engine import MAX_SEQUENCES
+
+RESIDENT = ": weights, resident"
+Needs = dict[str, list[Need]]
+"""By the kind of device."""
+Trained = TypeVar("Trained", bound=TrainingRecipe)
+
+
+def plan_devices(recipe: Recipe) -> dict[str, Budget]:
+    """What each device has to hold. Reward models that cannot be read are left out: their own check says so."""
+    needs: Needs = defaultdict(list)
+    if not isinstance(recipe, ScoreRecipe):
+        _policy(recipe, resolve_device(recipe.run.device), needs)
+    for name, reward in models_asked(recipe):
+        if reward.model.placement in ("resident", "offload"):
+            try:
+                _place(recipe, name, reward, needs)
+            except (PlauditError, OSError, ValueError, AttributeError):
+                continue
+    return {kind: Budget(tuple(some), total_memory(torch.device(kind))) for kind, some in needs.items() if some}
+
+
+def plan_policy(recipe: TrainingRecipe) -> MemoryPlan:
+    """The model that is trained, alone."""
+    return plan_memory(
+        recipe.model,
+        resolve_device(recipe.run.device),
+        tokens_per_micro_batch=largest_micro_batch(recipe),
+        scalar=isinstance(recipe, RewardModelRecipe),
+        offload=recipe.optim.offload,
+    )
+
+
+def plan_critic(recipe: RLRecipe) -> MemoryPlan:
+    assert recipe.critic is not None
+    return plan_memory(
+        recipe.critic.model(recipe.model),
+        resolve_device(recipe.run.device),
+        tokens_per_micro_batch=largest_micro_batch(recipe),
+        scalar=True,
+        offload=recipe.critic.optim.offload,
+    )
+
+
+def largest_micro_batch(recipe: TrainingRecipe) -> int:
+    """In tokens. What is longer than a micro-batch should be goes alone."""
+    if isinstance(recipe, RLRecipe):
+        longest = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    else:
+        longest = recipe.data.max_tokens * (2 if isinstance(recipe, PreferenceRecipe) else 1)
+    return max(recipe.train.tokens_per_micro_batch, longest)
+
+
+def models_asked(recipe: Recipe) -> list[tuple[str, ModelReward]]:
+    """Each with the names of all rewards that share it, and the first of those rewards."""
+    rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
+    found: dict[Any, tuple[str, ModelReward]] = {}
+    for name, reward in (model for asked in rewards for model in all_models_of(asked)):
+        key = reward.model, reward.scalar
+        found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
+    return list(found.values())
+
+
+# Checkpointing that fits ----------------------------------------------------------------------------------------------
+
+
+def settle_checkpointing(recipe: Trained, tell: Callable[[str], object] = say) -> Trained:
+    """The recipe with a number of layers where it says auto: the fewest with which training fits; `tell` is told why."""
+    if recipe.model.gradient_checkpointing == "auto":
+        recipe = _settle(recipe, "model", plan_policy(recipe).layers, tell)
+    if isinstance(recipe, RLRecipe) and recipe.critic is not None and recipe.critic.gradient_checkpointing == "auto":
+        recipe = _settle(recipe, "critic", plan_critic(recipe).layers, tell)
+    return recipe
+
+
+def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], object]) -> Trained:
+    device = resolve_device(recipe.run.device).type
+
+    def budget(count: int) -> Budget:
+        return plan_devices(_checkpointing(recipe, section, count))[device]
+
+    def fits(count: int) -> bool:
+        planned = budget(count)
+        return planned.at("training", fixed_only=True) <= SAFE_SHARE * planned.there
+
+    count = bisect_left(range(layers), True, key=fits)
+    settled = budget(count)
+    but = "" if count < layers or fits(count) else ", which may be too much: lower train.tokens_per_micro_batch"
+    tell(
+        f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
+        f"{gigabytes(settled.at('training', fixed_only=True))} of {gigabytes(settled.there)}{but}"
+    )
+    return _checkpointing(recipe, section, count)
+
+
+def _checkpointing(recipe: Trained, section: str, layers: int) -> Trained:
+    settings = getattr(recipe, section).model_copy(update={"gradient_checkpointing": layers or False})
+    return recipe.model_copy(update={section: settings})
+
+
+# Who needs what -------------------------------------------------------------------------------------------------------
+
+
+def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
+    plan, always = plan_policy(recipe), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
+    here = needs[device.type]
+    here.append(Need("policy: weights", always, plan.weights))
+    if isinstance(recipe, RLRecipe):
+        _reference(recipe, device, plan, needs)
+    _state("policy", plan, always, needs, device)
+    here.append(Need("policy: gradients", ("training",), plan.gradients))
+    here.append(Need("policy: activations, logits", ("training",), plan.activations + plan.logits))
+    if isinstance(recipe, RLRecipe):
+        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        size = resolve_dtype(recipe.model.dtype, device).itemsize
+        sequences, length = _under_way(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+        cache = plan_cache(config, size, sequences=sequences, tokens=length)
+        here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
+        _critic(recipe, device, needs, beside=plan.work)
+
+
+def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:
+    if not plan.passing:
+        needs[device.type].append(Need(f"{whose}: moments, masters", always, plan.state))
+        return
+    needs[device.type].append(Need(f"{whose}: moments, masters, passing", ("training",), plan.passing))
+    needs["cpu"].append(Need(f"{whose}: moments, masters", always, plan.state))
+
+
+def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs: Needs) -> None:
+    """A copy of the policy as it begins; if it is offloaded, it has gone again before an update takes memory."""
+    if not recipe.algorithm.needs_reference or recipe.model.lora is not None:
+        return
+    if recipe.algorithm.reference_placement == "resident":
+        needs[device.type].append(Need("reference: weights", PHASES, policy.weights))
+        return
+    if policy.weights > policy.work:
+        needs[device.type].append(Need("reference: weights (more)", ("training",), policy.weights - policy.work))
+    if is_apart_from_host(device):
+        needs["cpu"].append(Need("reference: weights", PHASES, policy.weights))
+
+
+def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: float) -> None:
+    """`beside`: what an update of the policy takes, and gives back before the critic's begins."""
+    if recipe.critic is None or recipe.critic.shared:
+        return  # a head on the policy's layers is a row of numbers
+    try:
+        plan = plan_critic(recipe)
+    except (PlauditError, OSError, ValueError):
+        return  # its own check says so
+    leaves = recipe.critic.placement == "offload" and is_apart_from_host(device)
+    needs[device.type].append(Need("critic: weights", PHASES[-1:] if leaves else PHASES, plan.weights))
+    if leaves:
+        needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
+    _state("critic", plan, PHASES, needs, device)
+    if plan.work > beside:
+        needs[device.type].append(Need("critic: gradients, activations (more)", ("training",), plan.work - beside))
+
+
+def _under_way(recipe: Recipe, device: torch.device) -> int:
+    """Sequences that are sampled, or judged, side by side."""
+    if not isinstance(recipe, RLRecipe):
+        return MAX_SEQUENCES[device.type]
+    most = recipe.rollout.max_sequences or MAX_SEQUENCES[device.type]
+    return min(most, recipe.train.prompts_per_step * recipe.rollout.n)
+
+
+def _place(recipe: Recipe, name: str, reward: ModelReward, needs: Needs) -> None:
+    model, device = reward.model, resolve_device(reward.model.device, "model.device")
+    assert model.path is not None
+    tokens = 0 if reward.scalar else _judged_tokens(recipe, reward)
+    plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=_under_way(recipe, device), tokens=tokens)
+    fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
+    # Resident ones score while others are sampled; what was sampled last is scored when sampling has ended.
+    always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])
+    if model.placement == "resident":
+        needs[device.type].append(Need(name + RESIDENT, always, plan.weights))
+        needs[device.type].append(Need(f"{name}: while it scores", at_work, fixed, elastic))
+        return
+    needs[device.type].append(Need(f"{name}: offloaded", ("scoring",), plan.weights + fixed, elastic, in_turn=True))
+    if device.type == "cuda":
+        needs["cpu"].append(Need(f"{name}: pinned copy", always, plan.weights))
+
+
+def _judged_tokens(recipe: Recipe, reward: ModelReward) -> int:
+    """Prompt and answer of a judge, at most."""
+    new = getattr(reward, "sampling").max_new_tokens  # noqa: B009 (judges and plugins have it)
+    config = read_config(str(reward.model.path), trust_remote_code=reward.model.trust_remote_code)
+    context = context_tokens(config) or 32768
+    if reward.model.max_prompt_tokens is not None:
+        return min(context, reward.model.max_prompt_tokens + new)
+    if not isinstance(recipe, RLRecipe):
+        return context
+    shown = 1 if reward.scores_alone else recipe.rollout.n
+    return min(context, recipe.data.max_prompt_tokens + shown * recipe.rollout.max_new_tokens + new)
