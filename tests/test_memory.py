@@ -206,6 +206,7 @@ def large(tmp_path) -> Path:
         intermediate_size=704,
     )  # fmt: skip
     config.save_pretrained(tmp_path / "large")
+    (tmp_path / "large/model.safetensors").touch()  # never read
     return tmp_path / "large"
 
 
@@ -232,6 +233,29 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
         "3 of 8", "4 of 8", "none of 8", "8 of 8",
     ]  # fmt: skip
     assert [line.endswith("which may be too much: lower train.tokens_per_micro_batch") for line in told] == [False] * 3 + [True]
+
+
+def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):
+    """The critic has no head for tokens, so it needs no more layers; while it is unsettled, the policy does not suffer from it."""
+
+    def recipe(policy: Any, critic: Any) -> Any:
+        model = {"path": str(large), "gradient_checkpointing": policy}
+        sections = NOTHING | {"critic": {"gradient_checkpointing": critic}, "train": {"tokens_per_micro_batch": 8192}}
+        return load_recipe(ppo("plan", model=model, **sections)).recipe
+
+    def need(policy: Any, critic: Any) -> float:
+        return plan_devices(recipe(policy, critic))["cpu"].at("training")
+
+    there = need(5, True) / 0.9
+    monkeypatch.setattr(memory_plan, "total_memory", lambda _: there)
+    settled = settle_checkpointing(recipe("auto", "auto"), tell=lambda line: None)
+    assert settled.model.gradient_checkpointing == 5
+    assert need(5, settled.critic.gradient_checkpointing) == need(5, True)
+    assert 0 < settled.critic.gradient_checkpointing <= 5
+    with pytest.raises(RecipeError, match="no is no folder here"):
+        settle_checkpointing(
+            load_recipe(ppo("no", **NOTHING | {"critic": {"path": "no", "gradient_checkpointing": "auto"}})).recipe
+        )
 
 
 def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model, rows_file, tmp_path):

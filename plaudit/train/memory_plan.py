@@ -98,11 +98,23 @@ def models_asked(recipe: Recipe) -> list[tuple[str, ModelReward]]:
 
 def settle_checkpointing(recipe: Trained, tell: Callable[[str], object] = say) -> Trained:
     """The recipe with a number of layers where it says auto: the fewest with which training fits; `tell` is told why."""
-    if recipe.model.gradient_checkpointing == "auto":
-        recipe = _settle(recipe, "model", plan_policy(recipe).layers, tell)
-    if isinstance(recipe, RLRecipe) and recipe.critic is not None and recipe.critic.gradient_checkpointing == "auto":
-        recipe = _settle(recipe, "critic", plan_critic(recipe).layers, tell)
-    return recipe
+    critic = recipe.critic if isinstance(recipe, RLRecipe) else None
+    if critic is not None and critic.gradient_checkpointing == "auto":
+        assert isinstance(recipe, RLRecipe)
+        model = critic.model(recipe.model)
+        read_config(model.path, trust_remote_code=model.trust_remote_code)  # says what is wrong with the folder
+        layers = plan_critic(recipe).layers
+        # Each is settled while the other takes as little as it can: their updates take turns.
+        with_critic = _settle_model(_checkpointing(recipe, "critic", layers), tell)
+        settled = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
+        return _settle(settled, "critic", layers, tell)
+    return _settle_model(recipe, tell)
+
+
+def _settle_model(recipe: Trained, tell: Callable[[str], object]) -> Trained:
+    if recipe.model.gradient_checkpointing != "auto":
+        return recipe
+    return _settle(recipe, "model", plan_policy(recipe).layers, tell)
 
 
 def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], object]) -> Trained:
@@ -125,7 +137,7 @@ def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], ob
     return _checkpointing(recipe, section, count)
 
 
-def _checkpointing(recipe: Trained, section: str, layers: int) -> Trained:
+def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
     settings = getattr(recipe, section).model_copy(update={"gradient_checkpointing": layers or False})
     return recipe.model_copy(update={section: settings})
 
