@@ -4,22 +4,23 @@
     python bench/parity_trl.py                # four minutes on two CPU cores
     python bench/parity_trl.py --stage grpo --kind qwen2
 
-**SFT, DPO, reward models.** plaudit trains a tiny fp32 model on single- and multi-turn conversations or pairs of them, with weight
-decay, clipping at some steps, a cosine schedule and several epochs; SFT's last step is a short one. TRL, in its own environment,
-gets the same tokens (plaudit's; which tokens are learnt is not what is compared here), row by row in plaudit's order. What differs on
-purpose: plaudit packs a step's rows into micro-batches by tokens, TRL pads them two by two (or all of a step, where its loss is a
-mean over a micro-batch's tokens). SFT also with warm-up, for which TRL is given plaudit's formula, as its own starts at a rate
-of 0. Reward models start from the same head. Compared at each step: loss and margin (absolute), gradient norm and learning rate
-(relative). The largest difference of the trained weights is shown.
+**SFT, DPO, reward models.** plaudit trains a tiny fp32 model on single- and multi-turn conversations or pairs of them, with
+weight decay, clipping at some steps, a cosine schedule and several epochs; SFT's last step is a short one. TRL, in its own
+environment, gets the same tokens (plaudit's; which tokens are learnt is not what is compared here), row by row in plaudit's
+order. What differs on purpose: plaudit packs a step's rows into micro-batches by tokens, TRL pads them two by two (or all of a
+step, where its loss is a mean over a micro-batch's tokens). SFT also with warm-up, for which TRL is given plaudit's formula, as
+its own starts at a rate of 0. Reward models start from the same head. Compared at each step: loss and margin (absolute), gradient
+norm and learning rate (relative). The largest difference of the trained weights is shown.
 
 **GRPO.** plaudit samples four answers to each of six prompts and scores them; TRL gets these samples and rewards, and does the
-rest: advantages, the reference's log-probs, the loss. The reference is another model than the policy, so that KL is not 0; with `older`
-samples come from a third one, so that ratios are not 1 and some are clipped. Compared: the loss, and every parameter's gradient of
-the whole step, before clipping, absolutely and relative to the greatest of them.
+rest: advantages, the reference's log-probs, the loss. The reference is another model than the policy, so that KL is not 0; with
+`older` samples come from a third one, so that ratios are not 1 and some are clipped. Compared: the loss, and every parameter's
+gradient of the whole step, before clipping, absolutely and relative to the greatest of them.
 
 What differs on purpose and is set to be the same: TRL adds 1e-4 to the deviation that advantages are divided by, plaudit 1e-6
 (plaudit is given TRL's); TRL weighs the KL term by the ratio unless `use_bias_correction_kl` is false (it is); its bound for
-negative advantages, `delta`, is off unless given (it is given plaudit's `dual_clip`); its CISPO has no lower bound (plaudit's is 0.001).
+negative advantages, `delta`, is off unless given (it is given plaudit's `dual_clip`); its CISPO has no lower bound (plaudit's is
+0.001).
 
 A difference over the tolerance, and the exit code is 1.
 """

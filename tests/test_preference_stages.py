@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -420,7 +421,7 @@ def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
     file = write_jsonl(tmp_path / "scored.jsonl", rows)
     code, out, err = plaudit("prepare", "pairs", file, "--out", tmp_path / "pairs", "--max-response-tokens", 50, "--val-share", 0)
     assert code == 0, err
-    assert "3 pairs to train on, 0 to validate on, of 6 rows; 1 had too few responses; 2 had none that is better" in out
+    assert "3 pairs to train on, 0 to validate on, of 6 prompts; 1 had too few responses; 2 had none that is better" in out
     made = [json.loads(line) for line in (tmp_path / "pairs/train.jsonl").read_text().splitlines()]
     assert sorted((row["chosen"], row["rejected"], row["margin"]) for row in made) == [
         ("b", "a", 0.5), ("b", "a", 2.0), ("best", "worst", 4.0),
@@ -437,6 +438,34 @@ def test_a_share_of_the_pairs_is_for_validation(tmp_path, plaudit):
     assert [len(part) for part in parts] == [97, 3]
     assert len({*parts[0], *parts[1]}) == 100
     assert (tmp_path / "one/val.jsonl").read_bytes() == (tmp_path / "two/val.jsonl").read_bytes()
+
+
+def test_pairs_of_a_runs_own_samples(tmp_path, plaudit):
+    """Of each prompt and step: samples of two steps are not compared with each other."""
+    from plaudit.report.samples import write_samples
+    from plaudit.types import Group, Prompt, Sample, Score, ScoredGroup
+
+    def group(name: str, *answers: tuple[str, float | None]) -> ScoredGroup:
+        one = np.zeros(1, dtype=np.float32)
+        samples = [
+            Sample(name, i, one, text, "truncated" if text == "cut" else "finished", one, one, 0)
+            for i, (text, _) in enumerate(answers)
+        ]
+        prompt = Prompt(name, [{"role": "user", "content": f"{name}?"}])
+        return ScoredGroup(Group(prompt, one, tuple(samples)), tuple(Score(value) for _, value in answers), {})
+
+    first = [group("a", ("good", 2.0), ("cut", 9.0), ("bad", 1.0)), group("b", ("same", 1.0), ("as this", 1.0))]
+    second = [group("a", ("better", 5.0), ("failed", None), ("best", 7.0))]
+    files = [tmp_path / "train_000001.parquet", tmp_path / "train_000002.parquet"]
+    for file, groups in zip(files, (first, second), strict=True):
+        write_samples(file, groups)
+    code, out, err = plaudit("prepare", "pairs", *files, "--out", tmp_path / "pairs", "--val-share", 0)
+    assert code == 0, err
+    assert "2 pairs to train on, 0 to validate on, of 3 prompts; 1 had none that is better" in out
+    made = [json.loads(line) for line in (tmp_path / "pairs/train.jsonl").read_text().splitlines()]
+    assert sorted((row["prompt"][0]["content"], row["chosen"], row["rejected"], row["margin"]) for row in made) == [
+        ("a?", "best", "better", 2.0), ("a?", "good", "bad", 1.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
