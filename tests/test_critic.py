@@ -445,7 +445,7 @@ def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(re
         ({"critic": None}, "ppo, which needs a critic: give the section"),
         ({"algorithm": {"kind": "grpo"}}, "a critic is for ppo, and algorithm.kind is grpo"),
         ({"algorithm": {"kind": "grpo", "gae_lambda": 0.9}, "critic": None}, "gae_lambda is for ppo"),
-        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "ppo always divides"),
+        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "divide_by_std is for grpo; ppo always divides"),
         ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Here it is algorithm.gae_lambda"),
         ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is saved whole"),
         ({"critic": {"clip": 0}}, "critic.clip"),

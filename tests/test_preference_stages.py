@@ -331,7 +331,7 @@ def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model
         ("dpo", "loss.bta=0.1", "loss.bta is not a setting. Did you mean loss.beta?"),
         ("dpo", "beta=0.1", "beta is not a setting. "),
         ("dpo", "train.train_batch_size=3", "Here it is train.pairs_per_step."),
-        ("dpo", "loss={kind: ipo, label_smoothing: 0.1}", "label_smoothing belongs to kind: sigmoid; ipo has none"),
+        ("dpo", "loss={kind: ipo, label_smoothing: 0.1}", "label_smoothing belongs to kind sigmoid; ipo has none: leave it out"),
         ("dpo", "loss.beta=0", "loss.beta should be greater than 0"),
         ("dpo", "loss.label_smoothing=0.5", "loss.label_smoothing should be less than 0.5"),
         ("dpo", "loss.kind=sigmod", "Did you mean sigmoid?"),
