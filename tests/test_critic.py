@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Stopped, rl_recipe, stop_before, train_rl, write_recipe
+from conftest import Stopped, rl_recipe, stop_before, train_rl, with_other_tokens, write_recipe
 from safetensors.torch import load_file, save_file
 from test_local_models import make_classifier
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -468,14 +468,6 @@ def test_models_that_are_no_critic_are_refused(recipe, tiny_model, tmp_path):
     (tmp_path / "headed/value_head.safetensors").write_bytes(b"")
     with pytest.raises(RecipeError, match="save it as a sequence classifier"):
         train_rl(recipe(critic={"path": str(tmp_path / "headed")}))
-
-
-def with_other_tokens(model: Path, folder: Path) -> None:
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def test_a_critic_of_another_tongue_is_refused(recipe, tiny_model, tmp_path):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from plaudit.data.templates import ChatTemplate, load_tokenizer
+from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.classifier import pad_with
-from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
+from plaudit.models.folder import architecture, read_config, require_same_tokens
 from plaudit.models.lora import attach_lora, merged_weights
 from plaudit.models.policy import load_pretrained, resolve_dtype
 from plaudit.models.residual import keep_residual_precise
@@ -30,9 +30,6 @@ from plaudit.models.verify import verify_packed_states
 from plaudit.recipe import Model
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch
-
-# Tokens that may be other ones in the critic's own tokenizer: names given to reserved places. More, and it reads another language.
-RENAMED_SHARE = 0.01
 
 
 @dataclass
@@ -75,7 +72,7 @@ def target_values(model: nn.Module, batch: Batch) -> Tensor:
 
 def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Critic:
     """The recipe's critic, ready to train."""
-    require_same_tokens(recipe, template)
+    require_same_tokens(recipe.path, template.tokenizer, "critic", trust_remote_code=recipe.trust_remote_code)
     new_head = not is_classifier(recipe)
     model = load_pretrained(
         AutoModelForSequenceClassification,
@@ -122,25 +119,6 @@ def is_classifier(recipe: Model) -> bool:
             f"{path}: its head lies in {VALUE_HEAD}, which a critic does not read; save it as a sequence classifier with one label"
         )
     return False
-
-
-def require_same_tokens(recipe: Model, template: ChatTemplate) -> list[str]:
-    """The critic reads the policy's tokens by number, so they have to be its own. Returns those that have another name there, if
-    they are few."""
-    config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
-    require_matching_tokenizer(recipe.path, config, template.tokenizer)
-    try:
-        own: Any = load_tokenizer(recipe.path, trust_remote_code=recipe.trust_remote_code)
-    except RecipeError:
-        return []  # it has none, and is used with the policy's
-    theirs, known = template.tokenizer.get_vocab(), {number: token for token, number in own.get_vocab().items()}
-    renamed = sorted(token for token, number in theirs.items() if known.get(number, token) != token)
-    if len(renamed) > RENAMED_SHARE * len(theirs):
-        raise RecipeError(
-            f"{recipe.path}: its tokenizer is another than the policy's ({len(renamed):,} of {len(theirs):,} tokens have other "
-            "numbers), and a critic reads the policy's tokens; choose a critic of the policy's family"
-        )
-    return renamed
 
 
 @torch.no_grad()
