@@ -1,46 +1,81 @@
-"""plaudit's SFT computes what TRL's SFTTrainer computes: same tiny model, same rows in each step, equal losses.
+"""plaudit computes what TRL's trainers compute: SFT, DPO and reward models step by step, GRPO by its first step's gradients.
 
-    make .venv-trl/installed        # or: a venv with bench/requirements-trl.txt
-    python bench/parity_trl.py      # one to three minutes on two CPU cores
+    make .venv-trl/installed                  # or: a venv with bench/requirements-trl.txt
+    python bench/parity_trl.py                # four minutes on two CPU cores
+    python bench/parity_trl.py --stage grpo --kind qwen2
 
-For each architecture, `plaudit sft` trains a tiny fp32 model on multi-turn conversations with weight decay, clipping at
-some steps, a cosine schedule and several epochs; the last step is a short one. TRL, in its own environment, gets the
-same token ids and mask of learnt tokens (plaudit's; which tokens are learnt is not what is compared here), row by row
-in plaudit's order. What differs on purpose: plaudit packs a step's rows into micro-batches by tokens, TRL pads them in
-pairs, so both must divide by the tokens of the whole step.
+**SFT, DPO, reward models.** plaudit trains a tiny fp32 model on single- and multi-turn conversations or pairs of them, with
+weight decay, clipping at some steps, a cosine schedule and several epochs; SFT's last step is a short one. TRL, in its own
+environment, gets the same tokens (plaudit's; which tokens are learnt is not what is compared here), row by row in plaudit's
+order. What differs on purpose: plaudit packs a step's rows into micro-batches by tokens, TRL pads them two by two (or all of a
+step, where its loss is a mean over a micro-batch's tokens). SFT also with warm-up, for which TRL is given plaudit's formula, as
+its own starts at a rate of 0. Reward models start from the same head. Compared at each step: loss and margin (absolute), gradient
+norm and learning rate (relative). The largest difference of the trained weights is shown.
 
-Twice for each: with TRL exactly as it comes (no warm-up), and with warm-up, for which TRL is given plaudit's formula,
-as its own starts at a rate of 0. Loss, AdamW, clipping and the choice of what decays are TRL's own in both.
+**GRPO.** plaudit samples four answers to each of six prompts and scores them; TRL gets these samples and rewards, and does the
+rest: advantages, the reference's log-probs, the loss. The reference is another model than the policy, so that KL is not 0; with
+`older` samples come from a third one, so that ratios are not 1 and some are clipped. Compared: the loss, and every parameter's
+gradient of the whole step, before clipping, absolutely and relative to the greatest of them.
 
-Compared at each step: loss (absolute), gradient norm and learning rate (relative); a difference over the tolerance, and
-the exit code is 1. The largest difference of the trained weights is shown.
+What differs on purpose and is set to be the same: TRL adds 1e-4 to the deviation that advantages are divided by, plaudit 1e-6
+(plaudit is given TRL's); TRL weighs the KL term by the ratio unless `use_bias_correction_kl` is false (it is); its bound for
+negative advantages, `delta`, is off unless given (it is given plaudit's `dual_clip`); its CISPO has no lower bound (plaudit's is
+0.001).
+
+A difference over the tolerance, and the exit code is 1.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import yaml
+import torch
 from safetensors.torch import load_file
 
+import plaudit.run
+import plaudit.train.advantages
 from plaudit.data.conversations import Source
 from plaudit.data.examples import load_examples
 from plaudit.data.order import RowOrder
-from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.data.pairs import load_pairs
+from plaudit.data.prompts import load_prompts
+from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.inputs import load_checked
+from plaudit.loops import dpo, reward_model, rl, sft
+from plaudit.models.classifier import load_classifier
+from plaudit.models.policy import load_policy
+from plaudit.models.reference import Reference
+from plaudit.models.scalar import Transcript
+from plaudit.objectives.advantages import grpo
 from plaudit.prepare.tiny_model import make_tiny_model
+from plaudit.recipe import Model, RLRecipe
+from plaudit.rollout.engine import Sampling
+from plaudit.rollout.groups import sample_groups
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.train.trainer import Trainer
+from plaudit.types import Group, Pair, Score, ScoredGroup
 
 REPOSITORY = Path(__file__).parent.parent
+CPU = torch.device("cpu")
 KINDS = ("llama", "qwen2")
-NUM_ROWS, ROWS_PER_STEP, ROWS_OF_LAST_STEP = 50, 8, 5
-TRL_ROWS_PER_MICRO_BATCH = 2
-TOKENS_PER_MICRO_BATCH = 150
+TRAIN = {"sft": sft.train, "dpo": dpo.train, "reward-model": reward_model.train}
+
+NUM_STEPS, NUM_ROWS, ROWS_PER_STEP = 20, 50, 8
+ROWS_OF_LAST_STEP = {"sft": 5, "dpo": 8, "reward-model": 8}
+TOKENS_PER_MICRO_BATCH = {"sft": 150, "dpo": 400, "reward-model": 400}
+# A head learns these pairs in a few steps; faster than this, rounding grows tenfold in each of them.
+LR = {"sft": 3e-3, "dpo": 1e-3, "reward-model": 2e-4}
 OPTIM = {
-    "lr": 3e-3,
     "betas": [0.9, 0.95],
     "eps": 1e-8,
     "weight_decay": 0.5,
@@ -48,6 +83,125 @@ OPTIM = {
     "schedule": "cosine",
     "min_lr_ratio": 0.1,
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same thing, as each of the two is told of it."""
+
+    stage: str
+    ours: dict = field(default_factory=dict)
+    """`loss`, or for GRPO `algorithm`."""
+    theirs: dict = field(default_factory=dict)
+    rows_per_micro_batch: int = 2
+    warmup_steps: int = 0
+    margins: bool = False
+
+
+STEP_BY_STEP = {
+    "sft, TRL as it comes": Case("sft"),
+    "sft, warm-up by plaudit's formula": Case("sft", warmup_steps=3),
+    "dpo": Case("dpo", {"beta": 0.3}, {"loss_type": ["sigmoid"], "beta": 0.3}),
+    "ipo": Case("dpo", {"kind": "ipo", "beta": 0.3}, {"loss_type": ["ipo"], "beta": 0.3}),
+    "hinge": Case("dpo", {"kind": "hinge", "beta": 0.05}, {"loss_type": ["hinge"], "beta": 0.05}),
+    "dpo with nll": Case(
+        "dpo",
+        {"beta": 0.3, "nll_coefficient": 0.5},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.3},
+        rows_per_micro_batch=ROWS_PER_STEP,
+    ),
+    "reward model": Case("reward-model"),
+    "reward model with margins and centring": Case(
+        "reward-model", {"centring_coefficient": 0.05}, {"center_rewards_coefficient": 0.05}, margins=True
+    ),
+}
+
+NUM_PROMPTS, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS = 6, 4, 16
+SAMPLES_PER_STEP = NUM_PROMPTS * SAMPLES_PER_PROMPT
+TRL_STD_EPS = 1e-4
+BETA = 0.1
+# By TRL's name: plaudit's algorithm, TRL's settings, and samples in TRL's micro-batch (all of the step's where it takes a mean over
+# a micro-batch's tokens).
+LOSSES = {
+    "grpo": ({"aggregation": "seq-mean-token-mean"}, {"loss_type": "grpo", "delta": 3.0}, 4),
+    "dr_grpo": (
+        {"divide_by_std": False, "aggregation": "seq-mean-token-sum-norm", "dual_clip": None},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": MAX_NEW_TOKENS},
+        4,
+    ),
+    "dapo": (
+        {"clip": [0.2, 0.28], "aggregation": "token-mean"},
+        {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0},
+        4,
+    ),
+    "bnpo": ({"aggregation": "token-mean"}, {"loss_type": "bnpo", "delta": 3.0}, SAMPLES_PER_STEP),
+    "cispo": (
+        {"loss": "cispo", "clip": [0.999, 0.28], "aggregation": "token-mean"},
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+        4,
+    ),
+    "gspo": (
+        {"loss": "gspo", "clip": [0.05, 0.08], "aggregation": "seq-mean-token-mean"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.08},
+        4,
+    ),
+}
+
+
+def grpo_cases() -> dict[str, Case]:
+    """Every loss with ratios of 1 and with others, with and without KL; then what else both have."""
+    cases = {}
+    for name, (ours, theirs, rows) in LOSSES.items():
+        for older in (False, True):
+            for kl in (False, True):
+                label = name + (", KL" if kl else "") + (", older" if older else "")
+                algorithm = ours | ({"old_logprobs": "sampler"} if older else {}) | ({"kl_coefficient": BETA} if kl else {})
+                settings = theirs | ({"beta": BETA, "use_bias_correction_kl": False} if kl else {})
+                cases[label] = Case("grpo", algorithm, settings, rows)
+    ours, theirs, _ = LOSSES["dapo"]
+    cases["dapo, entropy"] = Case("grpo", ours | {"entropy_coefficient": 0.05}, theirs | {"entropy_coef": 0.05}, SAMPLES_PER_STEP)
+    cases["dapo, temperature 0.7"] = Case("grpo", ours, theirs | {"temperature": 0.7}, 4)
+    return cases
+
+
+# Both sides' processes ------------------------------------------------------------------------------------------------
+
+
+def run_trl(python: Path, jobs: list[dict], folder: Path) -> dict:
+    """What TRL logs at each step of each job, and the versions it ran with. Its output is shown only if it fails."""
+    jobs_file, log_file = folder / "jobs.json", folder / "log.json"
+    jobs_file.write_text(json.dumps(jobs))
+    command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(jobs_file), str(log_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}")
+    return json.loads(log_file.read_text())
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def write_rows(file: Path, rows: Sequence[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def template_of(model: Path) -> ChatTemplate:
+    return load_template(load_tokenizer(str(model)), None)
+
+
+def tiny_model(kind: str, rows: Sequence[dict], folder: Path) -> Path:
+    """Its tokenizer is learnt from the rows: conversations, or pairs."""
+    talks = [{"messages": r.get("messages") or [*r["prompt"], {"role": "assistant", "content": r["chosen"]}]} for r in rows]
+    make_tiny_model([write_rows(folder / "texts.jsonl", talks)], folder / "model", kind=kind, hidden_size=64, vocabulary=320)  # pyright: ignore
+    return folder / "model"
+
+
+# Step by step ---------------------------------------------------------------------------------------------------------
 
 
 def conversations() -> list[dict]:
@@ -63,92 +217,144 @@ def conversations() -> list[dict]:
     return rows
 
 
-def run_quietly(command: list[str | Path]) -> None:
-    """Its output is shown only if it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # threads only slow tiny models down
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}")
+def pairs() -> list[dict]:
+    """One to three turns, answers of different lengths, with and without a system prompt."""
+    rows = []
+    for i in range(NUM_ROWS):
+        prompt = [{"role": "system", "content": "Answer with a number."}] if i % 3 == 0 else []
+        for turn in range(1 + i % 3):
+            a, b = (i + turn) % 7, (3 * i + turn) % 10
+            prompt += [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
+        right = prompt.pop()["content"]
+        answers = f"It makes {right}, so the answer is {right}.", f"{int(right) + 1 + i % 3}"
+        chosen, rejected = answers if i % 2 else (right, f"Perhaps {int(right) + 2}, or something like {int(right) + 3}.")
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "by": 0.25 * (i % 4)})
+    return rows
 
 
-def run_plaudit(recipe: dict, folder: Path) -> list[dict[str, float]]:
-    """The metrics of each step of `plaudit sft`."""
+def recipe_of(case: Case, kind: str, folder: Path) -> dict:
+    """With its model and rows made."""
+    rows = conversations() if case.stage == "sft" else pairs()
+    model = tiny_model(kind, rows, folder)
+    if case.stage == "reward-model":
+        load_classifier(Model(path=str(model)), template_of(model), CPU, seed=3).save(folder / "classifier")
+        model = folder / "classifier"
+    total_rows = (NUM_STEPS - 1) * ROWS_PER_STEP + ROWS_OF_LAST_STEP[case.stage]
+    per_step = "rows_per_step" if case.stage == "sft" else "pairs_per_step"
+    return {
+        "stage": case.stage,
+        "seed": 7,
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(write_rows(folder / "rows.jsonl", rows)), **({"margin_column": "by"} if case.margins else {})},
+        **({"loss": case.ours} if case.ours else {}),
+        "train": {per_step: ROWS_PER_STEP, "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH[case.stage]},
+        "optim": {"lr": LR[case.stage], **OPTIM, "warmup_steps": case.warmup_steps},
+        "run": {"dir": str(folder / "run"), "epochs": total_rows / NUM_ROWS, "device": "cpu"},
+    }
+
+
+def trained_by_plaudit(recipe: dict, folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step of `plaudit sft`, `dpo` or `reward-model`."""
     file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    run_quietly([sys.executable, "-m", "plaudit", "sft", file])
-    return [json.loads(line) for line in (Path(recipe["run"]["dir"]) / "metrics.jsonl").read_text().splitlines()]
+    file.write_text(json.dumps(recipe))  # which is YAML
+    with quietly():
+        TRAIN[recipe["stage"]](*load_checked(file, [], recipe["stage"]))
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
 def rows_in_order(recipe: dict) -> list[dict]:
-    """Every row of every step as plaudit tokenises it, in the order it trains on them."""
-    template = load_template(load_tokenizer(recipe["model"]["path"]), None)
-    source = Source(Path(recipe["data"]["train"]))
-    examples = load_examples([source], template, max_tokens=4096, too_long="error").examples
-    order = RowOrder(len(examples), per_step=ROWS_PER_STEP, epochs=recipe["run"]["epochs"], seed=recipe["seed"])
-    stream = [examples[row] for step in range(order.num_steps) for row in order.rows(step)]
-    return [{"input_ids": e.tokens.tolist(), "assistant_masks": e.loss_mask.astype(int).tolist()} for e in stream]
+    """Every row of every step as plaudit tokenises it, in the order it trains on them, as TRL's trainers take it."""
+    template, source = template_of(recipe["model"]["path"]), Source(Path(recipe["data"]["train"]))
+    if recipe["stage"] == "sft":
+        examples = load_examples([source], template, max_tokens=4096, too_long="error").examples
+        rows = [{"input_ids": e.tokens.tolist(), "assistant_masks": e.loss_mask.astype(int).tolist()} for e in examples]
+    else:
+        tokenise: Callable = Transcript(template.tokenizer, template.text).examples
+        if recipe["stage"] == "dpo":
+            tokenise = lambda conversations: template.examples(conversations, "all")  # noqa: E731
+        column = recipe["data"].get("margin_column")
+        loaded = load_pairs([source], tokenise, max_tokens=4096, too_long="error", margin_column=column).pairs
+        rows = [pair_for_trl(pair, recipe) for pair in loaded]
+    order = RowOrder(len(rows), per_step=ROWS_PER_STEP, epochs=recipe["run"]["epochs"], seed=recipe["seed"])
+    return [rows[row] for step in range(order.num_steps) for row in order.rows(step)]
 
 
-def run_trl(python: str, recipe: dict, folder: Path) -> dict:
-    """What TRL logs at each step, and the versions it ran with."""
-    job = {
-        "model": recipe["model"]["path"],
-        "rows": rows_in_order(recipe),
-        "rows_per_step": ROWS_PER_STEP,
-        "rows_per_micro_batch": TRL_ROWS_PER_MICRO_BATCH,
-        "optim": recipe["optim"],
-        "trained_model": str(folder / "trl_model"),
-    }
-    job_file, log_file = folder / "job.json", folder / "log.json"
-    job_file.write_text(json.dumps(job))
-    run_quietly([python, Path(__file__).with_name("trl_sft.py"), job_file, log_file])
-    return json.loads(log_file.read_text())
+def pair_for_trl(pair: Pair, recipe: dict) -> dict:
+    if recipe["stage"] == "reward-model":
+        row = {"chosen_ids": pair.chosen.tokens.tolist(), "rejected_ids": pair.rejected.tokens.tolist()}
+        return row | ({"margin": pair.margin} if "margin_column" in recipe["data"] else {})
+    # All behind the prompt is learnt there; what plaudit does not learn behind the end token changes no other log-prob.
+    begin = int(pair.chosen.loss_mask.argmax())
+    sides = {}
+    for name, example in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        end = len(example) - int(example.loss_mask[::-1].argmax())
+        assert example.loss_mask[begin:end].all()
+        assert not example.loss_mask[:begin].any()
+        sides[f"{name}_ids"] = example.tokens[begin:end].tolist()
+    return {"prompt_ids": pair.chosen.tokens[:begin].tolist(), **sides}
 
 
-def compare(kind: str, warmup: int, num_steps: int, tolerance: float, trl_python: str, folder: Path) -> bool:
-    """Train with both, print the table; says whether they agree."""
-    rows_file = folder / "rows.jsonl"
-    rows_file.write_text("".join(json.dumps(row) + "\n" for row in conversations()))
-    make_tiny_model([rows_file], folder / "model", kind=kind, hidden_size=64, vocabulary=320)
-    total_rows = (num_steps - 1) * ROWS_PER_STEP + ROWS_OF_LAST_STEP
-    recipe = {
-        "stage": "sft",
-        "seed": 7,
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "data": {"train": str(rows_file)},
-        "train": {"rows_per_step": ROWS_PER_STEP, "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH},
-        "optim": {**OPTIM, "warmup_steps": warmup},
-        "run": {"dir": str(folder / "run"), "epochs": total_rows / NUM_ROWS, "device": "cpu"},
-    }
-    ours = run_plaudit(recipe, folder)
-    log = run_trl(trl_python, recipe, folder)
-    theirs = log["steps"]
-    assert len(ours) == len(theirs) == num_steps, f"{len(ours)} steps of plaudit, {len(theirs)} of TRL, not {num_steps}"
+def compare_steps(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
+    """Train with both, print the tables; says whether they agree."""
+    jobs, recipes, ours = [], [], []
+    for name in names:
+        case, place = STEP_BY_STEP[name], folder / str(len(jobs))
+        place.mkdir()
+        recipes.append(recipe_of(case, kind, place))
+        ours.append(trained_by_plaudit(recipes[-1], place))
+        jobs.append(
+            {
+                "stage": case.stage,
+                "model": recipes[-1]["model"]["path"],
+                "rows": rows_in_order(recipes[-1]),
+                "rows_per_step": ROWS_PER_STEP,
+                "rows_per_micro_batch": case.rows_per_micro_batch,
+                "optim": recipes[-1]["optim"],
+                "settings": case.theirs,
+                "trained_model": str(place / "trl_model"),
+            }
+        )
+    log = run_trl(trl_python, jobs, folder)
+    agree = True
+    for name, recipe, our, their in zip(names, recipes, ours, log["steps"], strict=True):
+        print(f"\n{name}, {kind}")
+        print(f"  plaudit   {listed({package: version(package) for package in ('transformers', 'torch')})}")
+        case = STEP_BY_STEP[name]
+        print(f"  TRL       {listed({**log['versions'], 'rows_per_micro_batch': case.rows_per_micro_batch, **case.theirs})}")
+        for section in ("loss", "train", "optim", "run"):
+            if section in recipe:
+                print(f"  {section:9} {listed({key: value for key, value in recipe[section].items() if key != 'dir'})}")
+        agree &= print_steps(our, their, tolerance, Path(recipe["run"]["dir"]).parent)
+    return agree
 
-    differences = [
-        {
+
+def print_steps(ours: list[dict], theirs: list[dict], tolerance: float, folder: Path) -> bool:
+    assert len(ours) == len(theirs) == NUM_STEPS, f"{len(ours)} steps of plaudit, {len(theirs)} of TRL, not {NUM_STEPS}"
+    differences = []
+    for our, their in zip(ours, theirs, strict=True):
+        difference = {
             "loss": abs(our["loss"] - their["loss"]),
             "grad_norm": abs(our["grad_norm"] / their["grad_norm"] - 1),
             "lr": abs(our["lr"] / their["learning_rate"] - 1),
         }
-        for our, their in zip(ours, theirs, strict=True)
-    ]
-
-    print(f"\n{kind}, " + (f"{warmup} steps of warm-up by plaudit's formula" if warmup else "TRL as it comes"))
-    print(f"  plaudit   {listed({name: version(name) for name in ('transformers', 'torch')})}")
-    print(f"  TRL       {listed(log['versions'])}, rows_per_micro_batch {TRL_ROWS_PER_MICRO_BATCH}")
-    for section in ("train", "optim", "run"):
-        print(f"  {section:9} {listed({name: value for name, value in recipe[section].items() if name != 'dir'})}")
-    print("step  plaudit loss      TRL loss  difference  grad norm  difference         lr  difference")
+        if "margin" in our:
+            difference["margin"] = abs(our["margin"] - their["rewards/margins" if "rewards/margins" in their else "margin"])
+        differences.append(difference)
+    paired = "margin" in differences[0]
+    more = "     margin  difference  accuracy" if paired else ""
+    print(f"step  plaudit loss      TRL loss  difference  grad norm  difference         lr  difference{more}")
     for our, their, difference in zip(ours, theirs, differences, strict=True):
-        print(
+        line = (
             f"{our['step']:4}  {our['loss']:12.7f}  {their['loss']:12.7f}  {difference['loss']:10.1e}"
             f"  {our['grad_norm']:9.5f}  {difference['grad_norm']:10.1e}  {our['lr']:9.7f}  {difference['lr']:10.1e}"
         )
+        if paired:
+            line += f"  {our['margin']:9.5f}  {difference['margin']:10.1e}  {our['accuracy']:8.3f}"
+        print(line)
     largest = {name: max(difference[name] for difference in differences) for name in differences[0]}
     clipped = sum(our["grad_norm"] > OPTIM["max_grad_norm"] for our in ours)
     print(f"largest differences: {listed({k: f'{v:.1e}' for k, v in largest.items()})}, ", end="")
-    print(f"weights {weight_difference(folder):.1e}; clipped in {clipped} of {num_steps} steps", flush=True)
+    print(f"weights {weight_difference(folder):.1e}; clipped in {clipped} of {NUM_STEPS} steps", flush=True)
     return all(value <= tolerance for difference in differences for value in difference.values())  # NaN is not
 
 
@@ -159,26 +365,161 @@ def weight_difference(folder: Path) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
+# First-step gradients -------------------------------------------------------------------------------------------------
+
+
+def moved(model: Path, folder: Path, by: float, seed: int) -> Path:
+    """The same model, each weight moved at random by so many of its matrix's deviations."""
+    policy = load_policy(Model(path=str(model), dtype="float32"), template_of(model), CPU)
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            spread = parameter.std() if parameter.ndim > 1 else 0.02
+            parameter += by * spread * torch.randn(parameter.shape, generator=chance)
+    policy.save(folder)
+    return folder
+
+
+def sampled(model: Path, prompts: Path) -> list[Group]:
+    """Groups of answers, some of which end early."""
+    template = template_of(model)
+    encoded = load_prompts([Source(prompts)], template, max_prompt_tokens=256, too_long="error").prompts
+    engine = NativeEngine(load_policy(Model(path=str(model), dtype="float32"), template, CPU).model, template.tokenizer)
+    sampling = Sampling(MAX_NEW_TOKENS, stop=("e", ".", "t"), seed=5)
+    groups = {group.prompt.id: group for group in sample_groups(engine, encoded, SAMPLES_PER_PROMPT, sampling)}
+    return [groups[one.prompt.id] for one in encoded]
+
+
+def scored(group: Group) -> ScoredGroup:
+    """By the share of letters and digits: it differs from sample to sample."""
+    values = [sum(c.isalnum() for c in sample.text) / (1 + len(sample.text)) for sample in group.samples]
+    return ScoredGroup(group, tuple(map(Score, values)), {})
+
+
+def first_gradients(
+    case: Case, policy: Path, reference: Path, groups: Sequence[ScoredGroup]
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Of plaudit's first step on these groups: its metrics, and the gradients as clipping would find them."""
+    recipe = RLRecipe.model_validate(
+        {
+            "model": {"path": str(policy), "dtype": "float32"},
+            "data": {"train": "prompts.jsonl"},
+            "rollout": {
+                "n": SAMPLES_PER_PROMPT,
+                "max_new_tokens": MAX_NEW_TOKENS,
+                "temperature": case.theirs.get("temperature", 1.0),
+            },
+            "rewards": [{"kind": "exact"}],
+            "algorithm": case.ours,
+            "train": {"prompts_per_step": NUM_PROMPTS, "tokens_per_micro_batch": 150},
+            "run": {"dir": "run"},
+        }
+    )
+    model = load_policy(recipe.model, template_of(policy), CPU)
+    trainer = Trainer(model, recipe.optim, seed=0, max_skipped_steps=0)
+    kept: dict[str, torch.Tensor] = {}
+    clip = trainer.optimiser.clip
+
+    def keep_and_clip() -> torch.Tensor:
+        kept.update({name: p.grad.clone() for name, p in model.trainable() if p.grad is not None})
+        return clip()
+
+    trainer.optimiser.clip = keep_and_clip
+    kl_to = Reference(recipe.model.model_copy(update={"path": str(reference)}), model) if recipe.algorithm.needs_reference else None
+    return rl.learn(trainer, kl_to, groups, recipe, step=1, lr=1e-6), kept
+
+
+def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
+    """The gradients of both, a line for each case; says whether they agree."""
+    rows = conversations()
+    # Far from uniform, or all gradients would be small; then each a little further.
+    reference = moved(tiny_model(kind, rows, folder), folder / "reference", by=4.0, seed=1)
+    older = moved(reference, folder / "older", by=0.15, seed=2)
+    policy = moved(older, folder / "policy", by=0.2, seed=3)
+    questions = [{"prompt": row["messages"][:-1]} for row in rows[:NUM_PROMPTS]]
+    groups = [scored(group) for group in sampled(older, write_rows(folder / "prompts.jsonl", questions))]
+    samples = [
+        {
+            "prompt": f"{number}",
+            "prompt_ids": scored_group.group.prompt_tokens.tolist(),
+            "completion_ids": sample.tokens.tolist(),
+            "logprobs": sample.sampler_logprobs.tolist(),
+            "reward": score.value,
+        }
+        for number, scored_group in enumerate(groups)
+        for sample, score in zip(scored_group.group.samples, scored_group.scores, strict=True)
+    ]
+    cases = {name: grpo_cases()[name] for name in names}
+    jobs = [
+        {
+            "stage": "grpo",
+            "model": str(policy),
+            "reference": str(reference),
+            "rows": samples,
+            "rows_per_step": SAMPLES_PER_STEP,
+            "rows_per_micro_batch": case.rows_per_micro_batch,
+            "samples_per_prompt": SAMPLES_PER_PROMPT,
+            "older": case.ours.get("old_logprobs") == "sampler",
+            "settings": case.theirs,
+            "gradients": str(folder / f"{number}.safetensors"),
+        }
+        for number, case in enumerate(cases.values())
+    ]
+    log = run_trl(trl_python, jobs, folder)
+    plaudit.train.advantages.grpo = partial(grpo, eps=TRL_STD_EPS)
+    lengths = [len(sample["completion_ids"]) for sample in samples]
+    print(f"\ngrpo, {kind}: the gradients of the first step")
+    print(f"  plaudit   {listed({package: version(package) for package in ('transformers', 'torch')})}")
+    print(f"  TRL       {listed(log['versions'])}")
+    asked = [len(sample["prompt_ids"]) for sample in samples]
+    print(f"  samples   {NUM_PROMPTS} prompts of {min(asked)} to {max(asked)} tokens, {SAMPLES_PER_PROMPT} answers each ", end="")
+    print(f"of {min(lengths)} to {max(lengths)}")
+    print("case                       loss  difference  largest gradient  difference  relative  clipped  dual-clipped        KL")
+    agree = True
+    for job, (name, case), (step,) in zip(jobs, cases.items(), log["steps"], strict=True):
+        metrics, ours = first_gradients(case, policy, reference, groups)
+        theirs = load_file(job["gradients"])
+        assert ours.keys() == theirs.keys()
+        largest = max(gradient.abs().max().item() for gradient in theirs.values())
+        apart = max((ours[parameter] - theirs[parameter]).abs().max().item() for parameter in ours)
+        assert (metrics["clip_fraction"] > 0) == job["older"], "older samples have ratios beyond the bounds, others have none"
+        loss_apart = abs(metrics["loss"] - step["loss"])
+        agree &= loss_apart <= tolerance and apart <= tolerance and apart / largest <= tolerance  # NaN is not
+        print(
+            f"{name:22}  {metrics['loss']:8.5f}  {loss_apart:10.1e}  {largest:16.4f}  {apart:10.1e}  {apart / largest:8.1e}"
+            f"  {metrics['clip_fraction']:7.3f}  {metrics['dual_clip_fraction']:12.3f}  {metrics.get('kl', 0.0):8.4f}",
+            flush=True,
+        )
+    return agree
+
+
 def listed(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", default=REPOSITORY / ".venv-trl/bin/python", help="Python of TRL's environment")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tolerance", type=float, default=1e-4)
+    parser.add_argument("--trl-python", type=Path, default=REPOSITORY / ".venv-trl/bin/python", help="Python of TRL's environment")
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
-    parser.add_argument("--warmup", type=int, nargs="+", default=(0, 3), help="steps of warm-up, a table for each")
+    parser.add_argument("--stage", choices=[*TRAIN, "grpo"], nargs="+", default=[*TRAIN, "grpo"])
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of losses, norms and rates, step by step")
+    parser.add_argument("--gradient-tolerance", type=float, default=1e-5, help="of GRPO's loss and gradients")
     args = parser.parse_args()
-    if not Path(args.trl_python).exists():
+    if not args.trl_python.exists():
         sys.exit(f"{args.trl_python} does not exist: make .venv-trl/installed")
+    plaudit.run.draw_curves = lambda *_: None  # which takes longer than these runs
+    step_by_step = [name for name, case in STEP_BY_STEP.items() if case.stage in args.stage]
     agree = []
     for kind in args.kind:
-        for warmup in args.warmup:
+        if step_by_step:
             with tempfile.TemporaryDirectory() as folder:
-                agree.append(compare(kind, warmup, args.steps, args.tolerance, str(args.trl_python), Path(folder)))
-    print(f"\n{'equal' if all(agree) else 'NOT EQUAL'} within {args.tolerance:g}")
+                agree.append(compare_steps(step_by_step, kind, args.tolerance, args.trl_python, Path(folder)))
+        if "grpo" in args.stage:
+            with tempfile.TemporaryDirectory() as folder:
+                names = list(grpo_cases())
+                agree.append(compare_gradients(names, kind, args.gradient_tolerance, args.trl_python, Path(folder)))
+    tolerances = f"{args.tolerance:g} (steps), {args.gradient_tolerance:g} (gradients)"
+    print(f"\n{'equal' if all(agree) else 'NOT EQUAL'} within {tolerances}")
     return 0 if all(agree) else 1
 
 

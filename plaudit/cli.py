@@ -14,7 +14,7 @@ from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, redact
-from plaudit.inputs import load_checked, require_model
+from plaudit.inputs import load_checked, require_model, require_one_that_writes
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import Model, RLRecipe, ScoreRecipe
 from plaudit.serving.cli import serve
@@ -131,6 +131,7 @@ def sample(
     settings = Model(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
     require_model(settings, "")
+    require_one_that_writes(settings.path, "MODEL", "`plaudit sample` asks one that writes")
 
     from plaudit.loops.sample import SampleJob
     from plaudit.loops.sample import sample as run_sample

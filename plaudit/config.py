@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from plaudit import plugins
 from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
+from plaudit.recipe.section import Section
 
 Place = tuple[str | int, ...]
 """Where in the recipe: ('optim', 'lr')."""
@@ -390,6 +391,12 @@ def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain:
                     yield (f"{indent}  - {text.lstrip()}" if number == 0 else text), comment
             continue
         given = next((sources[p] for p in sources if p[: len(here)] == here), None)
+        if isinstance(section, Section) and name in (idle := section.idle()) and value is not None:
+            yield (
+                f"{indent}# {name}: {_flow(value)}",
+                f"{about} [does nothing: it {idle[name]}]" if explain else "does nothing here",
+            )
+            continue
         source = given or ("default" if info.default is not PydanticUndefined else "")
         yield f"{indent}{name}: {_flow(value)}", f"{about} [{source}]" if explain else source
 

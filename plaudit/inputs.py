@@ -1,5 +1,6 @@
 """A recipe with the files it names: all of it checked before anything heavy is imported."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +22,11 @@ def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None)
     ranked = isinstance(data, PairData)
     sources = {part: resolve_sources(names, named, f"data.{part}", ranked=ranked) for part, names in parts.items()}
     require_model(loaded.recipe.model, "model.")
+    if loaded.recipe.stage != "reward-model":
+        require_one_that_writes(loaded.recipe.model.path, "model.path", f"`plaudit {loaded.recipe.stage}` trains one that writes")
     if isinstance(loaded.recipe, DPORecipe) and loaded.recipe.loss.reference is not None:
         require_model_folder(loaded.recipe.loss.reference, "loss.reference")
+        require_one_that_writes(loaded.recipe.loss.reference, "loss.reference", "the reference says how likely an answer is")
     return loaded, sources
 
 
@@ -60,6 +64,20 @@ def require_model_folder(path: str, setting: str) -> None:
     """The same of a setting that is only a path."""
     _require_there(path, setting, [])
     _require_config(path, setting)
+
+
+def require_one_that_writes(path: str, setting: str, wanted: str) -> None:
+    """A reward model's folder in its place would fail with a word about weights, or not at all: tied embeddings make a head."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        kind = next(iter(config.get("architectures") or ()), "")
+    except (OSError, ValueError, AttributeError):
+        return  # on the hub, or damaged: whoever loads it will tell
+    if kind.endswith("ForSequenceClassification"):
+        raise PlauditError(
+            f"{setting}: {path} is a reward model ({kind}): it gives a score and does not write, and {wanted}. Name a causal "
+            f"model, such as the one it was begun from. As a reward it is {{kind: scalar_model, model: {{path: {path}}}}}."
+        )
 
 
 def _require_there(given: str | None, setting: str, names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -61,6 +62,16 @@ def tiny_models(tmp_path_factory, rows_file) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def tiny_model(tiny_models) -> Path:
     return tiny_models["llama"]
+
+
+def with_other_tokens(model: Path, folder: Path) -> Path:
+    """The same model, but for its tokenizer: as many tokens, with other numbers."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -236,7 +236,9 @@ def test_unknown_settings_are_located(complaint):
         ),
         ("optim.schedule=zzz", "should be 'constant', 'linear', 'cosine' or 'wsd', not \"zzz\"."),
         ("optim={warmup_steps: 3, warmup_ratio: 0.1}", "optim: give warmup_steps or warmup_ratio, not both"),
-        ("optim={schedule: constant, min_lr_ratio: 0.1}", "optim: min_lr_ratio means nothing where schedule is constant"),
+        ("optim={schedule: constant, min_lr_ratio: 0.1}", "optim: min_lr_ratio is where the rate falls to, and schedule constant"),
+        ("optim={schedule: constant, min_lr_ratio: 0.0}", "does not fall: leave it out"),  # though that is the default
+        ("optim={schedule: cosine, decay_ratio: 0.1}", "optim: decay_ratio is for schedule wsd, not cosine: leave it out"),
         ("data.train=[]", "data.train: names no file"),
         ("data.train=null", "data.train should be a list, not null."),
         ("data.val=true", "data.val: should not be true"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Stopped, rl_recipe, stop_before, train_rl, write_recipe
+from conftest import Stopped, rl_recipe, stop_before, train_rl, with_other_tokens, write_recipe
 from safetensors.torch import load_file, save_file
 from test_local_models import make_classifier
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -563,15 +563,15 @@ def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(re
         ({"critic": None}, "ppo, which needs a critic: give the section"),
         ({"algorithm": {"kind": "grpo"}}, "a critic is for ppo, and algorithm.kind is grpo"),
         ({"algorithm": {"kind": "grpo", "gae_lambda": 0.9}, "critic": None}, "gae_lambda is for ppo"),
-        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "ppo always divides"),
+        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "divide_by_std is for grpo; ppo always divides"),
         ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Here it is algorithm.gae_lambda"),
         ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is saved whole"),
         ({"critic": {"clip": 0}}, "critic.clip"),
         ({"critic": {"path": "nowhere/at/all"}}, "there is no such folder"),
         ({"critic": {"coefficient": 0.1}}, "this critic shares none"),
-        ({"critic": {"shared": True, "path": "models/rm"}}, "critic.path is of a model of its own"),
-        ({"critic": {"shared": True, "lora": {"rank": 2}}}, "critic.lora is of a model of its own"),
-        ({"critic": {"shared": True, "dtype": "float32"}}, "critic.dtype is of a model of its own"),
+        ({"critic": {"shared": True, "path": "models/rm"}}, "critic: path is of a model of its own"),
+        ({"critic": {"shared": True, "lora": {"rank": 2}}}, "critic: lora is of a model of its own"),
+        ({"critic": {"shared": True, "dtype": "float32"}}, "critic: dtype is of a model of its own"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(recipe, sections, told):
@@ -586,14 +586,6 @@ def test_settings_that_mean_nothing_are_refused(recipe, sections, told):
 def test_models_that_are_no_critic_are_refused(recipe, tiny_model, tmp_path):
     with pytest.raises(RecipeError, match="has 3 labels, and a reward model has one, as a critic has"):
         train_rl(recipe(critic={"path": str(make_classifier(tiny_model, tmp_path / "sorter", labels=3))}))
-
-
-def with_other_tokens(model: Path, folder: Path) -> None:
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def test_a_critic_of_another_tongue_is_refused(recipe, tiny_model, tmp_path):

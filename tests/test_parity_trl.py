@@ -1,4 +1,4 @@
-"""plaudit's SFT, DPO and reward models and TRL's, step by step. Needs TRL's own environment beside the checkout's."""
+"""plaudit's training and TRL's: losses step by step, GRPO's gradients. Needs TRL's own environment beside the checkout's."""
 
 import re
 import subprocess
@@ -10,26 +10,29 @@ from conftest import REPOSITORY
 TRL_PYTHON = REPOSITORY / ".venv-trl/bin/python"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_sft_has_trls_losses_at_every_step(kind):
+def compared(kind: str, stage: str) -> list[str]:
+    """What bench/parity_trl.py prints, if it agrees."""
     assert TRL_PYTHON.exists(), "TRL's environment is missing: make .venv-trl/installed"
-    script = REPOSITORY / "bench/parity_trl.py"
-    command = [sys.executable, script, "--kind", kind, "--trl-python", TRL_PYTHON]
+    command = [sys.executable, REPOSITORY / "bench/parity_trl.py", "--kind", kind, "--stage", stage, "--trl-python", TRL_PYTHON]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [int(line.split()[0]) for line in done.stdout.splitlines() if re.match(r"\s*\d+  ", line)]
-    assert steps == [*range(1, 21)] * 2, done.stdout  # with and without warm-up
+    return done.stdout.splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ["dpo", "ipo", "hinge", "dpo with nll", "reward model", "reward model with margins and centring"])
-def test_pairs_have_trls_losses_at_every_step(case):
-    assert TRL_PYTHON.exists(), "TRL's environment is missing: make .venv-trl/installed"
-    script = REPOSITORY / "bench/parity_trl_pairs.py"
-    done = subprocess.run([sys.executable, script, "--case", case, "--trl-python", TRL_PYTHON], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = [int(line.split()[0]) for line in done.stdout.splitlines() if re.match(r"\s*\d+  ", line)]
-    assert steps == [*range(1, 21)], done.stdout
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("stage", "cases"), [("sft", 2), ("dpo", 4), ("reward-model", 2)])
+def test_losses_are_trls_at_every_step(kind, stage, cases):
+    lines = compared(kind, stage)
+    assert [int(line.split()[0]) for line in lines if re.match(r"\s*\d+  ", line)] == [*range(1, 21)] * cases, lines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_grpos_first_gradients_are_trls(kind):
+    """Each of six losses with ratios of 1 and others, with and without KL; an entropy bonus; a temperature."""
+    lines = compared(kind, "grpo")
+    header = next(number for number, line in enumerate(lines) if line.startswith("case"))
+    assert len([line for line in lines[header + 1 :] if line and not line.startswith("equal")]) == 26, lines

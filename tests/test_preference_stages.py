@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -16,18 +18,20 @@ from conftest import (
     pair_recipe,
     pair_rows,
     prompt_rows,
+    rl_recipe,
     sft_recipe,
     stop_before,
     train_dpo,
     train_reward_model,
     train_sft,
+    with_other_tokens,
     write_jsonl,
     write_recipe,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_resume import exact_metrics, steps_logged, wait_for
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from plaudit.data.conversations import Source
 from plaudit.data.pairs import read_pairs
@@ -262,6 +266,19 @@ def test_another_model_as_reference(tmp_path, tiny_model, pairs_file):
         run_stage(tmp_path, "dpo", trained, pairs_file, "second", data={"val": str(pairs_file)})
 
 
+def test_a_reference_of_another_tongue_is_refused(tmp_path, plaudit, tiny_model, pairs_file):
+    """Same size, same shapes, other tokens: nothing else would tell."""
+    other = with_other_tokens(tiny_model, tmp_path / "other")
+    recipe = pair_recipe(tiny_model, pairs_file, tmp_path / "run", loss={"reference": str(other)})
+    file = write_recipe(tmp_path / "r.yaml", recipe)
+    told = f"{other}: its tokenizer is another than the policy's"
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        train_dpo(file)
+    assert not (tmp_path / "run").exists()
+    code, out, _ = plaudit("doctor", file)
+    assert (code, told in " ".join(out.split())) == (1, True), out
+
+
 # Going on ------------------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +347,7 @@ def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model
         ("dpo", "loss.bta=0.1", "loss.bta is not a setting. Did you mean loss.beta?"),
         ("dpo", "beta=0.1", "beta is not a setting. "),
         ("dpo", "train.train_batch_size=3", "Here it is train.pairs_per_step."),
-        ("dpo", "loss={kind: ipo, label_smoothing: 0.1}", "label_smoothing belongs to kind: sigmoid; ipo has none"),
+        ("dpo", "loss={kind: ipo, label_smoothing: 0.1}", "label_smoothing belongs to kind sigmoid; ipo has none: leave it out"),
         ("dpo", "loss.beta=0", "loss.beta should be greater than 0"),
         ("dpo", "loss.label_smoothing=0.5", "loss.label_smoothing should be less than 0.5"),
         ("dpo", "loss.kind=sigmod", "Did you mean sigmoid?"),
@@ -355,6 +372,38 @@ def test_recipes_know_their_verb(tmp_path, plaudit, tiny_model, pairs_file):
     code, out, err = plaudit("reward-model", recipe, "run.max_steps=1")
     assert (code, f"reward model: {tmp_path / 'run/model'}" in out) == (0, True), err
     assert "LOAD REPORT" not in err
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_reward_model_where_one_that_writes_belongs(
+    tmp_path, plaudit, tiny_models, rows_file, pairs_file, prompts_file, reward_file, kind
+):
+    """With qwen2's tied embeddings it would even load."""
+    config = AutoConfig.from_pretrained(tiny_models[kind], num_labels=1)
+    judge = tmp_path / "judge"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(tiny_models[kind]).save_pretrained(judge)
+    recipes = {
+        "sft": sft_recipe(judge, rows_file, tmp_path / "run"),
+        "dpo": pair_recipe(judge, pairs_file, tmp_path / "run"),
+        "rl": rl_recipe(judge, prompts_file, tmp_path / "run", reward_file),
+    }
+    for stage, recipe in recipes.items():
+        code, _, err = plaudit(stage, write_recipe(tmp_path / "r.yaml", recipe))
+        told = " ".join(err.split())
+        assert code == 2
+        assert f"model.path: {judge} is a reward model ({type_of(judge)}): it gives a score and does not write, and" in told
+        assert f"`plaudit {stage}` trains one that writes" in told
+        assert f"{{kind: scalar_model, model: {{path: {judge}}}}}" in told
+    reference = pair_recipe(tiny_models[kind], pairs_file, tmp_path / "run", loss={"reference": str(judge)})
+    assert "loss.reference: " in plaudit("dpo", write_recipe(tmp_path / "r.yaml", reference))[2]
+    assert "MODEL: " in plaudit("sample", judge, prompts_file, "--out", tmp_path / "out.jsonl")[2]
+    assert not (tmp_path / "run").exists()
+
+
+def type_of(model: Path) -> str:
+    [architecture] = json.loads((model / "config.json").read_text())["architectures"]
+    return architecture
 
 
 # One after the other -------------------------------------------------------------------------------------------------
@@ -420,7 +469,7 @@ def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
     file = write_jsonl(tmp_path / "scored.jsonl", rows)
     code, out, err = plaudit("prepare", "pairs", file, "--out", tmp_path / "pairs", "--max-response-tokens", 50, "--val-share", 0)
     assert code == 0, err
-    assert "3 pairs to train on, 0 to validate on, of 6 rows; 1 had too few responses; 2 had none that is better" in out
+    assert "3 pairs to train on, 0 to validate on, of 6 prompts; 1 had too few responses; 2 had none that is better" in out
     made = [json.loads(line) for line in (tmp_path / "pairs/train.jsonl").read_text().splitlines()]
     assert sorted((row["chosen"], row["rejected"], row["margin"]) for row in made) == [
         ("b", "a", 0.5), ("b", "a", 2.0), ("best", "worst", 4.0),
@@ -437,6 +486,51 @@ def test_a_share_of_the_pairs_is_for_validation(tmp_path, plaudit):
     assert [len(part) for part in parts] == [97, 3]
     assert len({*parts[0], *parts[1]}) == 100
     assert (tmp_path / "one/val.jsonl").read_bytes() == (tmp_path / "two/val.jsonl").read_bytes()
+
+
+def test_a_row_without_an_answer_is_named_with_its_columns(tmp_path, plaudit, tiny_model):
+    """Other rows of the file have it."""
+    rows = [*pair_rows(3), {"prompt": "?", "better": "3", "rejected": "4"}]
+    recipe = pair_recipe(tiny_model, write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run")
+    code, _, err = plaudit("dpo", write_recipe(tmp_path / "r.yaml", recipe))
+    told = " ".join(err.split())
+    assert code == 2
+    assert f"{tmp_path / 'pairs.jsonl'}: row 3: column 'chosen' is missing (found: prompt, better, rejected)" in told
+    # What it says to do does it.
+    [entry] = re.findall(r"data.dataset_info names: (\{.*\}), with data.train: mine", told)
+    (tmp_path / "info.json").write_text(entry.replace("question", "prompt").replace("worse", "rejected"))
+    write_jsonl(tmp_path / "pairs.jsonl", rows[3:])
+    again = [f"data={{dataset_info: {tmp_path / 'info.json'}, train: mine}}", "run.max_steps=1"]
+    code, _, err = plaudit("dpo", tmp_path / "r.yaml", *again)
+    assert code == 0, err
+
+
+def test_pairs_of_a_runs_own_samples(tmp_path, plaudit):
+    """Of each prompt and step: samples of two steps are not compared with each other."""
+    from plaudit.report.samples import write_samples
+    from plaudit.types import Group, Prompt, Sample, Score, ScoredGroup
+
+    def group(name: str, *answers: tuple[str, float | None]) -> ScoredGroup:
+        one = np.zeros(1, dtype=np.float32)
+        samples = [
+            Sample(name, i, one, text, "truncated" if text == "cut" else "finished", one, one, 0)
+            for i, (text, _) in enumerate(answers)
+        ]
+        prompt = Prompt(name, [{"role": "user", "content": f"{name}?"}])
+        return ScoredGroup(Group(prompt, one, tuple(samples)), tuple(Score(value) for _, value in answers), {})
+
+    first = [group("a", ("good", 2.0), ("cut", 9.0), ("bad", 1.0)), group("b", ("same", 1.0), ("as this", 1.0))]
+    second = [group("a", ("better", 5.0), ("failed", None), ("best", 7.0))]
+    files = [tmp_path / "train_000001.parquet", tmp_path / "train_000002.parquet"]
+    for file, groups in zip(files, (first, second), strict=True):
+        write_samples(file, groups)
+    code, out, err = plaudit("prepare", "pairs", *files, "--out", tmp_path / "pairs", "--val-share", 0)
+    assert code == 0, err
+    assert "2 pairs to train on, 0 to validate on, of 3 prompts; 1 had none that is better" in out
+    made = [json.loads(line) for line in (tmp_path / "pairs/train.jsonl").read_text().splitlines()]
+    assert sorted((row["prompt"][0]["content"], row["chosen"], row["rejected"], row["margin"]) for row in made) == [
+        ("a?", "best", "better", 2.0), ("a?", "good", "bad", 1.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

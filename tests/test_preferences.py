@@ -315,13 +315,13 @@ def test_llama_factorys_rankings(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "?", "chosen": "3"}, r"column 'rejected' is missing \(found: prompt, chosen\). Rows of pairs have"),
+        ({"prompt": "?", "chosen": "3"}, r"row 0: column 'rejected' is missing \(found: prompt, chosen\). Rows of pairs have"),
         ({"question": "?", "good": "3", "bad": "4"}, "column 'chosen' is missing"),
         ({"chosen": "3", "rejected": "4"}, "row 0: chosen: is text, and there is no `prompt` that it answers"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: chosen: begins with an assistant's message, and there is no `prompt`"),
         ({"prompt": "?", "chosen": "", "rejected": "4"}, "row 0: chosen: every assistant message is empty"),
         ({"prompt": "?", "chosen": "3", "rejected": "  "}, "row 0: rejected: every assistant message is empty"),
-        ({"prompt": "?", "chosen": None, "rejected": "4"}, r"row 0: chosen: has no messages \(found nothing\)"),
+        ({"prompt": "?", "chosen": None, "rejected": "4"}, r"row 0: column 'chosen' is null \(found: prompt, rejected\)"),
         ({"prompt": "?", "chosen": 3, "rejected": "4"}, r"row 0: chosen: has no messages \(found int\)"),
         ({"prompt": 7, "chosen": "3", "rejected": "4"}, r"row 0: chosen: has no messages \(found int\)"),
         ({"prompt": "?", "chosen": ["3"], "rejected": "4"}, "row 0: chosen: a message should have `role` and `content`, not str"),

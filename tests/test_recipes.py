@@ -29,7 +29,22 @@ def test_there_are_recipes_of_every_stage():
     assert {"sft", "dpo", "reward-model", "rl"} <= stages
 
 
-def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def classifier(tiny_model, tmp_path_factory) -> Path:
+    """A reward model that has learnt nothing yet."""
+    import torch
+
+    from plaudit.data.templates import load_template, load_tokenizer
+    from plaudit.models.classifier import load_classifier
+    from plaudit.recipe import Model
+
+    folder = tmp_path_factory.mktemp("models") / "classifier"
+    template = load_template(load_tokenizer(str(tiny_model)), None)
+    load_classifier(Model(path=str(tiny_model)), template, torch.device("cpu"), seed=0).save(folder)
+    return folder
+
+
+def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classifier: Path) -> list[str]:
     """What makes any recipe of a stage small enough: few and short sequences; rows of its own where its own are not here."""
     data = {"sft": rows_file, "rl": prompts_file}.get(recipe.stage, pairs_file)
     overrides = [
@@ -37,6 +52,12 @@ def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path) -> list
     ]
     if recipe.stage != "rl":
         return [*overrides, f"train.{'rows' if recipe.stage == 'sft' else 'pairs'}_per_step=4"]
+    overrides += [  # a reward model that another recipe trains
+        f"rewards.{i}.model.path={classifier}"
+        for i, reward in enumerate(recipe.rewards)
+        for name in reward.models
+        if not _here(name)
+    ]
     overrides += ["rollout.n=2", "rollout.max_new_tokens=8", "train.prompts_per_step=2", "validation.max_prompts=2"]
     if recipe.train.prompts_per_update is not None:
         overrides.append("train.prompts_per_update=1")
@@ -63,12 +84,12 @@ def test_recipe_scores(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_file, prompts_file, monkeypatch):
+def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_file, prompts_file, classifier, monkeypatch):
     """From the repository's own folder, which paths in recipes are relative to."""
     monkeypatch.chdir(REPOSITORY)
     recipe = load(path).recipe
     overrides = [
-        *small(recipe, rows_file, pairs_file, prompts_file),
+        *small(recipe, rows_file, pairs_file, prompts_file, classifier),
         f"model.path={tiny_model}",
         f"run.dir={tmp_path / 'run'}",
         "run.max_steps=2",

@@ -35,7 +35,7 @@ from plaudit.reward_models.backend import Question, Writing
 from plaudit.reward_models.local import Local
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
-from plaudit.types import ScoredGroup
+from plaudit.types import Group, ScoredGroup
 
 pytest.register_assert_rewrite("engine_contract")
 from engine_contract import sharpen  # noqa: E402
@@ -165,6 +165,26 @@ def test_a_resident_model_is_there_once_until_the_last_reward_closes(folders, lo
         assert len(CENSUS.alive()) == 1, "the other reward still has it"
     assert CENSUS.alive() == []
     assert loads == ["grader"]
+
+
+@pytest.mark.parametrize("placement", ["resident", "offload"])
+def test_repeatable_scores_do_not_depend_on_what_is_scored_beside_them(folders, tmp_path, placement):
+    """To the bit: whoever waits at the same moment, and whatever of a group is known from another one with the same prompt."""
+    reward = {"kind": "scalar_model", "model": model(folders["kind"], placement)}
+    responses = [f"{i} and {3 * i}, which makes {4 * i}." * (1 + i % 3) for i in range(12)]
+    ours = group(*responses[4:9], responses[4], id="ours")
+    company = [group(*responses[i : i + 6], id=f"beside {i}") for i in range(7)]  # the same prompt, and some of the same responses
+
+    def scores(name: str, *steps: list[Group]) -> list[float | None]:
+        with runner_of(reward, cache=tmp_path / name, repeatable=True) as runner:
+            found = [runner.collect(step)[-1] for step in steps]
+        return [score.value for score in found[-1].scores]
+
+    alone = scores("alone", [ours])
+    assert len(set(alone)) == 5
+    assert scores("beside others", [*company, ours]) == alone
+    assert scores("behind others", company, [ours]) == alone
+    assert scores("alone", [ours]) == alone, "now from the cache"
 
 
 def test_models_that_differ_in_anything_are_not_shared(folders, loads):

@@ -33,8 +33,9 @@ from plaudit.errors import DataError
 from plaudit.types import Conversation, Example, Message, Pair
 
 HINT = (
-    "Rows of pairs have `chosen` and `rejected`: whole conversations, or answers to `prompt`; other names can be mapped with "
-    "data.dataset_info."
+    "Rows of pairs have `chosen` and `rejected`: whole conversations, or answers to `prompt`. Other names are mapped in the file "
+    'that data.dataset_info names: {"mine": {"file_name": "pairs.jsonl", "ranking": true, "columns": {"prompt": "question", '
+    '"chosen": "better", "rejected": "worse"}}}, with data.train: mine.'
 )
 Tokenise = Callable[[Sequence[tuple[str, Conversation]]], Sequence[Example]]
 """Conversations, each with its place for messages → sequences, with a mask of what is learnt."""
@@ -64,6 +65,7 @@ def read_pairs(source: Source, margin_column: str | None = None) -> Iterator[tup
         where = f"{rows.source}: row {number}"
         row = without_nulls(row) if rows.nulls_mean_absent else row
         margin = 0.0 if margin_column is None else _margin(row.get(margin_column), margin_column, where)
+        _require_both(row, source.schema, where)
         chosen, rejected = (_conversation(row, side, source.schema, where) for side in ("chosen", "rejected"))
         check_text([chosen.messages, rejected.messages, chosen.tools], where)
         preference = Preference(chosen, rejected, margin)
@@ -74,9 +76,16 @@ def _require_columns(rows: Rows, schema: Schema, margin_column: str | None) -> N
     prompt = {"sharegpt": "messages", "alpaca": "prompt"}.get(schema.formatting)
     if prompt:
         rows.require(*map(schema.column, (prompt, "chosen", "rejected")), hint="Its name comes from data.dataset_info.")
-    rows.require(schema.column("chosen"), schema.column("rejected"), hint=HINT)
     if margin_column is not None:
         rows.require(margin_column, hint="data.margin_column names it.")
+
+
+def _require_both(row: dict[str, Any], schema: Schema, where: str) -> None:
+    """Rows of one file may have different columns."""
+    for column in map(schema.column, ("chosen", "rejected")):
+        if row.get(column) is None:
+            found = ", ".join(name for name, value in row.items() if value is not None) or "nothing"
+            raise DataError(f"{where}: column {column!r} is {'null' if column in row else 'missing'} (found: {found}). {HINT}")
 
 
 def _margin(value: Any, column: str, where: str) -> float:

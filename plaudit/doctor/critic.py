@@ -6,13 +6,11 @@ from pathlib import Path
 from plaudit.data.templates import ChatTemplate
 from plaudit.doctor.findings import Finding
 from plaudit.doctor.memory import check_weights
+from plaudit.doctor.rows import check_tokens
 from plaudit.models.classifier import is_classifier
-from plaudit.models.critic import require_same_tokens
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.scalar import value_head_file
 from plaudit.recipe import Critic, Model, RLRecipe
-
-SHOWN_TOKENS = 3
 
 
 def check_critic(critic: Critic, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int) -> Iterator[Finding]:
@@ -35,9 +33,8 @@ def _check_model(
     yield "✓", f"{model.path} with {'its own head' if own else 'a new value head'}{alone}"
     if critic.path is not None:
         yield from check_weights(Path(critic.path))
-    if template is not None and (renamed := require_same_tokens(model, template)):
-        shown = ", ".join(renamed[:SHOWN_TOKENS]) + (", …" if len(renamed) > SHOWN_TOKENS else "")
-        yield "!", f"{model.path}: {len(renamed):,} of the policy's tokens have another name in its own tokenizer: {shown}"
+    if template is not None:
+        yield from check_tokens(model.path, template, "critic", trust_remote_code=model.trust_remote_code)
     context = context_tokens(config)
     needed = longest_prompt + recipe.rollout.max_new_tokens
     if context is not None and needed > context:

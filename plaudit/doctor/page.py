@@ -102,6 +102,13 @@ class _Page:
             policy = None if self.template is None else PolicySide(recipe, self.template, self.prompts)
             for reward in recipe.rewards:
                 self._reward(reward, questions, policy)
+        if (
+            isinstance(recipe, DPORecipe)
+            and (other := recipe.loss.reference) is not None
+            and (template := self.template) is not None
+        ):
+            trusted = recipe.model.trust_remote_code
+            self.check("reference", lambda: rows.check_tokens(other, template, "reference", trust_remote_code=trusted))
         if isinstance(recipe, RewardModelRecipe):
             self.check("head", lambda: preferences.check_head(recipe))
         self.check("weights", lambda: memory.check_weights(Path(recipe.model.path)))

@@ -15,8 +15,11 @@ from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.errors import DataError
+from plaudit.models.folder import require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.types import Conversation, Example, Prompt
+
+SHOWN_TOKENS = 3
 
 
 def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
@@ -24,6 +27,13 @@ def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
         for source in files:
             rows = read_rows(source.path)
             yield "✓", f"{part}: {source.path} has {len(rows):,} rows with {', '.join(rows.columns)}"
+
+
+def check_tokens(path: str, template: ChatTemplate, role: str, *, trust_remote_code: bool) -> Iterator[Finding]:
+    """Of a model that reads the policy's tokens by number."""
+    if renamed := require_same_tokens(path, template.tokenizer, role, trust_remote_code=trust_remote_code):
+        shown = ", ".join(renamed[:SHOWN_TOKENS]) + (", …" if len(renamed) > SHOWN_TOKENS else "")
+        yield "!", f"{path}: {len(renamed):,} of the policy's tokens have another name in its own tokenizer: {shown}"
 
 
 def check_template(template: ChatTemplate, recipe: TrainingRecipe) -> Iterator[Finding]:

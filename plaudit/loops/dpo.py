@@ -20,6 +20,7 @@ from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import digest_of, sketch
 from plaudit.loops.passes import train_in_passes
+from plaudit.models.folder import require_same_tokens
 from plaudit.models.policy import Policy, load_policy, resolve_device
 from plaudit.recipe import DPORecipe, PairData
 from plaudit.report.progress import counted, say
@@ -42,6 +43,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     files = [source for part in sources.values() for source in part]
     inputs = {"the columns' names": digest_of(repr([source.schema for source in files]))}
     if recipe.loss.reference is not None:
+        require_same_tokens(
+            recipe.loss.reference, template.tokenizer, "reference", trust_remote_code=recipe.model.trust_remote_code
+        )
         inputs["the reference"] = sketch(Path(recipe.loss.reference))
     with Run(loaded, [source.path for source in files], template, inputs) as run:
         pairs = _pairs("train", sources["train"], template, recipe.data)

@@ -76,7 +76,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     scorers = [file for reward in recipe.rewards for file in reward.files]
     with (
         Run(loaded, files, template, _inputs(recipe), scorers=scorers, best="val/reward", higher_is_better=True) as run,
-        RewardRunner(recipe.rewards, cache=Path(recipe.run.dir) / "scores.sqlite") as rewards,
+        RewardRunner(recipe.rewards, cache=Path(recipe.run.dir) / "scores.sqlite", repeatable=recipe.run.repeatable) as rewards,
     ):
         prompts = _prompts("train", sources["train"], template, recipe.data)
         validation = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []

@@ -11,25 +11,19 @@ not noise, and the policy's layers are not moved by a head that knows nothing.
 from collections.abc import Iterator
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from plaudit.data.templates import ChatTemplate, load_tokenizer
-from plaudit.errors import RecipeError
+from plaudit.data.templates import ChatTemplate
 from plaudit.models.classifier import load_classifier, scores_of, set_pad_token
-from plaudit.models.folder import read_config, require_matching_tokenizer
+from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_states
 from plaudit.models.policy import Policy
 from plaudit.models.scalar import VALUE_HEAD, read_value_head
 from plaudit.recipe import Model
 from plaudit.types import Batch
-
-# Tokens that may be other ones in the critic's own tokenizer: names given to reserved places. More, and it reads another language.
-RENAMED_SHARE = 0.01
-
 
 # A model of its own --------------------------------------------------------------------------------------------------
 
@@ -41,32 +35,13 @@ def target_values(model: nn.Module, batch: Batch) -> Tensor:
 
 def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
     """The recipe's critic, ready to train."""
-    require_same_tokens(recipe, template)
+    require_same_tokens(recipe.path, template.tokenizer, "critic", trust_remote_code=recipe.trust_remote_code)
     # A copy: we pad nothing, but whoever scores several texts with the saved one does; what pads the policy's is not ours to say.
     template = copy(template)
     template.tokenizer = deepcopy(template.tokenizer)
     critic = load_classifier(recipe, template, device, seed=seed, head_std=0.0, section="critic")
     set_pad_token(critic, [] if template.end_token is None else [template.end_token])
     return critic
-
-
-def require_same_tokens(recipe: Model, template: ChatTemplate) -> list[str]:
-    """The critic reads the policy's tokens by number, so they have to be its own. Returns those that have another name there, if
-    they are few."""
-    config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
-    require_matching_tokenizer(recipe.path, config, template.tokenizer)
-    try:
-        own: Any = load_tokenizer(recipe.path, trust_remote_code=recipe.trust_remote_code)
-    except RecipeError:
-        return []  # it has none, and is used with the policy's
-    theirs, known = template.tokenizer.get_vocab(), {number: token for token, number in own.get_vocab().items()}
-    renamed = sorted(token for token, number in theirs.items() if known.get(number, token) != token)
-    if len(renamed) > RENAMED_SHARE * len(theirs):
-        raise RecipeError(
-            f"{recipe.path}: its tokenizer is another than the policy's ({len(renamed):,} of {len(theirs):,} tokens have other "
-            "numbers), and a critic reads the policy's tokens; choose a critic of the policy's family"
-        )
-    return renamed
 
 
 # A head on the policy's layers ---------------------------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from plaudit.data.templates import load_tokenizer
 from plaudit.errors import RecipeError, nearest_path, redact
 
 INDEX = "model.safetensors.index.json"
+# Tokens that may be other ones in the tokenizer of a model that reads the policy's: names given to reserved places. More, and it
+# reads another language.
+RENAMED_SHARE = 0.01
 
 
 def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -52,6 +57,25 @@ def architecture(config: PretrainedConfig) -> str:
 def context_tokens(config: PretrainedConfig) -> int | None:
     """How many tokens the model takes at most."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, role: str, *, trust_remote_code: bool = False) -> list[str]:
+    """Of a model that reads the policy's tokens by number (`role`: what it is), so that they have to be its own. Returns those that
+    have another name there, if they are few."""
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    require_matching_tokenizer(path, config, tokenizer)
+    try:
+        own: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    except RecipeError:
+        return []  # it has none, and is used with the policy's
+    theirs, known = tokenizer.get_vocab(), {number: token for token, number in own.get_vocab().items()}
+    renamed = sorted(token for token, number in theirs.items() if known.get(number, token) != token)
+    if len(renamed) > RENAMED_SHARE * len(theirs):
+        raise RecipeError(
+            f"{path}: its tokenizer is another than the policy's ({len(renamed):,} of {len(theirs):,} tokens have other numbers), "
+            f"and a {role} reads the policy's tokens; choose a {role} of the policy's family"
+        )
+    return renamed
 
 
 def require_matching_tokenizer(path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -86,7 +86,7 @@ def prepare_arithmetic(
 
 @prepare.command("pairs")
 def prepare_pairs(
-    scored: Annotated[list[Path], typer.Argument(help="Files that `plaudit score` wrote for rows with several responses.")],
+    scored: Annotated[list[Path], typer.Argument(help="What `plaudit score` wrote, or the samples of an RL run.")],
     out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and val.jsonl to.")],
     min_responses: Annotated[int, typer.Option(min=2, help="Leave out prompts with fewer responses that have a score.")] = 2,
     min_margin: Annotated[float, typer.Option(min=0.0, help="The best must be better than the worst by more than this.")] = 0.0,

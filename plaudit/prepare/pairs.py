@@ -1,23 +1,27 @@
 """Scored responses → pairs: of each prompt's responses, the best is chosen and the worst rejected.
 
-Reads what `plaudit score` writes for rows with `responses`. Responses that were cut, are empty, too long, or have no score are left
-out before the two are taken; of equal scores, the first counts.
+Reads what `plaudit score` writes for rows with `responses`, and the samples of an RL run (`samples/train_000012.parquet`, a row for
+each sample; those of one prompt and step are compared). Responses that were cut, are empty, too long, or have no score are left out
+before the two are taken; of equal scores, the first counts.
 """
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plaudit.data.conversations import kind_of
 from plaudit.data.rollouts import responses_of
-from plaudit.data.rows import read_rows
+from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
 
 HINT = "Score them first: plaudit score answers.jsonl --rewards R.yaml --out scored.jsonl"
+
+SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status", "tokens": "tokens"}
+"""Of a prompt's responses together, and of a run's sample alone."""
 
 
 @dataclass
@@ -27,12 +31,14 @@ class Made:
     validation: int = 0
     """Of the pairs, those kept for validation."""
     too_few: int = 0
-    """Rows with too few responses."""
+    """Prompts with too few responses."""
     alike: int = 0
-    """Rows whose best and worst are not far enough apart."""
+    """Prompts whose best and worst are not far enough apart."""
 
     def __str__(self) -> str:
-        parts = [f"{self.pairs - self.validation:,} pairs to train on, {self.validation:,} to validate on, of {self.rows:,} rows"]
+        parts = [
+            f"{self.pairs - self.validation:,} pairs to train on, {self.validation:,} to validate on, of {self.rows:,} prompts"
+        ]
         if self.too_few:
             parts.append(f"{self.too_few:,} had too few responses")
         if self.alike:
@@ -54,10 +60,9 @@ def make_pairs(
     made, pairs = Made(), []
     for file in files:
         rows = read_rows(file)
-        rows.require("prompt", "responses", "reward", hint=HINT)
-        for number, row in enumerate(rows):
+        for where, row in _prompts(rows):
             made.rows += 1
-            scored = _usable(row, f"{rows.source}: row {number}", max_response_tokens)
+            scored = _usable(row, where, max_response_tokens)
             if len(scored) < min_responses:
                 made.too_few += 1
                 continue
@@ -76,6 +81,21 @@ def make_pairs(
         if some:
             write_atomic(out / f"{name}.jsonl", "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in some))
     return made
+
+
+def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for each prompt, with all of its responses, and where it stands."""
+    if {"prompt_id", "response"} <= set(rows.columns):
+        rows.require("prompt", "reward", hint=HINT)
+        samples: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            samples.setdefault(row["prompt_id"], []).append(row)
+        for name, group in samples.items():
+            columns = {of_all: [row.get(of_one) for row in group] for of_all, of_one in SAMPLE_COLUMNS.items()}
+            yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], **columns}
+    else:
+        rows.require("prompt", "responses", "reward", hint=HINT)
+        yield from ((f"{rows.source}: row {number}", row) for number, row in enumerate(rows))
 
 
 def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) -> list[tuple[float, str]]:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
 from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
@@ -52,11 +52,8 @@ class DPOLoss(Section):
     reference: str | None = None
     """Another model to measure log-ratios against, with the same tokenizer. Default: model.path, as training begins."""
 
-    @model_validator(mode="after")
-    def _smooths_something(self) -> "DPOLoss":
-        if self.label_smoothing and self.kind != "sigmoid":
-            raise ValueError(f"label_smoothing belongs to kind: sigmoid; {self.kind} has none")
-        return self
+    def idle(self) -> dict[str, str]:
+        return {} if self.kind == "sigmoid" else {"label_smoothing": f"belongs to kind sigmoid; {self.kind} has none"}
 
 
 class RewardModelLoss(Section):

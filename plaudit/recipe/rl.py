@@ -75,6 +75,10 @@ class Validation(Section):
     max_prompts: PositiveInt | None = None
     """Validate on the first so many prompts only."""
 
+    def idle(self) -> dict[str, str]:
+        why = "chooses between tokens, and temperature 0 takes the likeliest one: set a temperature"
+        return dict.fromkeys(("top_p", "top_k", "min_p"), why) if self.temperature == 0 else {}
+
 
 def _both(clip: Any) -> Any:
     return (clip, clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else clip
@@ -90,13 +94,9 @@ class KLReward(Section):
     horizon: PositiveInt = 10_000
     """With a target: samples over which the coefficient moves by up to a fifth."""
 
-    @model_validator(mode="after")
-    def _horizon_of_something(self) -> "KLReward":
-        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
-            raise ValueError(
-                "horizon is how fast the coefficient follows a target, and there is no target: set one, or leave it out"
-            )
-        return self
+    def idle(self) -> dict[str, str]:
+        why = "is how fast the coefficient follows a target, and there is no target: set one"
+        return {"horizon": why} if self.target is None else {}
 
 
 class Importance(Section):
@@ -109,11 +109,8 @@ class Importance(Section):
     low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """With mask: least weight; default: none."""
 
-    @model_validator(mode="after")
-    def _low_masks(self) -> "Importance":
-        if self.low is not None and self.mode == "truncate":
-            raise ValueError("low is for mode mask: truncate bounds weights from above only")
-        return self
+    def idle(self) -> dict[str, str]:
+        return {"low": "is for mode mask; truncate bounds weights from above only"} if self.mode == "truncate" else {}
 
 
 class DynamicSampling(Section):
@@ -174,31 +171,34 @@ class Algorithm(Section):
         """Whether a sample is worth what it is worth beside the others of its prompt."""
         return self.kind not in ("reinforce++", "remax", "ppo")
 
+    def idle(self) -> dict[str, str]:
+        idle = {}
+        if self.loss != "clipped":
+            idle["dual_clip"] = f"is a bound of loss clipped; {self.loss} has none"
+        if self.loss == "policy_gradient":
+            idle["clip"] = "bounds a ratio, and policy_gradient has none: take loss clipped, gspo or cispo"
+            if self.kl_reward is None and self.importance is None:
+                idle["old_logprobs"] = "is what a ratio is taken against, and policy_gradient has none"
+        if not self.needs_reference:
+            idle["kl_kind"] = "is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward"
+            idle["reference_placement"] = "is of a reference, and without kl_coefficient or kl_reward there is none"
+        if self.kind != "grpo":
+            does = "never divides" if self.kind in ("rloo", "remax") else "always divides, by the deviation over the step"
+            idle["divide_by_std"] = f"is for grpo; {self.kind} {does}"
+        if self.kind not in ("reinforce++", "ppo"):
+            idle["discount"] = f"is for reinforce++ and ppo; {self.kind} pays the whole response"
+        if self.kind != "ppo":
+            idle["gae_lambda"] = f"is for ppo, which has a critic; {self.kind} has none"
+        if not self.compares_groups:
+            idle["dynamic_sampling"] = f"looks for groups whose rewards differ, and {self.kind} compares no groups"
+        return idle
+
     @model_validator(mode="after")
-    def _settings_mean_something(self) -> "Algorithm":
-        default = {name: info.default for name, info in type(self).model_fields.items()}
-        if self.loss != "clipped" and self.dual_clip not in (None, default["dual_clip"]):
-            raise ValueError(f"dual_clip is a bound of loss clipped; {self.loss} has none: leave it out")
-        if self.loss == "policy_gradient" and self.clip != default["clip"]:
-            raise ValueError("clip bounds a ratio, and policy_gradient has none: leave it out, or take loss clipped, gspo or cispo")
-        if self.loss == "policy_gradient" and self.old_logprobs == "sampler" and self.kl_reward is None:
-            raise ValueError("old_logprobs is what a ratio is taken against, and policy_gradient has none: leave it out")
+    def _sampler_is_corrected_once(self) -> "Algorithm":
         if self.importance is not None and self.old_logprobs == "sampler":
             raise ValueError(
                 "importance corrects for the sampler's log-probs not being the trainer's: take old_logprobs recomputed"
             )
-        if not self.divide_by_std and self.kind in ("gdpo", "reinforce++", "reinforce++-baseline", "ppo"):
-            raise ValueError(f"divide_by_std false is for grpo; {self.kind} always divides: by the deviation over the step")
-        if self.dynamic_sampling is not None and not self.compares_groups:
-            raise ValueError(
-                f"dynamic_sampling looks for groups whose rewards differ, and {self.kind} compares no groups: leave it out"
-            )
-        if self.reference_placement == "offload" and not self.needs_reference:
-            raise ValueError("reference_placement is of a reference, and without kl_coefficient or kl_reward there is none")
-        if self.discount != 1.0 and self.kind not in ("reinforce++", "ppo"):
-            raise ValueError(f"discount is for reinforce++ and ppo; {self.kind} pays the whole response: leave it out")
-        if self.gae_lambda != 1.0 and self.kind != "ppo":
-            raise ValueError(f"gae_lambda is for ppo, which has a critic; {self.kind} has none: leave it out")
         return self
 
 
@@ -272,20 +272,12 @@ class Critic(Section):
     optim: CriticOptim = CriticOptim()
     """How it moves. With shared: how its head does; the layers follow the policy's."""
 
-    @model_validator(mode="after")
-    def _of_its_own_or_shared(self) -> "Critic":
-        default = {name: info.default for name, info in type(self).model_fields.items()}
-        if not self.shared and self.coefficient != default["coefficient"]:
-            raise ValueError(
-                "critic.coefficient weighs a loss in layers that are shared, and this critic shares none: leave it out"
-            )
-        for name in OF_ITS_OWN if self.shared else ():
-            if getattr(self, name) != default[name]:
-                raise ValueError(
-                    f"critic.{name} is of a model of its own, and critic.shared puts a head on the policy's layers, which model.* "
-                    "describes: leave one of them out"
-                )
-        return self
+    def idle(self) -> dict[str, str]:
+        if not self.shared:
+            return {"coefficient": "weighs a loss in layers that are shared, and this critic shares none"}
+        return dict.fromkeys(
+            OF_ITS_OWN, "is of a model of its own; shared puts a head on the policy's layers, which model.* describes"
+        )
 
     @model_validator(mode="after")
     def _saved_whole(self) -> "Critic":

@@ -1,6 +1,6 @@
 """What every section of a recipe is, and the kinds of values that several of them take."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
@@ -10,6 +10,18 @@ class Section(BaseModel):
     """Frozen, and closed: a setting it does not know is an error, not a silent nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def idle(self) -> dict[str, str]:
+        """Settings that do nothing beside the others, and why. Given all the same, they are an error, unless with null: who sets
+        something expects something of it."""
+        return {}
+
+    @model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> Self:
+        for name, why in self.idle().items():
+            if name in self.model_fields_set and getattr(self, name) is not None:
+                raise ValueError(f"{name} {why}{', or' if ': ' in why else ':'} leave it out")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -81,11 +81,13 @@ class Optim(Section):
             raise ValueError("give warmup_steps or warmup_ratio, not both")
         return self
 
-    @model_validator(mode="after")
-    def _an_end_to_fall_to(self) -> "Optim":
-        if self.schedule == "constant" and self.min_lr_ratio:
-            raise ValueError("min_lr_ratio means nothing where schedule is constant; leave it out, or choose another schedule")
-        return self
+    def idle(self) -> dict[str, str]:
+        idle = {}
+        if self.schedule == "constant":
+            idle["min_lr_ratio"] = "is where the rate falls to, and schedule constant does not fall"
+        if self.schedule != "wsd":
+            idle["decay_ratio"] = f"is for schedule wsd, not {self.schedule}"
+        return idle
 
 
 class Run(Section):

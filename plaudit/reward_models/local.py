@@ -25,9 +25,11 @@ from plaudit.types import Failure, Message
 
 
 class Local(Backend):
-    def __init__(self, settings: RewardModel, *, scalar: bool):
+    def __init__(self, settings: RewardModel, *, scalar: bool, apart: bool = False):
+        """`apart`: a scalar model computes each call by itself. What is packed beside a sequence changes its score in the last
+        bits, and who waits at the same moment is chance."""
         assert settings.placement in ("resident", "offload")
-        self.settings, self.scalar, self.usage = settings, scalar, Usage()
+        self.settings, self.scalar, self.apart, self.usage = settings, scalar, apart and scalar, Usage()
         self._thread: ModelThread[Any, Any] | None = None
         self._skill: Skill[Any, Any] | None = None
         self._weights: Weights[nn.Module] | None = None
@@ -96,7 +98,10 @@ class Local(Backend):
         try:
             if thread is None:
                 raise Closed("the model has been closed")
-            results = await thread.ask(items)
+            if self.apart:
+                [results] = await thread.ask([items])
+            else:
+                results = await thread.ask(items)
         except Exception as error:
             results = [self._skill.failed(failure_of(error)) for _ in items]
         usage.calls += len(items)
@@ -109,7 +114,10 @@ class Local(Backend):
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
-    def _compute(self, items: list[Any]) -> list[Any]:
+    def _compute(self, waiting: list[Any]) -> list[Any]:
+        return [self._results(list(items)) for items in waiting] if self.apart else self._results(waiting)
+
+    def _results(self, items: list[Any]) -> list[Any]:
         assert self._skill is not None
         assert self._weights is not None
         if not self._weights.present:

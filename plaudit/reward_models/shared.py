@@ -8,6 +8,7 @@ it does is counted once, in its own usage; what each reward asked of it is count
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
@@ -23,9 +24,9 @@ COMMON = ("model", "best", "final", "latest", "last", "hf")
 class SharedModel:
     """A model with those who ask it."""
 
-    def __init__(self, settings: RewardModel, *, scalar: bool):
+    def __init__(self, settings: RewardModel, *, scalar: bool, apart: bool):
         self.settings, self.scalar = settings, scalar
-        self.backend = backend_for(settings, scalar=scalar)
+        self.backend = backend_for(settings, scalar=scalar, apart=apart)
         self.shares: list[Share] = []
         self._one_at_a_time = asyncio.Lock()
         self._opened = False
@@ -49,7 +50,7 @@ class SharedModel:
         if share in self.shares:
             self.shares.remove(share)
             if not self.shares:
-                _here().pop((self.settings, self.scalar), None)
+                _here().models.pop((self.settings, self.scalar), None)
                 await self.backend.close()
 
     @property
@@ -110,21 +111,32 @@ class Share(Backend):
 
 # All of an event loop ------------------------------------------------------------------------------------------------
 
-Models = dict[tuple[RewardModel, bool], SharedModel]
+
+@dataclass
+class Models:
+    models: dict[tuple[RewardModel, bool], SharedModel] = field(default_factory=dict)
+    apart: bool = False
+
+
 # A runner of rewards has an event loop of its own: what lives on one loop belongs to one recipe.
 _MODELS: WeakKeyDictionary[asyncio.AbstractEventLoop, Models] = WeakKeyDictionary()
 
 
+def compute_apart() -> None:
+    """Models that are shared on this event loop from now on give the same numbers to the bit, whoever else asks meanwhile."""
+    _here().apart = True
+
+
 def share(settings: RewardModel, *, scalar: bool, label: str) -> Share:
     """The model, which another reward may have opened already, for the reward called `label`."""
-    models, key = _here(), (settings, scalar)
-    if key not in models:
-        models[key] = SharedModel(settings, scalar=scalar)
-    return Share(models[key], label)
+    here, key = _here(), (settings, scalar)
+    if key not in here.models:
+        here.models[key] = SharedModel(settings, scalar=scalar, apart=here.apart)
+    return Share(here.models[key], label)
 
 
 def _here() -> Models:
-    return _MODELS.setdefault(asyncio.get_running_loop(), {})
+    return _MODELS.setdefault(asyncio.get_running_loop(), Models())
 
 
 # What they were asked ------------------------------------------------------------------------------------------------
@@ -139,7 +151,8 @@ def amounts(loop: asyncio.AbstractEventLoop) -> dict[str, Amounts]:
     found: dict[str, Amounts] = {}
     twins: Counter[str] = Counter()
     # By what they are, not by who came first: names must be the same when a run goes on.
-    for model in sorted(_MODELS.get(loop, {}).values(), key=lambda one: (one.name, one.scalar, one.settings.model_dump_json())):
+    models = _MODELS.get(loop, Models()).models.values()
+    for model in sorted(models, key=lambda one: (one.name, one.scalar, one.settings.model_dump_json())):
         twins[model.name] += 1
         name = f"{model.name}-{twins[model.name]}" if twins[model.name] > 1 else model.name
         found[name] = _amounts(model.backend.usage, model.settings)

@@ -32,7 +32,8 @@ Work = Callable[[Sequence[Group]], Awaitable[list[list[Score]]]]
 class Asker:
     """A reward with its limits, its cache, and counts of what became of its calls. Lives on one event loop."""
 
-    def __init__(self, reward: Reward, cache: ScoreCache | None = None):
+    def __init__(self, reward: Reward, cache: ScoreCache | None = None, *, repeatable: bool = False):
+        """`repeatable`: what is known of other groups does not change, in the last bits, what this one's samples are worth."""
         self.reward, self.limits = reward, reward.limits
         self.counts: Counter[str] = Counter()
         """calls, retries (of samples), cached, scored, malformed, and failures by cause."""
@@ -40,6 +41,7 @@ class Asker:
         """Spent in calls, side by side or not."""
         wanted = reward.cached if reward.cache is None else reward.cache
         self._cache = cache if wanted else None
+        self._by_group = repeatable and reward.rounded_together
         self._digest: str | None = None
         self._places = asyncio.Semaphore(self.limits.at_once) if self.limits.at_once else None
         self._next_start = 0.0
@@ -117,8 +119,12 @@ class Asker:
             return [str(i) for i in range(len(group.samples))], {}
         self._digest = self._digest or digest_of(reward_digest(self.reward) + "".join(self.reward.served_names))
         names = keys(self._digest, group, scores_alone=self.reward.scores_alone)
+        if self._by_group:
+            of_group = "".join(names)
+            names = [digest_of(of_group + name) for name in names]
         known = self._cache.get(names)
-        return names, known if self.reward.scores_alone or len(known) == len(set(names)) else {}
+        alone = self.reward.scores_alone and not self._by_group
+        return names, known if alone or len(known) == len(set(names)) else {}
 
     async def _known_or_asked(self, group: Group) -> list[Score]:
         if self._cache is None:

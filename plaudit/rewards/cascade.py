@@ -65,6 +65,10 @@ class Cascade(Reward):
     def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return all(reward.scores_alone for reward in self.inner if isinstance(reward, Reward))
 
+    @property
+    def rounded_together(self) -> bool:
+        return any(reward.rounded_together for reward in self.inner if isinstance(reward, Reward))
+
     async def open(self) -> None:
         askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
         assert askers[1] is not None, "settings become rewards when a recipe is read"

@@ -35,6 +35,11 @@ class Reward(RewardSettings, ABC):
     cached: ClassVar[bool] = True
     """Scores are slow or cost something: worth keeping on disk."""
 
+    @property
+    def rounded_together(self) -> bool:
+        """A score depends, in its last bits, on what is computed beside it: a model in this process takes samples in batches."""
+        return False
+
     @abstractmethod
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         """A score for each sample of each group, in their order. Never raises for a bad sample."""

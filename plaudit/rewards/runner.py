@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.shared import Amounts
+from plaudit.reward_models.shared import Amounts, compute_apart
 from plaudit.reward_models.shared import amounts as amounts_of
 from plaudit.rewards.asking import Asker
 from plaudit.rewards.cache import ScoreCache
@@ -37,21 +37,24 @@ T = TypeVar("T")
 class RewardRunner:
     """`with RewardRunner(recipe.rewards) as rewards: scored = rewards.collect(groups)`."""
 
-    def __init__(self, rewards: Sequence[RewardSettings], *, cache: Path | None = None, tolerant: bool = False):
-        """`cache`: a file to keep scores in. `tolerant`: no share of failures is too large; only `on_failure: stop` stops."""
+    def __init__(
+        self, rewards: Sequence[RewardSettings], *, cache: Path | None = None, tolerant: bool = False, repeatable: bool = False
+    ):
+        """`cache`: a file to keep scores in. `tolerant`: no share of failures is too large; only `on_failure: stop` stops.
+        `repeatable`: a group's scores are the same to the bit, whatever is scored beside it."""
         self.rewards = [reward for reward in rewards if isinstance(reward, Reward)]
         assert len(self.rewards) == len(rewards), "settings become rewards when a recipe is read"
         self.waited_s = 0.0
         """How long the last `collect` waited for scores after the last group was sampled."""
         self.cache = ScoreCache(cache) if cache is not None else None
-        self.askers = [Asker(reward, self.cache) for reward in self.rewards]
+        self.askers = [Asker(reward, self.cache, repeatable=repeatable) for reward in self.rewards]
         self._waiting = self._those_that_wait()
         self._device = asyncio.Lock()
         """Whoever has it may load models that share the device."""
         self._in_line: list[tuple[Group, ByLabel, asyncio.Future[None]]] = []
         """Groups by themselves that wait for such models."""
         self._line: asyncio.Task[None] | None = None
-        self._tolerant = tolerant
+        self._tolerant, self._repeatable = tolerant, repeatable
         self._told: dict[str, Amounts] = {}
         self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
@@ -79,6 +82,8 @@ class RewardRunner:
 
     async def open(self) -> None:
         """Open the rewards, side by side. On their event loop."""
+        if self._repeatable:
+            compute_apart()
         await _all(reward.open() for reward in self.rewards)
 
     def close(self) -> None:

@@ -18,6 +18,10 @@ class ScalarModel(ModelReward):
 
     scalar: ClassVar[bool] = True
 
+    @property
+    def rounded_together(self) -> bool:
+        return self.model.placement in ("resident", "offload")
+
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         flat = [(group.prompt, sample) for group in groups for sample in group.samples]
         conversations = [[*prompt.messages, {"role": "assistant", "content": sample.text}] for prompt, sample in flat]

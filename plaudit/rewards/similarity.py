@@ -35,6 +35,10 @@ class Similarity(Reward):
     _one_at_a_time: asyncio.Lock | None = PrivateAttr(None)
 
     @property
+    def rounded_together(self) -> bool:
+        return True
+
+    @property
     def models(self) -> list[str]:
         return [self.path]
 
