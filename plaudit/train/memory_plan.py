@@ -129,7 +129,8 @@ def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], ob
 
     count = bisect_left(range(layers), True, key=fits)
     settled = budget(count)
-    but = "" if count < layers or fits(count) else ", which may be too much: lower train.tokens_per_micro_batch"
+    offload = ", or set optim.offload=true" if device != "cpu" and not recipe.optim.offload else ""
+    but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
     tell(
         f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
         f"{gigabytes(settled.at('training', fixed_only=True))} of {gigabytes(settled.there)}{but}"
