@@ -4,11 +4,11 @@ head on the policy's layers?
     python bench/critic.py --out runs/critic                       # two critics × three seeds, two at a time
     python bench/critic.py --out runs/critic --report              # the table of what is there
 
-The task is the demo's (bench/algorithms.py), with questions of two kinds. Demonstrations are of 3 to 6 letters, a fifth of
-them careless, so that the policy sorts those right most of the time; RL asks for 3 to 10 letters, and longer answers than were ever
-shown are next to never right.
-What a response will be paid can therefore be told from its prompt, and from the mistakes made so far; the rest is chance. All start
-from the same SFT model of a seed. Explained variance is of a step's tokens before the critic learns from them.
+The task is the demo's (bench/algorithms.py), with questions of two kinds. Demonstrations are of 3 to 6 letters, a fifth of them
+careless, so that the policy sorts those right most of the time. RL asks for 3 to 5 letters in half of its prompts, for 9 to 11 in
+the others: longer answers than were ever shown are next to never right. What a response will be paid can therefore be told from its
+prompt, and from the mistakes made so far; the rest is chance. All start from the same SFT model of a seed. Explained variance is of
+a step's tokens before the critic learns from them.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from algorithms import RECIPE, REPOSITORY, plaudit, run, spread
 
-STEPS, VALIDATE_EVERY = 60, 20
+STEPS, VALIDATE_EVERY = 100, 20
 CRITICS = {
     "own": "critic={warmup_steps: 5, optim: {lr: 1e-3}}",
     "shared": "critic={shared: true, coefficient: 2, warmup_steps: 5, optim: {lr: 1e-2}}",
@@ -33,11 +33,12 @@ def start(out: Path, seed: int) -> Path:
     folder = out / f"start-{seed}"
     if (folder / "sft" / "model").exists():
         return folder
-    short, mixed, base = folder / "short", folder / "mixed", folder / "base"
+    short, easy, hard, base = (folder / name for name in ("short", "easy", "hard", "base"))
     commands = [
         plaudit("prepare", "sorting", "--out", short, "--letters", "3", "6", "--careless", "0.2", "--seed", str(seed)),
         # Of these only the prompts are used.
-        plaudit("prepare", "sorting", "--out", mixed, "--letters", "3", "10", "--demonstrations", "1", "--seed", str(1000 + seed)),
+        plaudit("prepare", "sorting", "--out", easy, "--letters", "3", "5", "--demonstrations", "1", "--seed", str(1000 + seed)),
+        plaudit("prepare", "sorting", "--out", hard, "--letters", "9", "11", "--demonstrations", "1", "--seed", str(2000 + seed)),
         plaudit("prepare", "tiny-model", short / "sft.jsonl", "--out", base, "--hidden-size", "96", "--vocabulary", "300"),
         plaudit(
             "sft", REPOSITORY / "recipes/demo/sft.yaml", f"seed={seed}", f"model.path={base}", f"data.train={short / 'sft.jsonl'}",
@@ -54,8 +55,9 @@ def train(out: Path, name: str, seed: int) -> str:
     if STEPS in dict(curve(folder, "val/reward")):
         return f"{name}, seed {seed}: there already"
     settings = [
-        f"seed={seed}", f"model.path={begin / 'sft/model'}", f"data.train={begin / 'mixed/rl.jsonl'}",
-        f"data.val={begin / 'mixed/val.jsonl'}", f"run.dir={folder}", f"run.max_steps={STEPS}",
+        f"seed={seed}", f"model.path={begin / 'sft/model'}",
+        f"data.train=[{begin / 'easy/rl.jsonl'}, {begin / 'hard/rl.jsonl'}]",
+        f"data.val=[{begin / 'easy/val.jsonl'}, {begin / 'hard/val.jsonl'}]", f"run.dir={folder}", f"run.max_steps={STEPS}",
         f"run.validate_every={VALIDATE_EVERY}", "run.save_every=1000000", "rollout={n: 8, max_new_tokens: 24}",
         "algorithm={kind: ppo}", CRITICS[name],
     ]  # fmt: skip
