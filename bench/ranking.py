@@ -52,7 +52,7 @@ MINI_ROWS = ["--max-characters", "800", "--template", str(RECIPES / "mini.jinja"
 """Short texts and a short prompt, for a model that begins with nothing."""
 PRETRAINED_SFT = [
     "model.dtype=bfloat16", "data.max_tokens=2048", "train={rows_per_step: 32, tokens_per_micro_batch: 32768}",
-    "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=2", "run.max_steps=null",
+    "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=1", "run.max_steps=null",
 ]  # fmt: skip
 PRETRAINED_RL = [
     "model.dtype=bfloat16", "data.max_prompt_tokens=1536", "rollout={n: 8, max_new_tokens: 384}",
@@ -174,7 +174,8 @@ def of_samples(file: Path) -> Found:
 
 def of_lines(file: Path) -> Found:
     """Of what `plaudit sample` wrote."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    with file.open(encoding="utf-8") as lines:  # (splitlines would break texts at U+2028, too)
+        rows = [json.loads(line) for line in lines]
     return found(answered(row, text) for row in rows for text in row["responses"])
 
 
