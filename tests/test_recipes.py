@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, train_dpo, train_reward_model, train_rl, train_sft
+from conftest import REPOSITORY, train_dpo, train_reward_model, train_rl, train_sft, write_jsonl
 
 from plaudit.config import load, to_yaml
 from plaudit.scoring import Scorer
@@ -66,6 +66,14 @@ def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classif
     return [*overrides, f"data.max_prompt_tokens={min(recipe.data.max_prompt_tokens, 1024)}"]
 
 
+def with_truths_for(recipe, prompts_file: Path, folder: Path) -> Path:
+    """The prompts with a ground truth that the recipe's rule can read."""
+    if recipe.stage != "rl" or all(reward.kind != "ranking" for reward in recipe.rewards):
+        return prompts_file
+    rows = [json.loads(line) | {"reward_model": {"ground_truth": "A > B"}} for line in prompts_file.read_text().splitlines()]
+    return write_jsonl(folder / "ranked.jsonl", rows)
+
+
 def _here(name: str) -> bool:
     return (REPOSITORY / name).exists()
 
@@ -89,7 +97,7 @@ def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_fi
     monkeypatch.chdir(REPOSITORY)
     recipe = load(path).recipe
     overrides = [
-        *small(recipe, rows_file, pairs_file, prompts_file, classifier),
+        *small(recipe, rows_file, pairs_file, with_truths_for(recipe, prompts_file, tmp_path), classifier),
         f"model.path={tiny_model}",
         f"run.dir={tmp_path / 'run'}",
         "run.max_steps=2",

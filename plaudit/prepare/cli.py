@@ -111,6 +111,86 @@ def prepare_pairs(
     print(f"{out}: {made}")
 
 
+# A group judge's rows ------------------------------------------------------------------------------------------------
+
+Groups = Annotated[list[Path], typer.Argument(help="Files of groups: src_text, src_lang, trg_lang, candidates, scores, analysis.")]
+OutFile = Annotated[Path, typer.Option(help="The file to write, new: NAME.parquet.")]
+SubgroupAugment = Annotated[int, typer.Option(min=0, help="Show so many smaller parts of each group besides.")]
+ShuffleAugment = Annotated[int, typer.Option(min=0, help="Show each of them in so many further orders.")]
+MaxCharacters = Annotated[int | None, typer.Option(min=1, help="Leave out groups whose texts are longer together.")]
+AddExample = Annotated[bool, typer.Option("--add-example", help="End the prompt with an example of an answer.")]
+JudgeFile = Annotated[Path | None, typer.Option("--template", help="The prompt, as `group_judge` takes it. Default: its own.")]
+CandidatesColumn = Annotated[str, typer.Option(help="Where a row has its candidates.")]
+ScoresColumn = Annotated[str, typer.Option(help="Where it has their scores.")]
+AnalysisColumn = Annotated[str, typer.Option(help="Where it has the analysis.")]
+
+
+@prepare.command("ranking-sft")
+def prepare_ranking_sft(
+    groups: Groups,
+    out: OutFile,
+    format: Annotated[
+        Literal["ranking_score", "ranking", "score"], typer.Option(help="What an answer ends with.")
+    ] = "ranking_score",
+    subgroup_augment: SubgroupAugment = 0,
+    shuffle_augment: ShuffleAugment = 0,
+    max_characters: MaxCharacters = None,
+    add_example: AddExample = False,
+    template: JudgeFile = None,
+    candidates_column: CandidatesColumn = "mt_texts",
+    scores_column: ScoresColumn = "scores",
+    analysis_column: AnalysisColumn = "analysis",
+    seed: Annotated[int, typer.Option(min=0, help="Of the orders, and of the order of the rows.")] = 0,
+) -> None:
+    """Scored candidates → conversations that teach a judge of groups (GRRM) to analyse, rank and score them."""
+    _require_new(out)
+
+    from plaudit.prepare.ranking import Columns, make_ranking_sft
+
+    made = make_ranking_sft(
+        groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
+        max_characters=max_characters, add_example=add_example, template=template,
+        columns=Columns(candidates_column, scores_column, analysis_column), seed=seed,
+    )  # fmt: skip
+    print(f"{out}: {made}")
+
+
+@prepare.command("ranking-rl")
+def prepare_ranking_rl(
+    groups: Groups,
+    out: OutFile,
+    format: Annotated[Literal["ranking_score", "ranking"], typer.Option(help="What an answer ends with.")] = "ranking_score",
+    subgroup_augment: SubgroupAugment = 0,
+    shuffle_augment: ShuffleAugment = 0,
+    max_characters: MaxCharacters = None,
+    add_example: AddExample = False,
+    template: JudgeFile = None,
+    candidates_column: CandidatesColumn = "mt_texts",
+    scores_column: ScoresColumn = "scores",
+    analysis_column: AnalysisColumn = "analysis",
+    data_source: Annotated[str, typer.Option(help="Of the rows, for `when` and for metrics.")] = "mt_ranking",
+    seed: Annotated[int, typer.Option(min=0, help="Of the parts and orders.")] = 0,
+) -> None:
+    """Scored candidates → prompts with the truth, for RL with the `ranking` rule; without augmentation, a validation set."""
+    _require_new(out)
+
+    from plaudit.prepare.ranking import Columns, make_ranking_rl
+
+    made = make_ranking_rl(
+        groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
+        max_characters=max_characters, add_example=add_example, template=template,
+        columns=Columns(candidates_column, scores_column, analysis_column), data_source=data_source, seed=seed,
+    )  # fmt: skip
+    print(f"{out}: {made}")
+
+
+def _require_new(out: Path) -> None:
+    if out.suffix != ".parquet":
+        raise typer.BadParameter(f"{out} should end with .parquet.", param_hint="--out")
+    if out.exists():
+        raise PlauditError(f"--out: {out} exists; choose another name, or remove it first")
+
+
 def _require_empty(out: Path) -> None:
     """A folder to write to, made now: it must not hold a model that took days."""
     try:

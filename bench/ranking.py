@@ -1,0 +1,299 @@
+"""A generative ranking reward model: untrained, after SFT, after RL with the `ranking` rule, several seeds. What does each bring?
+
+    python bench/ranking.py --out runs/ranking --plot docs/ranking.png                    # a small model from nothing, on a CPU
+    python bench/ranking.py --out runs/ranking-smollm2 --model models/smollm2 --device cuda --plot docs/ranking_smollm2.png
+    python bench/ranking.py --out runs/ranking --report                                   # the table of what is there
+
+The rows are groups of translations that experts scored (mt_ranking_ende_*.parquet, in --data). What is counted is on the groups of
+the test file alone, in their own order, over four answers at temperature 0.4 and top-p 0.7 (as GRRM is evaluated):
+
+    share        mean over groups of the share of pairs whose relation (>, =, <) is the truth's: the rule's own ranking part
+    differing    the same over pairs whose true scores differ; a tie that is predicted counts half. Chance is 0.5
+    readable     share of answers that have the format; one that has not counts 0 in both
+    commonest    share of the readable answers that give the commonest ranking: 1 is a judge that always says the same
+
+Beside them stand answers that read nothing: the best constant ranking, chosen on the training groups; all tied; a random order.
+Without --model the recipes are recipes/grrm/mini_*.yaml as they are, with a model for each seed; with it, the settings below
+replace theirs. A run that is there is not made again; one that was killed goes on.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+from pyarrow.parquet import read_table
+
+from plaudit.rewards.candidates import LETTERS
+from plaudit.rewards.ranking_lines import (
+    Tiers,
+    letters_of,
+    pairwise_share,
+    rank,
+    read_ranked,
+    read_ranking,
+    relation,
+    write_ranking,
+)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECIPES = REPOSITORY / "recipes/grrm"
+MINI_ROWS = ["--max-characters", "800", "--template", str(RECIPES / "mini.jinja")]
+"""Short texts and a short prompt, for a model that begins with nothing."""
+PRETRAINED_SFT = [
+    "model.dtype=bfloat16", "data.max_tokens=2048", "train={rows_per_step: 32, tokens_per_micro_batch: 32768}",
+    "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=1", "run.max_steps=null",
+]  # fmt: skip
+PRETRAINED_RL = [
+    "model.dtype=bfloat16", "data.max_prompt_tokens=1536", "rollout={n: 8, max_new_tokens: 384}",
+    "train={prompts_per_step: 32, tokens_per_micro_batch: 65536}", "optim={lr: 1e-5, warmup_steps: 5}", "run.max_steps=100",
+]  # fmt: skip
+AUGMENT = ["--shuffle-augment", "23"]
+"""All orders of four. No parts of groups: a small model needs long to learn that there may be fewer letters."""
+ANSWERS = ["-n", "4", "--temperature", "0.4", "--top-p", "0.7"]
+"""As `validation` in mini_rl.yaml."""
+
+
+# Making --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bench:
+    out: Path
+    data: Path
+    model: Path | None
+    device: str
+    sft: list[str]
+    rl: list[str]
+
+    def run(self, *arguments: str | Path, log: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", "plaudit", *map(str, arguments)]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as output:
+            print("$", shlex.join(command), file=output, flush=True)
+            if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode:
+                sys.exit(f"plaudit {arguments[0]} failed: see {log}")
+
+    def rows(self) -> None:
+        """The same for all seeds: parts and orders are drawn once."""
+        train, test = (self.data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
+        for name, verb, groups, more in (
+            ("sft", "ranking-sft", train, AUGMENT), ("rl", "ranking-rl", train, AUGMENT), ("val", "ranking-rl", test, []),
+            ("train", "ranking-rl", train, []),
+        ):  # fmt: skip
+            file = self.out / "data" / f"{name}.parquet"
+            if not file.exists():
+                short = MINI_ROWS if self.model is None else []
+                self.run("prepare", verb, groups, "--out", file, "--format", "ranking", *short, *more, log=self.out / "log")
+
+    def seed(self, seed: int) -> str:
+        folder, data, began = self.out / f"seed-{seed}", self.out / "data", time.monotonic()
+        log, base, here = folder / "log", self.model or folder / "base", [f"seed={seed}", f"run.device={self.device}"]
+        if not (base / "config.json").exists():
+            size = ("--hidden-size", "96", "--layers", "2", "--vocabulary", "1000")
+            self.run("prepare", "tiny-model", data / "sft.parquet", "--out", base, *size, "--seed", str(seed), log=log)
+        self.sample(base, folder / "untrained.jsonl", seed, *ANSWERS)
+        if not (folder / "sft/model").exists():
+            rows = [f"model.path={base}", f"data.train={data / 'sft.parquet'}", f"run.dir={folder / 'sft'}"]
+            self.run("sft", RECIPES / "mini_sft.yaml", *rows, *self.sft, *here, log=log)
+        if not (folder / "rl/model").exists():
+            rows = [f"data.{part}={data / file}.parquet" for part, file in (("train", "rl"), ("val", "val"))]
+            rows += [f"model.path={folder / 'sft/model'}", f"run.dir={folder / 'rl'}"]
+            self.run("rl", RECIPES / "mini_rl.yaml", *rows, *self.rl, *here, log=log)
+        for stage in ("sft", "rl"):
+            self.sample(folder / stage / "model", folder / f"{stage}_warm.jsonl", seed, "-n", "4", "--temperature", "1")
+        return f"seed {seed}: done ({time.monotonic() - began:.0f} s)"
+
+    def sample(self, model: Path, out: Path, seed: int, *how: str) -> None:
+        """Answers about the held-out groups. (Where all are there, nothing is sampled again.)"""
+        longest = ("--max-new-tokens", "384" if self.model else "160", "--max-prompt-tokens", "1536")
+        rest = (*how, *longest, "--seed", str(seed), "--device", self.device)
+        self.run("sample", model, self.out / "data/val.parquet", "--out", out, *rest, log=out.parent / "log")
+
+
+# Counting ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What some answers come to."""
+
+    share: float
+    differing: float
+    readable: float
+    differing_of_readable: float
+    commonest: float
+
+
+def found(answers: Iterable[tuple[Tiers | None, Tiers]]) -> Found:
+    """Rankings (None: unreadable), each with the true one."""
+    answers = list(answers)
+    share, differing = (statistics.fmean(column) for column in zip(*(agreement(*one) for one in answers), strict=True))
+    read = [tiers for tiers, _ in answers if tiers is not None]
+    if not read:
+        return Found(share, differing, 0.0, float("nan"), float("nan"))
+    readable, commonest = len(read) / len(answers), Counter(read).most_common(1)[0][1] / len(read)
+    return Found(share, differing, readable, differing / readable, commonest)
+
+
+def agreement(tiers: Tiers | None, truth: Tiers) -> tuple[float, float]:
+    """Over all pairs, and over those that differ in truth."""
+    if tiers is None:
+        return 0.0, 0.0
+    pairs = [(x, y) for x, y in permutations(sorted(letters_of(truth)), 2) if relation(truth, x, y) > 0]
+    return pairwise_share(tiers, truth), statistics.fmean((1 + relation(tiers, *pair)) / 2 for pair in pairs)
+
+
+def answered(row: dict[str, Any], text: str) -> tuple[Tiers | None, Tiers]:
+    """What an answer says, and what is true."""
+    truth, answer = true_ranking(row), read_ranked(text)
+    return (answer.tiers if answer is not None and letters_of(answer.tiers) == letters_of(truth) else None), truth
+
+
+def true_ranking(row: dict[str, Any]) -> Tiers:
+    truth = read_ranking(row["reward_model"]["ground_truth"])
+    assert truth is not None
+    return truth
+
+
+def of_samples(file: Path) -> Found:
+    """Of a validation's samples."""
+    return found(answered(row, row["response"]) for row in read_table(file, columns=["response", "reward_model"]).to_pylist())
+
+
+def of_lines(file: Path) -> Found:
+    """Of what `plaudit sample` wrote."""
+    with file.open(encoding="utf-8") as lines:  # (splitlines would break texts at U+2028, too)
+        rows = [json.loads(line) for line in lines]
+    return found(answered(row, text) for row in rows for text in row["responses"])
+
+
+def truths_of(file: Path) -> list[Tiers]:
+    return [true_ranking(row) for row in read_table(file, columns=["reward_model"]).to_pylist()]
+
+
+def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]:
+    """Answers that read nothing. The random order is the mean over all orders without ties."""
+    sizes = {len(letters_of(truth)) for truth in [*train, *test]}
+    rankings = {
+        size: list({rank(dict(zip(LETTERS, places, strict=False))): 0 for places in product(range(size), repeat=size)})
+        for size in sizes
+    }
+    orders = {size: [one for one in rankings[size] if len(one) == size] for size in sizes}
+    orders = {size: some * (max(map(len, orders.values())) // len(some)) for size, some in orders.items()}  # each group counts once
+    best = {
+        size: max(rankings[size], key=lambda one: sum(pairwise_share(one, t) for t in train if letters_of(t) == letters_of(one)))
+        for size in sizes
+    }
+    print("the best constant answers on train:", "; ".join(map(write_ranking, best.values())))
+    return {
+        "best constant answer, chosen on train": found((best[len(letters_of(truth))], truth) for truth in test),
+        "all tied": found(((letters_of(truth),), truth) for truth in test),
+        "a random order without ties": found((one, truth) for truth in test for one in orders[len(letters_of(truth))]),
+    }
+
+
+# Telling -------------------------------------------------------------------------------------------------------------
+
+
+def curve(folder: Path) -> dict[int, Found]:
+    """By step of RL; step 0 is the SFT model."""
+    return {int(file.stem.removeprefix("val_")): of_samples(file) for file in sorted((folder / "rl/samples").glob("val_*.parquet"))}
+
+
+def report(out: Path, seeds: Sequence[int], plot: Path | None) -> None:
+    seeds = [seed for seed in seeds if (out / f"seed-{seed}/rl_warm.jsonl").exists()]
+    if not seeds:
+        sys.exit(f"{out}: no seed is finished")
+    fixed = constants(truths_of(out / "data/train.parquet"), truths_of(out / "data/val.parquet"))
+    curves = [curve(out / f"seed-{seed}") for seed in seeds]
+    stages = {
+        "untrained": [of_lines(out / f"seed-{seed}/untrained.jsonl") for seed in seeds],
+        "after SFT": [curve[0] for curve in curves],
+        "after RL": [curve[max(curve)] for curve in curves],
+        "after SFT, at temperature 1": [of_lines(out / f"seed-{seed}/sft_warm.jsonl") for seed in seeds],
+        "after RL, at temperature 1": [of_lines(out / f"seed-{seed}/rl_warm.jsonl") for seed in seeds],
+    }
+    print(f"\n{len(truths_of(out / 'data/val.parquet'))} held-out groups, seeds {', '.join(map(str, seeds))}\n")
+    print("| | share | by seed | differing | by seed | readable | differing, of readable ones | commonest |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, one in fixed.items():
+        print(f"| {name} | {one.share:.3f} | | {one.differing:.3f} | | 1 | {one.differing:.3f} | |")
+    for name, some in stages.items():
+        columns = [[getattr(one, field.name) for one in some] for field in fields(Found)]
+        means = [spread(values) if all(one.readable for one in some) or i < 3 else "" for i, values in enumerate(columns)]
+        share, differing = (" / ".join(f"{value:.3f}" for value in values) for values in columns[:2])
+        print(f"| {name} | {means[0]} | {share} | {means[1]} | {differing} | {' | '.join(means[2:])} |")
+    if plot is not None:
+        draw(curves, fixed, plot)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def draw(curves: list[dict[int, Found]], fixed: dict[str, Found], plot: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = {
+        "share": "pairs as the truth has them", "differing": "pairs that differ, in the right order",
+        "readable": "readable answers",
+    }  # fmt: skip
+    for axes, (what, title) in zip(figure.subplots(1, len(panels), sharex=True), panels.items(), strict=True):
+        for one in curves:
+            axes.plot(list(one), [getattr(value, what) for value in one.values()], color="tab:blue", alpha=0.35, linewidth=1)
+        steps = sorted(set.intersection(*map(set, curves)))
+        means = [statistics.fmean(getattr(one[step], what) for one in curves) for step in steps]
+        axes.plot(steps, means, color="tab:blue", linewidth=2, label="the model")
+        for (name, value), line in zip(fixed.items(), ("--", ":", "-."), strict=True):
+            if what != "readable":
+                axes.axhline(getattr(value, what), color="grey", linestyle=line, linewidth=1, label=name)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    figure.supxlabel("step of RL (0: after SFT)")
+    figure.supylabel("on held-out groups")
+    figure.savefig(plot, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PLAUDIT_DATA", REPOSITORY.parent / "shared/data")))
+    parser.add_argument(
+        "--model", type=Path, help="a pretrained model's folder (plaudit prepare smollm2); default: a small new one"
+    )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further settings of SFT")
+    parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further settings of RL")
+    parser.add_argument("--report", action="store_true", help="the table of what is there")
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if not args.report:
+        for part in ("train", "test"):
+            if not (file := args.data / f"mt_ranking_ende_{part}.parquet").exists():
+                parser.error(f"--data: {file} does not exist")
+        sft, rl = (PRETRAINED_SFT, PRETRAINED_RL) if args.model else ([], [])
+        bench = Bench(args.out.resolve(), args.data, args.model, args.device, [*sft, *args.sft], [*rl, *args.rl])
+        bench.rows()
+        for seed in seeds:
+            print(bench.seed(seed), flush=True)
+    report(args.out, seeds, args.plot)
+
+
+if __name__ == "__main__":
+    main()
