@@ -83,6 +83,8 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("prepare", "smollm2"), ["SmolLM2-135M-Instruct", "--out", "--gguf"]),
         (("prepare", "sorting"), ["Letters to sort", "--out"]),
         (("prepare", "pairs"), ["the best and the worst", "--out", "--min-responses", "--min-margin", "--val-share", "--seed"]),
+        (("prepare", "ranking-sft"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
+        (("prepare", "ranking-rl"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
         (("prepare", "arithmetic"), ["Sums and differences", "--out", "--train", "--val", "--digits", "--operators", "--seed"]),
     ],
 )
@@ -99,7 +101,7 @@ def test_every_verb_has_help():
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
         "audit", "config", "demo", "doctor", "dpo", "reward_model", "rl", "sample", "score", "serve", "sft",
     ]  # fmt: skip
-    verbs = ["tiny-model", "smollm2", "sorting", "arithmetic", "pairs"]
+    verbs = ["tiny-model", "smollm2", "sorting", "arithmetic", "pairs", "ranking-sft", "ranking-rl"]
     assert [command.name for command in cli.prepare.registered_commands] == verbs
 
 

@@ -659,7 +659,7 @@ def test_a_recipe_holds_rewards_of_their_kinds_and_gives_them_back():
     assert isinstance(exact, Exact)
     assert isinstance(own, Function)
     assert (exact.ignore_case, own.timeout_s, own.on_failure, own.label) == (True, 10.0, 0.5, "function")
-    assert RLRecipe.model_validate(read.model_dump()) == read
+    assert RLRecipe.model_validate(read.model_dump(exclude_unset=True)) == read
 
 
 @pytest.mark.parametrize(
