@@ -152,7 +152,8 @@ def agreement(tiers: Tiers | None, truth: Tiers) -> tuple[float, float]:
     if tiers is None:
         return 0.0, 0.0
     pairs = [(x, y) for x, y in permutations(sorted(letters_of(truth)), 2) if relation(truth, x, y) > 0]
-    return pairwise_share(tiers, truth), statistics.fmean((1 + relation(tiers, *pair)) / 2 for pair in pairs)
+    ordered = [(1 + relation(tiers, *pair)) / 2 for pair in pairs]
+    return pairwise_share(tiers, truth), statistics.fmean(ordered) if ordered else 1.0
 
 
 def answered(row: dict[str, Any], text: str) -> tuple[Tiers | None, Tiers]:

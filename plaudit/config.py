@@ -8,7 +8,9 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
     """Read a recipe for `stage` (default: the one it names)."""
     path = Path(path)
     tree, sources = _read_file(path)
+    in_file = set(sources)
     for override in overrides:
         _apply_override(tree, sources, override)
     _refuse_secrets(tree, (), sources, path)
     recipe_class = STAGES[_stage(tree, stage, sources, path)]
     try:
-        recipe = recipe_class.model_validate(tree)
+        recipe = _validated(tree, recipe_class, sources, in_file)
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
     return LoadedRecipe(recipe, path, sources)
@@ -178,6 +181,19 @@ def _key(container: Any, part: str, name: str) -> str | int:
 
 
 # Checking ------------------------------------------------------------------------------------------------------------
+
+
+def _validated(tree: dict[str, Any], recipe_class: type[Recipe], sources: dict[Place, str], in_file: set[Place]) -> Recipe:
+    """`optim.lr=null` on the command line, of a setting that cannot be null, takes back what the file has there."""
+    try:
+        return recipe_class.model_validate(tree)
+    except ValidationError as error:
+        for place in {wrong["loc"] for wrong in error.errors() if wrong["input"] is None} & in_file:
+            if sources[place] == "command line":
+                del reduce(lambda at, key: at[key], place[:-1], tree)[place[-1]]  # pyright: ignore
+        with suppress(ValidationError):
+            return recipe_class.model_validate(tree)
+        raise
 
 
 def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], path: Path) -> str:
@@ -392,10 +408,8 @@ def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain:
             continue
         given = next((sources[p] for p in sources if p[: len(here)] == here), None)
         if isinstance(section, Section) and name in (idle := section.idle()) and value is not None:
-            yield (
-                f"{indent}# {name}: {_flow(value)}",
-                f"{about} [does nothing: it {idle[name]}]" if explain else "does nothing here",
-            )
+            why = f"{about} [does nothing: it {idle[name]}]" if explain else "does nothing here"
+            yield f"{indent}# {name}: {_flow(value)}", why
             continue
         source = given or ("default" if info.default is not PydanticUndefined else "")
         yield f"{indent}{name}: {_flow(value)}", f"{about} [{source}]" if explain else source

@@ -363,6 +363,14 @@ def test_overrides_reach_everything(read):
     assert recipe.optim.lr == 1.0
 
 
+def test_null_takes_back_what_cannot_be_null(read, complaint):
+    text = "model: {path: m}\ndata: {train: a}\nrun: {dir: d}\noptim: {schedule: wsd, decay_ratio: 0.2, min_lr_ratio: 0.1}\n"
+    loaded = read(text, "optim.schedule=constant", "optim.decay_ratio=null", "optim.min_lr_ratio=")
+    assert (loaded.recipe.optim.schedule, loaded.recipe.optim.decay_ratio) == ("constant", 0.1)
+    assert "optim.lr should be a valid number, not null" in complaint(text.replace("schedule: wsd,", "schedule: wsd, lr: null,"))
+    assert "model.path should be a valid string, not null" in complaint(text, "model.path=null")
+
+
 @pytest.mark.parametrize("override", ["data.val=null", "data.val=", "data.val=[]"])
 def test_files_that_have_a_default_can_be_taken_back(read, override):
     text = "model: {path: m}\ndata: {train: a, val: b}\nrun: {dir: d}\n"

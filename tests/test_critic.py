@@ -643,6 +643,10 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
     assert "head on the policy's own layers: the value loss counts 0.5 there; the first 1 steps are its alone" in said
     assert "critic: weights" not in out
 
+    code, out, _ = plaudit("doctor", recipe(critic={"gradient_checkpointing": 99}))
+    assert code == 1
+    assert "critic.gradient_checkpointing is 99" in " ".join(out.split())
+
     with_other_tokens(tiny_model, tmp_path / "other")
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "other")}))
     assert code == 1

@@ -1,6 +1,7 @@
 """Settings that save memory: what they leave on the device, and that the numbers stay what they were."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,9 @@ def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model,
     code, out, _ = plaudit("doctor", file, "model.gradient_checkpointing=3")
     assert code == 1
     assert "model.gradient_checkpointing is 3, and" in " ".join(out.split())
+    code, out, _ = plaudit("doctor", file, "model.liger=true")
+    assert code == 1
+    assert "Liger's kernels run on a GPU" in " ".join(out.split())
 
 
 # Everything together --------------------------------------------------------------------------------------------------
@@ -360,9 +364,18 @@ def test_settings_that_mean_nothing_are_refused(ppo, sections, reason):
 
 
 def test_offload_may_be_turned_on_in_a_run_that_goes_on(tmp_path, tiny_model, rows_file):
-    tree = sft_recipe(tiny_model, rows_file, tmp_path / "run", run={"max_steps": 1})
-    file = write_recipe(tmp_path / "sft.yaml", {"stage": "sft", **tree})
-    assert train_sft(file) == train_sft(file, "optim.offload=true")
+    def recipe(name: str) -> Path:
+        tree = sft_recipe(tiny_model, rows_file, tmp_path / name, run={"max_steps": 3, "save_every": 1})
+        return write_recipe(tmp_path / f"{name}.yaml", {"stage": "sft", **tree})
+
+    whole = train_sft(recipe("whole"))
+    train_sft(recipe("run"))
+    shutil.rmtree(tmp_path / "run/model")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:06d}")
+    again = train_sft(recipe("run"), "optim.offload=true")
+    for name, weight in load_file(whole / "model.safetensors").items():
+        assert torch.equal(load_file(again / "model.safetensors")[name], weight), name
 
 
 # Liger ----------------------------------------------------------------------------------------------------------------

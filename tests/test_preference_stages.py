@@ -456,6 +456,19 @@ def scored_row(responses: list[str], rewards: list[float | None], **columns) -> 
     return {"prompt": [{"role": "user", "content": "?"}], "responses": responses, "reward": rewards, **columns}
 
 
+def test_a_prompt_that_was_asked_often_is_on_one_side(tmp_path):
+    from plaudit.prepare.pairs import make_pairs
+
+    rows = [
+        {**scored_row([f"good {i}", "bad"], [2.0, 1.0]), "prompt": [{"role": "user", "content": f"{i % 10}?"}]} for i in range(60)
+    ]
+    made = make_pairs([write_jsonl(tmp_path / "scored.jsonl", rows)], tmp_path, val_share=0.2)
+    sides = [[json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "val")]
+    assert (made.pairs, made.validation) == (60, 12) == (sum(map(len, sides)), len(sides[1]))
+    train, val = ({pair["prompt"][0]["content"] for pair in side} for side in sides)
+    assert not train & val
+
+
 def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
     rows = [
         scored_row(["a", "b", "c"], [1.0, 3.0, 2.0]),
@@ -479,7 +492,8 @@ def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
 
 
 def test_a_share_of_the_pairs_is_for_validation(tmp_path, plaudit):
-    file = write_jsonl(tmp_path / "scored.jsonl", [scored_row(["a", f"b {i}"], [0.0, 1.0 + i]) for i in range(100)])
+    rows = [{**scored_row(["a", f"b {i}"], [0.0, 1.0 + i]), "prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(100)]
+    file = write_jsonl(tmp_path / "scored.jsonl", rows)
     for name in ("one", "two"):
         assert plaudit("prepare", "pairs", file, "--out", tmp_path / name)[0] == 0
     parts = [(tmp_path / "one" / part).read_text().splitlines() for part in ("train.jsonl", "val.jsonl")]

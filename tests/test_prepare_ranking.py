@@ -210,13 +210,34 @@ def test_a_bad_row_is_told_with_its_number(tmp_path, change, message):
     assert not (tmp_path / "sft.parquet").exists()
 
 
-@pytest.mark.parametrize("analysis", ["B is best.", GROUP["analysis"].replace("style", "as Translation C"), "A: x\nB: y\nC: z"])
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        "B is best.",
+        "A: x\nB: y\nC: z",
+        *(GROUP["analysis"].replace("style", text) for text in ("as Translation C", "so B is better", "worse than A", "C and D")),
+    ],
+)
 def test_an_analysis_that_cannot_be_taken_apart_is_an_error_where_that_is_asked_for(tmp_path, analysis):
     file = groups(tmp_path, {"analysis": analysis})
     assert len(sft(file, tmp_path / "one.parquet")) == 1
     with pytest.raises(DataError, match="cannot be taken apart, as --subgroup-augment and --shuffle-augment ask"):
         make_ranking_sft([file], tmp_path / "sft.parquet", shuffle_augment=1)
     assert len(rl(file, tmp_path / "rl.parquet", shuffle_augment=1)) == 2, "RL rows need no analysis"
+
+
+@pytest.mark.parametrize("text", ["A word is missing.", 'minor style in "Plan B" and in „Vitamin C“', "as E would have it"])
+def test_a_capital_that_names_no_candidate_is_just_text(tmp_path, text):
+    file = groups(tmp_path, {"analysis": GROUP["analysis"].replace("style.", text)})
+    assert len(sft(file, tmp_path / "sft.parquet", shuffle_augment=3)) == 4
+
+
+def test_rl_rows_need_no_analysis_and_whole_numbers_may_be_written_as_floats(tmp_path):
+    row = {name: value for name, value in GROUP.items() if name != "analysis"} | {"scores": [2.0, 9.0, 7.0, 7.0]}
+    [prompt] = rl(write_jsonl(tmp_path / "groups.jsonl", [row]), tmp_path / "rl.parquet")
+    assert json.loads(prompt.ground_truth) == {"A": 2, "B": 9, "C": 7, "D": 7}
+    with pytest.raises(DataError, match="column 'analysis' is missing"):
+        make_ranking_sft([tmp_path / "groups.jsonl"], tmp_path / "sft.parquet")
 
 
 def test_a_missing_column_and_a_template_that_asks_too_much_are_said(tmp_path):

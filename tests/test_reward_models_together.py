@@ -167,10 +167,14 @@ def test_a_resident_model_is_there_once_until_the_last_reward_closes(folders, lo
     assert loads == ["grader"]
 
 
+@pytest.mark.parametrize("criticised", [False, True], ids=["scalar_model", "critique_then_score"])
 @pytest.mark.parametrize("placement", ["resident", "offload"])
-def test_repeatable_scores_do_not_depend_on_what_is_scored_beside_them(folders, tmp_path, placement):
+def test_repeatable_scores_do_not_depend_on_what_is_scored_beside_them(folders, tmp_path, placement, criticised):
     """To the bit: whoever waits at the same moment, and whatever of a group is known from another one with the same prompt."""
     reward = {"kind": "scalar_model", "model": model(folders["kind"], placement)}
+    if criticised:
+        critic = {"model": model(folders["grader"], placement), "sampling": {"max_new_tokens": 4}}
+        reward = {"kind": "critique_then_score", **critic, "scorer": reward}
     responses = [f"{i} and {3 * i}, which makes {4 * i}." * (1 + i % 3) for i in range(12)]
     ours = group(*responses[4:9], responses[4], id="ours")
     company = [group(*responses[i : i + 6], id=f"beside {i}") for i in range(7)]  # the same prompt, and some of the same responses

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from plaudit.doctor.findings import Finding
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, RecipeError
+from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.policy import resolve_device, resolve_dtype
-from plaudit.recipe import Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.recipe import Model, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.asking_models import ModelReward
-from plaudit.train.memory_plan import RESIDENT, models_asked, plan_policy, settle_checkpointing
+from plaudit.train.memory_plan import RESIDENT, models_asked, plan_critic, plan_policy, settle_checkpointing
 
 VLLM_SHARE = 0.9
 """Of a GPU's memory, which vLLM takes unless it is told otherwise."""
@@ -51,10 +53,11 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
         yield "✗", f"model.lora.targets: {recipe.model.path} has no linear layer of that name"
         return
     yield from (("✓", line) for line in told)
-    wanted = recipe.model.gradient_checkpointing
-    if wanted is not True and isinstance(wanted, int) and wanted > plan.layers:
-        yield "✗", f"model.gradient_checkpointing is {wanted}, and {recipe.model.path} has {plan.layers} layers"
-        return
+    yield from _check_settings("model", recipe.model, plan.layers, device)
+    if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
+        critic = recipe.critic.model(recipe.model)
+        with suppress(PlauditError, OSError, ValueError):  # whether it can be read is checked elsewhere
+            yield from _check_settings("critic", critic, plan_critic(recipe).layers, device)
     if isinstance(recipe, RLRecipe):
         yield "✓", f"{plan}"  # whether it fits beside what RL needs besides is said of all of it
         return
@@ -68,6 +71,17 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
         host = total_memory(torch.device("cpu"))
         text = f"moments and masters take {gigabytes(plan.state)} of the host's memory, which has {gigabytes(host)}"
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
+
+
+def _check_settings(section: str, model: Model, layers: int, device: torch.device) -> Iterator[Finding]:
+    wanted = model.gradient_checkpointing
+    if wanted is not True and isinstance(wanted, int) and wanted > layers:
+        yield "✗", f"{section}.gradient_checkpointing is {wanted}, and {model.path} has {layers} layers"
+    if model.liger:
+        try:
+            require_liger(model.path, device)
+        except RecipeError as error:
+            yield "✗", f"{section}.liger: {error}"
 
 
 def _less(recipe: TrainingRecipe) -> str:
@@ -86,7 +100,7 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
         peak = budget.peak
         least = max(budget.at(phase, fixed_only=True) for phase in PHASES)
         text = f"{kind}: at most {gigabytes(budget.at(peak))} of {gigabytes(budget.there)}, while {peak}"
-        advice = _advice(recipe, budget)
+        advice = _advice(recipe, kind, budget)
         match budget.verdict:
             case "too much":
                 yield "✗", f"{text}; {gigabytes(least)} of it cannot be done without. {advice}"
@@ -99,7 +113,9 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
             yield _launched(name, reward, budgets)
 
 
-def _advice(recipe: Recipe, budget: Budget) -> str:
+def _advice(recipe: Recipe, kind: str, budget: Budget) -> str:
+    if isinstance(recipe, RLRecipe) and kind != resolve_device(recipe.run.device).type:
+        return "What is offloaded waits there: leave one of these settings out (optim.offload, placements), or use model.lora."
     resident = [need for need in budget.needs if need.name.endswith(RESIDENT)]
     if resident:
         largest = max(resident, key=lambda need: need.fixed)

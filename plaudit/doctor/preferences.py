@@ -14,7 +14,7 @@ from plaudit.doctor import rows
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import architecture, read_config
-from plaudit.models.scalar import Transcript
+from plaudit.models.scalar import Transcript, value_head_file
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe
 from plaudit.types import Example
 
@@ -65,7 +65,7 @@ def check_margins(recipe: PreferenceRecipe, sources: Sequence[Source]) -> Iterat
 
 def check_head(recipe: RewardModelRecipe) -> Iterator[Finding]:
     config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    goes_on = is_classifier(recipe.model.path, config)
+    goes_on = is_classifier(recipe.model.path, config) or value_head_file(recipe.model.path) is not None
     yield "✓", f"{architecture(config) or 'a model'}: {'goes on with its own head' if goes_on else 'gets a new head for scores'}"
 
 

@@ -96,7 +96,7 @@ def _row(group: Group) -> dict[str, Any]:
 def _about(job: SampleJob, template: str) -> dict[str, Any]:
     """What the responses depend on."""
     return {
-        "model": job.model.model_dump(),
+        "model": job.model.model_dump(exclude={"liger"}),  # which is for training
         "weights": sketch(Path(job.model.path)),
         "chat template": template,
         "prompts": {str(source.path): fingerprint(source.path) for source in job.sources},

@@ -16,20 +16,25 @@ from plaudit.errors import RecipeError
 from plaudit.models.residual import is_known
 
 
+def require_liger(name: str, device: torch.device) -> Any:
+    """What puts its kernels into a model."""
+    if device.type != "cuda":
+        raise RecipeError(f"{name}: Liger's kernels run on a GPU, and the model is on the {device.type}; set liger to false")
+    try:
+        return importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise RecipeError(f"liger is true, but it is not here ({error}). Install it: pip install liger-kernel") from None
+
+
 def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     """From here on; no part of the model is saved differently."""
     decoder: Any = model.get_decoder()
-    name = model.name_or_path
+    name = str(model.name_or_path)
     if not is_known(decoder):
         raise RecipeError(f"{name}: Liger's kernels are used for Llama, Mistral, Qwen2 and Qwen3 models; set liger to false")
     if decoder.config.hidden_act not in ("silu", "swish"):
         raise RecipeError(f"{name}: Liger's MLP computes SiLU, and this model has {decoder.config.hidden_act}; set liger to false")
-    if device.type != "cuda":
-        raise RecipeError(f"{name}: Liger's kernels run on a GPU, and the model is on the {device.type}; set liger to false")
-    try:
-        apply: Any = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
-    except ImportError as error:
-        raise RecipeError(f"liger is true, but it is not here ({error}). Install it: pip install liger-kernel") from None
+    apply = require_liger(name, device)
     modeling = importlib.import_module(type(decoder).__module__)
     before = dict(vars(modeling))
     try:

@@ -106,12 +106,18 @@ def plan_memory(
         weights=parameters * size + (trainable * 4 if recipe.lora else 0),
         gradients=4 * trainable,
         state=state,
-        passing=min(state, PARTS_UNDER_WAY * PART_ELEMENTS * 12) if offload and device.type != "cpu" else 0,
+        passing=_passing(trainable, state) if offload and device.type != "cpu" else 0,
         activations=_activations(recipe, shape, size, tokens_per_micro_batch),
         logits=0
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
     )
+
+
+def _passing(trainable: int, state: float) -> float:
+    """Whole parts of every kind of state."""
+    part = min(PART_ELEMENTS, trainable)
+    return min(PARTS_UNDER_WAY, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
 
 
 def _activations(recipe: Model, shape: "_Shape", size: int, tokens: int) -> float:

@@ -24,6 +24,9 @@ SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status
 """Of a prompt's responses together, and of a run's sample alone."""
 
 
+Pair = dict[str, Any]
+
+
 @dataclass
 class Made:
     rows: int = 0
@@ -74,13 +77,28 @@ def make_pairs(
             pairs.append({"prompt": row["prompt"], **tools, "chosen": chosen, "rejected": rejected, "margin": best - worst})
     if not pairs:
         raise DataError(f"{', '.join(map(str, files))}: no pair can be made ({made})")
-    random.Random(seed).shuffle(pairs)
-    made.pairs, made.validation = len(pairs), min(round(val_share * len(pairs)), len(pairs) - 1)
+    train, val = _split(pairs, val_share, random.Random(seed))
+    made.pairs, made.validation = len(pairs), len(val)
     out.mkdir(parents=True, exist_ok=True)
-    for name, some in (("val", pairs[: made.validation]), ("train", pairs[made.validation :])):
+    for name, some in (("val", val), ("train", train)):
         if some:
             write_atomic(out / f"{name}.jsonl", "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in some))
     return made
+
+
+def _split(pairs: list[Pair], val_share: float, chance: random.Random) -> tuple[list[Pair], list[Pair]]:
+    """To train on and to validate on, shuffled; all pairs of a prompt, which a run may have asked many times, are on one side."""
+    by_prompt: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_prompt.setdefault(json.dumps([pair["prompt"], pair.get("tools")]), []).append(pair)
+    prompts = list(by_prompt.values())
+    chance.shuffle(prompts)
+    val: list[Pair] = []
+    while len(prompts) > 1 and len(val) < round(val_share * len(pairs)):
+        val += prompts.pop()
+    train = [pair for some in prompts for pair in some]
+    chance.shuffle(train)
+    return train, val
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -65,7 +65,9 @@ RL_SCHEMA = pa.schema(
     }
 )  # fmt: skip
 _LINE = re.compile(r"((?:[^\W\d_]+ )?)([A-Z]):(.*)")
-_OTHER = re.compile(r"\b(?:Translation|Candidate) [A-Z]\b")
+_QUOTED = re.compile(r'"[^"]*"|„[^“"]*[“"]|“[^”]*”')
+_NAMED = re.compile(r"\b(?:Translation|Candidate) ([A-Z])\b|\b([B-HJ-Z])\b|(?<=[a-z,;(] )([AI])\b")
+"""A candidate's letter in an analysis. A and I are words too, but not in the middle of a sentence; quoted text does not count."""
 _ANNOUNCES = re.compile(r"\b(?:scores?|scoring|ranking|ranked)\b", re.I)
 
 
@@ -124,7 +126,7 @@ def make_ranking_sft(
 ) -> Made:  # fmt: skip
     """Write conversations: the question about a group, and the analysis, ranking and scores it should be answered with."""
     ask, chance, made, rows = _Question(template, format, add_example), random.Random(seed), Made(), []
-    for group in _groups(files, columns, max_characters, made):
+    for group in _groups(files, columns, max_characters, made, analysed=True):
         if not group.analysis:
             raise DataError(f"{group.where}: column {columns.analysis!r} is empty: an answer begins with the analysis")
         for shown in _shown(group, subgroup_augment, shuffle_augment, chance):
@@ -141,7 +143,7 @@ def make_ranking_rl(
 ) -> Made:  # fmt: skip
     """Write prompts with the truth, for the `ranking` rule: the scores as JSON, or the ranking."""
     ask, chance, made, rows = _Question(template, format, add_example), random.Random(seed), Made(), []
-    for group in _groups(files, columns, max_characters, made):
+    for group in _groups(files, columns, max_characters, made, analysed=False):
         for shown in _shown(group, subgroup_augment, shuffle_augment, chance):
             truth = json.dumps(shown.by_letter) if format == "ranking_score" else write_ranking(rank(shown.by_letter))
             source, target = shown.languages
@@ -161,10 +163,14 @@ def make_ranking_rl(
 # Groups --------------------------------------------------------------------------------------------------------------
 
 
-def _groups(files: Sequence[Path], columns: Columns, max_characters: int | None, made: Made) -> Iterator[Candidates]:
+def _groups(
+    files: Sequence[Path], columns: Columns, max_characters: int | None, made: Made, *, analysed: bool
+) -> Iterator[Candidates]:  # fmt: skip
     for file in files:
         rows = read_rows(file)
-        rows.require("src_text", "src_lang", "trg_lang", columns.candidates, columns.scores, columns.analysis)
+        rows.require("src_text", "src_lang", "trg_lang", columns.candidates, columns.scores)
+        if analysed:
+            rows.require(columns.analysis)
         for number, row in enumerate(rows):
             group = _group(row, columns, f"{rows.source}: row {number}")
             made.groups += 1
@@ -176,16 +182,17 @@ def _groups(files: Sequence[Path], columns: Columns, max_characters: int | None,
 
 def _group(row: dict[str, Any], columns: Columns, where: str) -> Candidates:
     text, source, target = (_text(row[name], f"{where}: column {name!r}") for name in ("src_text", "src_lang", "trg_lang"))
-    candidates, scores, analysis = (row[name] for name in (columns.candidates, columns.scores, columns.analysis))
+    candidates, given, analysis = (row.get(name) for name in (columns.candidates, columns.scores, columns.analysis))
     if not isinstance(candidates, list) or not 2 <= len(candidates) <= len(LETTERS):
         found = len(candidates) if isinstance(candidates, list) else kind_of(candidates)
         raise DataError(f"{where}: column {columns.candidates!r} should have 2 to {len(LETTERS)} candidates, not {found}")
     candidates = tuple(_text(one, f"{where}: column {columns.candidates!r}, candidate {i}") for i, one in enumerate(candidates))
-    if not isinstance(scores, list) or len(scores) != len(candidates):
-        found = len(scores) if isinstance(scores, list) else kind_of(scores)
+    if not isinstance(given, list) or len(given) != len(candidates):
+        found = len(given) if isinstance(given, list) else kind_of(given)
         raise DataError(
             f"{where}: column {columns.scores!r} should have a score for each of the {len(candidates)} candidates, not {found}"
         )
+    scores: list[Any] = [int(score) if isinstance(score, float) and score.is_integer() else score for score in given]
     for score in scores:
         if isinstance(score, bool) or not isinstance(score, int) or not LOWEST <= score <= HIGHEST:
             raise DataError(f"{where}: column {columns.scores!r}: {score!r} should be a whole number from {LOWEST} to {HIGHEST}")
@@ -246,13 +253,19 @@ def _orders(some: Sequence[int], further: int, chance: random.Random) -> list[tu
 def _reordered(group: Candidates, order: Sequence[int], column: str) -> str:
     """The analysis of part of a group, in any order: each line goes with its candidate and gets its new letter."""
     lines = [_LINE.fullmatch(line.strip()) for line in group.analysis.split("\n") if line.strip()]
-    found = [line for line in lines if line is not None and not _OTHER.search(line[3])]
-    if len(found) < len(lines) or "".join(line[2] for line in found) != LETTERS[: len(group.candidates)]:
+    letters = LETTERS[: len(group.candidates)]
+    found = [line for line in lines if line is not None and not _names(line[3], letters)]
+    if len(found) < len(lines) or "".join(line[2] for line in found) != letters:
         raise DataError(
             f"{group.where}: column {column!r} cannot be taken apart, as --subgroup-augment and --shuffle-augment ask: it should "
             "have a line for each candidate and nothing else (Translation A: …), and none that names another"
         )
     return "\n".join(f"{found[i][1]}{letter}:{found[i][3]}" for letter, i in zip(LETTERS, order, strict=False))
+
+
+def _names(text: str, letters: str) -> bool:
+    """Whether it speaks of a candidate."""
+    return any(letter in letters for found in _NAMED.findall(_QUOTED.sub("", text)) for letter in found if letter)
 
 
 # Questions and answers -----------------------------------------------------------------------------------------------

@@ -18,9 +18,13 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _nothing_is_set_in_vain(self) -> Self:
-        for name, why in self.idle().items():
-            if name in self.model_fields_set and getattr(self, name) is not None:
-                raise ValueError(f"{name} {why}{', or' if ': ' in why else ':'} leave it out")
+        in_vain = [
+            f"{name} {why}{', or' if ': ' in why else ':'} leave it out"
+            for name, why in self.idle().items()
+            if name in self.model_fields_set and getattr(self, name) is not None
+        ]
+        if in_vain:
+            raise ValueError("; ".join(in_vain) + " (on the command line: NAME=null)")
         return self
 
     @model_validator(mode="before")

@@ -76,6 +76,10 @@ class CritiqueThenScore(JudgeReward):
     def waits_for_all(self) -> bool:
         return super().waits_for_all or self._second.waits_for_all
 
+    @property
+    def rounded_together(self) -> bool:
+        return self._second.rounded_together
+
     async def open(self) -> None:
         for error in await asyncio.gather(super().open(), self._second.open(), return_exceptions=True):
             if error is not None:

@@ -80,13 +80,13 @@ class HostState:
         """All of it, part by part: `work` changes in place what it is given."""
         total = len(self._vectors[1])
         parts = [slice(at, min(at + self._part, total)) for at in range(0, total, self._part)]
-        buffers = torch.empty(min(PARTS_UNDER_WAY, len(parts)), 3, self._part, device=self._device)
+        kinds = self._vectors if self._masters_end else self._vectors[1:]
+        buffers = torch.empty(min(PARTS_UNDER_WAY, len(parts)), len(kinds), self._part, device=self._device)
         left: list[Event | None] = []
         begun = _mark(self._device)  # whoever had the buffers' memory before has done with it
         for i, part in enumerate(parts):
             pairs = [
-                (buffer[: len(vector[part])], vector[part])
-                for buffer, vector in zip(buffers[i % len(buffers)], self._vectors, strict=True)
+                (buffer[: len(vector[part])], vector[part]) for buffer, vector in zip(buffers[i % len(buffers)], kinds, strict=True)
             ]
             arrived = self._in.copy(pairs, after=left[i - len(buffers)] if i >= len(buffers) else begun)
             _wait_for(arrived, self._device)
@@ -96,13 +96,13 @@ class HostState:
             _wait_for(event, self._device)
 
     def _pieces(self, part: slice, buffers: Sequence[Tensor]) -> Iterator[Piece]:
-        masters, exp_avg, exp_avg_sq = buffers
+        *masters, exp_avg, exp_avg_sq = buffers
         for name, shape in self._shapes.items():
             begin = self._begins[name]
             first, end = max(begin, part.start), min(begin + shape.numel(), part.stop)
             if first < end:
                 here = slice(first - part.start, end - part.start)
-                master = masters[here] if begin < self._masters_end else None
+                master = masters[0][here] if begin < self._masters_end else None
                 yield Piece(name, slice(first - begin, end - begin), master, exp_avg[here], exp_avg_sq[here])
 
 

@@ -203,6 +203,8 @@ class Optimiser:
             missing -= part.keys()
             for key, tensor in part.items():
                 kind, _, name = key.partition("/")
+                if name not in self.masters:
+                    raise RunError(f"the saved trainer state has {name}, and this model trains no such weight: start a new run")
                 if kind == "weight":
                     self.masters[name].copy_(tensor)
                     continue
