@@ -113,4 +113,6 @@ def test_every_stage_killed_and_the_chain_ends_the_same(tmp_path, monkeypatch, n
     assert judged[-1]["val/accuracy"] == 1.0
     rewards = [row["reward"] for row in rewarded if "reward" in row]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.0
-    assert preferred[-1]["val/loss"] < preferred[0]["val/loss"] - 0.05
+    # On prompts that it was not trained on.
+    assert preferred[-1]["val/loss"] < preferred[0]["val/loss"] - 0.02
+    assert preferred[-1]["val/accuracy"] > 0.5
