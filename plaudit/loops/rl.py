@@ -251,7 +251,7 @@ def learn(
 ) -> dict[str, float]:  # fmt: skip
     """All updates of a step; returns their metrics, averaged."""
     critic = trainer.beside.get("critic")
-    shared = critic.policy if critic is not None and isinstance(critic.policy, SharedCritic) else None
+    shared = shared_critic(trainer)
     frozen = recipe.critic is not None and step <= recipe.critic.warmup_steps
     model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
     budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
@@ -292,7 +292,7 @@ def foretold(
     """What a step's samples are compared with: log-probs and values of the models as they are before it. `frozen`: the policy
     stays as it is."""
     critic, model, temperature = trainer.beside.get("critic"), trainer.policy.model, recipe.rollout.temperature
-    shared = critic.policy if critic is not None and isinstance(critic.policy, SharedCritic) else None
+    shared = shared_critic(trainer)
     charged = recipe.algorithm.kl_reward is not None
     ratios = recipe.train.updates_per_step > 1 and not frozen
     old = recipe.algorithm.old_logprobs == "recomputed" and (ratios or charged)
@@ -327,6 +327,12 @@ def foretold(
     if critic is not None and shared is None:
         groups = ask(groups, of_critic)
     return [list(group) for group in groups]
+
+
+def shared_critic(trainer: Trainer) -> SharedCritic | None:
+    """The critic, if it is a head on the policy's layers."""
+    critic = trainer.beside.get("critic")
+    return critic.policy if critic is not None and isinstance(critic.policy, SharedCritic) else None
 
 
 def update_critic(
