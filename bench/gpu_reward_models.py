@@ -12,9 +12,10 @@ it is measured; each side is a process of its own.
               conversations, unload. Seconds of each, the device's memory as the driver sees it, the host's memory, and the scores,
               which must not change.
     scoring   1.5B, 1,024 sequences of 128…2048 tokens (log-uniform), all different: tokens/s of plaudit's packed passes with the
-              engine's fused layers and with transformers' modules, of transformers padded (sorted by length, sdpa, three batch
-              sizes), and of vLLM's pooling runner (`classify` without activation, prefix caching off, two sizes of a pass). One run
-              to warm up, then --runs. And how far everyone's scores are from the same weights in fp32.
+              engine's fused layers (also group by group, as run.repeatable asks) and with transformers' modules, of transformers
+              padded (sorted by length, sdpa, three batch sizes), and of vLLM's pooling runner (`classify` without activation,
+              prefix caching off, two sizes of a pass). One run to warm up, then --runs. And how far everyone's scores are from
+              the same weights in fp32.
 """
 
 import argparse
@@ -34,6 +35,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 POLICY, OFFLOADED, SCORER = "0.5B", "7B", "1.5B"
 CYCLES, ASKED = 20, 32
 SEQUENCES, LENGTHS = 1024, (128, 2048)
+GROUP = 8
 VLLM_TOKENS = (16384, 32768)  # of a pass
 PADDED_TOKENS = (16384, 32768, 65536)
 VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -150,9 +152,14 @@ def packed(job: dict) -> dict:
     model = load_scalar(RewardModel(path=job["folder"], dtype="bfloat16", device=job["device"]), device)
     sequences = sequences_of(job)
     rates, scores = {}, {}
-    for name, states in (("fused layers", WholePass(model.decoder)), ("modules", None)):
+    for name, states, together in (
+        ("fused layers", WholePass(model.decoder), len(sequences)),
+        (f"fused layers, {GROUP} at a time", WholePass(model.decoder), GROUP),
+        ("modules", None, len(sequences)),
+    ):
         model.states = states
-        rates[name], found = timed(job, sequences, lambda: model.score(sequences))
+        parts = [sequences[at : at + together] for at in range(0, len(sequences), together)]
+        rates[name], found = timed(job, sequences, lambda parts=parts: np.concatenate([model.score(part) for part in parts]))
         scores[name] = found.tolist()
     model.states = None
     exact = load_scalar(RewardModel(path=job["folder"], dtype="float32", device=job["device"]), device)

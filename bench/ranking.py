@@ -1,7 +1,7 @@
 """A generative ranking reward model: untrained, after SFT, after RL with the `ranking` rule, several seeds. What does each bring?
 
     python bench/ranking.py --out runs/ranking --plot docs/ranking.png                    # a small model from nothing, on a CPU
-    python bench/ranking.py --out runs/ranking-smollm2 --model models/smollm2 --device cuda --plot docs/ranking_smollm2.png
+    python bench/ranking.py --out runs/ranking-smollm2 --model models/smollm2 --device cuda --jobs 3 --plot docs/ranking_smollm2.png
     python bench/ranking.py --out runs/ranking --report                                   # the table of what is there
 
 The rows are groups of translations that experts scored (mt_ranking_ende_*.parquet, in --data). What is counted is on the groups of
@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import permutations, product
 from pathlib import Path
@@ -52,11 +53,12 @@ MINI_ROWS = ["--max-characters", "800", "--template", str(RECIPES / "mini.jinja"
 """Short texts and a short prompt, for a model that begins with nothing."""
 PRETRAINED_SFT = [
     "model.dtype=bfloat16", "data.max_tokens=2048", "train={rows_per_step: 32, tokens_per_micro_batch: 32768}",
-    "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=1", "run.max_steps=null",
+    "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=1", "run.max_steps=8",
 ]  # fmt: skip
+"""A cold start: about as many rows as there are groups, so that most answers can be read."""
 PRETRAINED_RL = [
     "model.dtype=bfloat16", "data.max_prompt_tokens=1536", "rollout={n: 8, max_new_tokens: 384}",
-    "train={prompts_per_step: 32, tokens_per_micro_batch: 65536}", "optim={lr: 1e-5, warmup_steps: 5}", "run.max_steps=100",
+    "train={prompts_per_step: 32, tokens_per_micro_batch: 16384}", "optim={lr: 1e-5, warmup_steps: 5}", "run.max_steps=40",
 ]  # fmt: skip
 AUGMENT = ["--shuffle-augment", "23"]
 """All orders of four. No parts of groups: a small model needs long to learn that there may be fewer letters."""
@@ -214,18 +216,19 @@ def curve(folder: Path) -> dict[int, Found]:
 
 
 def report(out: Path, seeds: Sequence[int], plot: Path | None) -> None:
-    seeds = [seed for seed in seeds if (out / f"seed-{seed}/rl_warm.jsonl").exists()]
-    if not seeds:
-        sys.exit(f"{out}: no seed is finished")
+    curves = [found for seed in seeds if len(found := curve(out / f"seed-{seed}")) > 1]
+    if len(curves) < len(seeds):
+        sys.exit(f"{out}: {len(curves)} of {len(seeds)} seeds have answers after a step of RL (--seeds names those to report)")
     fixed = constants(truths_of(out / "data/train.parquet"), truths_of(out / "data/val.parquet"))
-    curves = [curve(out / f"seed-{seed}") for seed in seeds]
     stages = {
         "untrained": [of_lines(out / f"seed-{seed}/untrained.jsonl") for seed in seeds],
         "after SFT": [curve[0] for curve in curves],
         "after RL": [curve[max(curve)] for curve in curves],
-        "after SFT, at temperature 1": [of_lines(out / f"seed-{seed}/sft_warm.jsonl") for seed in seeds],
-        "after RL, at temperature 1": [of_lines(out / f"seed-{seed}/rl_warm.jsonl") for seed in seeds],
     }
+    for stage in ("sft", "rl"):
+        files = [out / f"seed-{seed}/{stage}_warm.jsonl" for seed in seeds]
+        if all(file.exists() for file in files):
+            stages[f"after {stage.upper()}, at temperature 1"] = [of_lines(file) for file in files]
     print(f"\n{len(truths_of(out / 'data/val.parquet'))} held-out groups, seeds {', '.join(map(str, seeds))}\n")
     print("| | share | by seed | differing | by seed | readable | differing, of readable ones | commonest |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -278,6 +281,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time: a GPU has room for all of a small model's")
     parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further settings of SFT")
     parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further settings of RL")
     parser.add_argument("--report", action="store_true", help="the table of what is there")
@@ -291,8 +295,9 @@ def main() -> None:
         sft, rl = (PRETRAINED_SFT, PRETRAINED_RL) if args.model else ([], [])
         bench = Bench(args.out.resolve(), args.data, args.model, args.device, [*sft, *args.sft], [*rl, *args.rl])
         bench.rows()
-        for seed in seeds:
-            print(bench.seed(seed), flush=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for told in pool.map(bench.seed, seeds):
+                print(told, flush=True)
     report(args.out, seeds, args.plot)
 
 
