@@ -3,6 +3,7 @@
     python bench/ranking.py --out runs/ranking --plot docs/ranking.png                    # a small model from nothing, on a CPU
     python bench/ranking.py --out runs/ranking-smollm2 --model models/smollm2 --device cuda --jobs 3 --plot docs/ranking_smollm2.png
     python bench/ranking.py --out runs/ranking --report                                   # the table of what is there
+    python bench/ranking.py --constants                                                   # what the rule pays for knowing nothing
 
 The rows are groups of translations that experts scored (mt_ranking_ende_*.parquet, in --data). What is counted is on the groups of
 the test file alone, in their own order, over four answers at temperature 0.4 and top-p 0.7 (as GRRM is evaluated):
@@ -29,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from pyarrow.parquet import read_table
 
 from plaudit.rewards.candidates import LETTERS
 from plaudit.rewards.ranking_lines import (
+    SCORE_PART,
     Tiers,
     letters_of,
     pairwise_share,
@@ -207,6 +209,26 @@ def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]
     }
 
 
+def print_constants(groups: Path) -> None:
+    """What three constant answers are paid, over all orders of the groups of four that the miniature sees."""
+    rows = read_table(groups, columns=["src_text", "mt_texts", "scores"]).to_pylist()
+    fours = [row["scores"] for row in rows if len(row["scores"]) == 4 and characters_of(row) <= int(MINI_ROWS[1])]
+    print("| the same answer to every question | `format: ranking` | `ranking_score` |\n| --- | --- | --- |")
+    for answer in ((10, 10, 10, 10), (10, 10, 10, 9), (10, 9, 8, 7)):
+        tiers = rank(dict(zip(LETTERS, answer, strict=False)))
+        shares, parts = [], []
+        for truth in (order for scores in fours for order in permutations(scores)):
+            shares.append(pairwise_share(tiers, rank(dict(zip(LETTERS, truth, strict=False)))))
+            missed = [abs((truth[i] - truth[j]) - (answer[i] - answer[j])) for i, j in combinations(range(4), 2)]
+            parts.append(statistics.fmean(SCORE_PART.get(off, 0.0) for off in missed))
+        share = statistics.fmean(shares)
+        print(f"| {write_ranking(tiers)}; {', '.join(map(str, answer))} | {share:.3f} | {share + statistics.fmean(parts):.3f} |")
+
+
+def characters_of(row: dict[str, Any]) -> int:
+    return sum(len(text.strip()) for text in [row["src_text"], *row["mt_texts"]])
+
+
 # Telling -------------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +296,7 @@ def draw(curves: list[dict[int, Found]], fixed: dict[str, Found], plot: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("PLAUDIT_DATA", REPOSITORY.parent / "shared/data")))
     parser.add_argument(
         "--model", type=Path, help="a pretrained model's folder (plaudit prepare smollm2); default: a small new one"
@@ -285,9 +307,15 @@ def main() -> None:
     parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further settings of SFT")
     parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further settings of RL")
     parser.add_argument("--report", action="store_true", help="the table of what is there")
+    parser.add_argument("--constants", action="store_true", help="what the same answer to every question is paid, by format")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
+    if args.constants:
+        print_constants(args.data / "mt_ranking_ende_train.parquet")
+        return
+    if args.out is None:
+        parser.error("--out: where the runs are to be")
     if not args.report:
         for part in ("train", "test"):
             if not (file := args.data / f"mt_ranking_ende_{part}.parquet").exists():

@@ -39,6 +39,7 @@ from plaudit.errors import RecipeError, RunError
 from plaudit.models.scalar import load_scalar, transcript_of
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.scoring import Scorer
+from plaudit.types import Group, Prompt, Sample, Score, ScoredGroup
 
 TRAIN = {"dpo": train_dpo, "reward-model": train_reward_model}
 SMALL = {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}, "gradient_checkpointing": True}
@@ -489,6 +490,22 @@ def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
     ]  # fmt: skip
     assert [row["tools"] for row in made if "tools" in row] == [[{"type": "function"}]]
     assert len(list(read_pairs(Source(tmp_path / "pairs/train.jsonl"), "margin"))) == 3
+
+
+def test_pairs_of_a_runs_samples_offer_the_tools_that_the_policy_was_offered(tmp_path, plaudit):
+    from plaudit.report.samples import write_samples
+
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    prompt = Prompt("sums:0", [{"role": "user", "content": "1 + 1?"}], tools=tools)
+    texts = ("2", "3")
+    samples = [Sample("sums:0", i, np.ones(1, np.int32), text, "finished", *[-np.ones(1)] * 2, 0) for i, text in enumerate(texts)]
+    scores = (Score(1.0), Score(0.0))
+    write_samples(tmp_path / "train_000001.parquet", [ScoredGroup(Group(prompt, np.ones(3, np.int32), tuple(samples)), scores, {})])
+    code, _, err = plaudit("prepare", "pairs", tmp_path / "train_000001.parquet", "--out", tmp_path / "pairs", "--val-share", 0)
+    assert code == 0, err
+    [(_, pair)] = read_pairs(Source(tmp_path / "pairs/train.jsonl"))
+    assert pair.chosen.tools == pair.rejected.tools == tools
+    assert [pair.chosen.messages[-1]["content"], pair.rejected.messages[-1]["content"]] == ["2", "3"]
 
 
 def test_a_share_of_the_pairs_is_for_validation(tmp_path, plaudit):

@@ -1071,8 +1071,9 @@ def test_samples_tell_what_was_asked_written_and_paid(tmp_path, recipe, reward_f
     samples, [row] = samples_of(tmp_path / "run", 1), metrics_of(tmp_path / "run")
     assert len(samples) == 48
     columns = (
-        "prompt_id index data_source prompt response reward reward_model status tokens mean_logprob version malformed failure "
-        "failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd view/letters view/odd"
+        "prompt_id index data_source prompt tools response reward reward_model status tokens mean_logprob version malformed "
+        "failure failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd "
+        "view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
     by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows())}

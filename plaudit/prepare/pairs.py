@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plaudit.data.conversations import kind_of
+from plaudit.data.conversations import kind_of, tools_of
 from plaudit.data.rollouts import responses_of
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
@@ -73,8 +73,8 @@ def make_pairs(
             if best - worst <= min_margin or chosen == rejected:
                 made.alike += 1
                 continue
-            tools = {"tools": row["tools"]} if row.get("tools") else {}
-            pairs.append({"prompt": row["prompt"], **tools, "chosen": chosen, "rejected": rejected, "margin": best - worst})
+            offered = {"tools": tools} if (tools := tools_of(row.get("tools"), where)) else {}
+            pairs.append({"prompt": row["prompt"], **offered, "chosen": chosen, "rejected": rejected, "margin": best - worst})
     if not pairs:
         raise DataError(f"{', '.join(map(str, files))}: no pair can be made ({made})")
     train, val = _split(pairs, val_share, random.Random(seed))
@@ -110,7 +110,7 @@ def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
             samples.setdefault(row["prompt_id"], []).append(row)
         for name, group in samples.items():
             columns = {of_all: [row.get(of_one) for row in group] for of_all, of_one in SAMPLE_COLUMNS.items()}
-            yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], **columns}
+            yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], "tools": group[0].get("tools"), **columns}
     else:
         rows.require("prompt", "responses", "reward", hint=HINT)
         yield from ((f"{rows.source}: row {number}", row) for number, row in enumerate(rows))

@@ -1,12 +1,21 @@
 """Sections that all stages share: the model, how it moves, where the run lives."""
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from plaudit.recipe.section import BelowOne, Fraction, Section, one_or_more
 
-Checkpointing = bool | PositiveInt | Literal["auto"]
+
+def _layers(value: Any) -> Any:
+    known = isinstance(value, bool) or value == "auto" or (isinstance(value, int) and value > 0)
+    if not known:  # (a union's own message names its first kind alone)
+        raise ValueError(f"should be true, false, auto or a number of layers, not {json.dumps(value)}")
+    return value
+
+
+Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_layers)]
 Placement = Literal["resident", "offload"]
 
 
