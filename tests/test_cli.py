@@ -85,6 +85,8 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("prepare", "pairs"), ["the best and the worst", "--out", "--min-responses", "--min-margin", "--val-share", "--seed"]),
         (("prepare", "ranking-sft"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
         (("prepare", "ranking-rl"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
+        (("prepare", "pointwise-sft"), ["single answers", "--out", "--rule", "pointwise_score|grade", "--template", "--seed"]),
+        (("prepare", "pointwise-rl"), ["one each", "--out", "--rule", "pointwise_score|grade", "--template", "--data-source"]),
         (("prepare", "arithmetic"), ["Sums and differences", "--out", "--train", "--val", "--digits", "--operators", "--seed"]),
     ],
 )

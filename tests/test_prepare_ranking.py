@@ -14,7 +14,8 @@ from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.prepare.cli import prepare_ranking_rl, prepare_ranking_sft
-from plaudit.prepare.ranking import Columns, make_ranking_rl, make_ranking_sft
+from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
+from plaudit.prepare.scored_groups import Columns
 from plaudit.rewards.parsing import read_letters
 from plaudit.rewards.ranking import Ranking
 from plaudit.types import Prompt

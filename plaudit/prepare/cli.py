@@ -145,7 +145,8 @@ def prepare_ranking_sft(
     """Scored candidates → conversations that teach a judge of groups (GRRM) to analyse, rank and score them."""
     _require_new(out)
 
-    from plaudit.prepare.ranking import Columns, make_ranking_sft
+    from plaudit.prepare.ranking import make_ranking_sft
+    from plaudit.prepare.scored_groups import Columns
 
     made = make_ranking_sft(
         groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
@@ -174,13 +175,69 @@ def prepare_ranking_rl(
     """Scored candidates → prompts with the truth, for RL with the `ranking` rule; without augmentation, a validation set."""
     _require_new(out)
 
-    from plaudit.prepare.ranking import Columns, make_ranking_rl
+    from plaudit.prepare.ranking import make_ranking_rl
+    from plaudit.prepare.scored_groups import Columns
 
     made = make_ranking_rl(
         groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
         max_characters=max_characters, add_example=add_example, template=template,
         columns=Columns(candidates_column, scores_column, analysis_column), data_source=data_source, seed=seed,
     )  # fmt: skip
+    print(f"{out}: {made}")
+
+
+# A judge's of single answers -----------------------------------------------------------------------------------------
+
+RewardRule = Annotated[Literal["pointwise_score", "grade"], typer.Option(help="The rule that RL is paid by: how an answer ends.")]
+PointwiseFile = Annotated[Path | None, typer.Option("--template", help="The prompt, as `judge` takes it. Default: its own.")]
+
+
+@prepare.command("pointwise-sft")
+def prepare_pointwise_sft(
+    groups: Groups,
+    out: OutFile,
+    rule: RewardRule = "pointwise_score",
+    max_characters: MaxCharacters = None,
+    template: PointwiseFile = None,
+    candidates_column: CandidatesColumn = "mt_texts",
+    scores_column: ScoresColumn = "scores",
+    analysis_column: AnalysisColumn = "analysis",
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the rows.")] = 0,
+) -> None:
+    """Scored candidates → conversations that teach a judge of single answers to analyse and score one."""
+    _require_new(out)
+
+    from plaudit.prepare.pointwise import make_pointwise_sft
+    from plaudit.prepare.scored_groups import Columns
+
+    columns = Columns(candidates_column, scores_column, analysis_column)
+    made = make_pointwise_sft(groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, seed=seed)
+    print(f"{out}: {made}")
+
+
+@prepare.command("pointwise-rl")
+def prepare_pointwise_rl(
+    groups: Groups,
+    out: OutFile,
+    rule: RewardRule = "pointwise_score",
+    max_characters: MaxCharacters = None,
+    template: PointwiseFile = None,
+    candidates_column: CandidatesColumn = "mt_texts",
+    scores_column: ScoresColumn = "scores",
+    data_source: Annotated[
+        str | None, typer.Option(help="Of the rows, for `when` and for metrics. Default: mt_score, or grade.")
+    ] = None,
+) -> None:
+    """Scored candidates → prompts about one each, with its score, for RL with the `pointwise_score` or the `grade` rule."""
+    _require_new(out)
+
+    from plaudit.prepare.pointwise import make_pointwise_rl
+    from plaudit.prepare.scored_groups import Columns
+
+    columns = Columns(candidates_column, scores_column)
+    made = make_pointwise_rl(
+        groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, data_source=data_source
+    )
     print(f"{out}: {made}")
 
 

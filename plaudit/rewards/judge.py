@@ -14,7 +14,7 @@ With several `votes` the value is the mean of those that could be read; a sample
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt, field_validator, model_validator
 
@@ -116,9 +116,13 @@ class Judge(JudgeReward):
         return await self.ask_each(groups, range(self.votes), self._question, lambda _, text: read(text), self._score)
 
     def _question(self, prompt: Prompt, sample: Sample, vote: int) -> Question:
+        return self.question(prompt, vote, **self.about(sample.text))
+
+    def about(self, response: str) -> dict[str, Any]:
+        """What its template is told besides the row."""
         lowest, highest = self.bounds
         own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": lowest, "highest": highest}
-        return self.question(prompt, vote, response=sample.text, **own)
+        return {"response": response, **own}
 
     def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
         found = [reply.found for reply in replies if reply.found is not None]

@@ -1,0 +1,112 @@
+"""Which roundings of a bf16 model set its sampler and its trainer apart? Emulated in fp32 on a CPU.
+
+    python bench/rounding.py [--tokens 512]             # a few minutes, 4 GB
+
+Random weights of Qwen2.5-0.5B's shape, random tokens. A pass rounds to bf16 at the places that its row of the table names. Three
+such passes differ as kernels do: every product's result is a little off (3e-7 of its size: another order of summing), and the
+probabilities of attention are rounded at another scale (a flash kernel's running maximum). What is printed is the mean absolute
+difference of the log-probs of sampled tokens: between two passes, and from fp32. Residual stream and logits are fp32 always.
+"""
+
+import argparse
+import math
+from itertools import combinations
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, SIZE, MLP, VOCABULARY = 896, 24, 14, 2, 64, 4864, 151936
+INPUTS = {"normed", "rotated", "probabilities", "attended", "gated"}
+"""Of matrix products: nobody who multiplies in bf16 can leave these out."""
+OUTPUTS = {"qkv", "out", "gate_up", "silu", "down"}
+"""Of matrix products, and of what stands between two."""
+TRIED: dict[str, tuple[set[str], set[str]]] = {
+    "as transformers and plaudit round": (INPUTS | OUTPUTS, set()),
+    "MLP in fp32 between its products": (INPUTS | {"qkv", "out", "down"}, set()),
+    "no product's result rounded": (INPUTS, set()),
+    "attention in fp16": (INPUTS | OUTPUTS, {"rotated", "probabilities"}),
+    "attention in fp16, no product's result rounded": (INPUTS, {"rotated", "probabilities"}),
+}
+"""Where is rounded, and where of these to fp16 instead."""
+
+
+class Model:
+    def __init__(self, tokens: int):
+        torch.manual_seed(0)
+        widths = {"q": (HEADS * SIZE, HIDDEN), "k": (KV_HEADS * SIZE, HIDDEN), "v": (KV_HEADS * SIZE, HIDDEN)}
+        widths |= {"o": (HIDDEN, HEADS * SIZE), "gate": (MLP, HIDDEN), "up": (MLP, HIDDEN), "down": (HIDDEN, MLP)}
+        self.layers = [{name: weight(*shape) for name, shape in widths.items()} for _ in range(LAYERS)]
+        self.embedding = weight(VOCABULARY, HIDDEN)
+        self.ids_T = torch.randint(0, VOCABULARY, (tokens,))
+        angles = torch.arange(tokens)[:, None] / 1e6 ** (torch.arange(0, SIZE, 2) / SIZE)
+        self.cos, self.sin = (torch.cat([f(angles)] * 2, -1)[:, None].bfloat16().float() for f in (torch.cos, torch.sin))
+        self.unseen = torch.full((tokens, tokens), -math.inf).triu(1)
+
+    @torch.no_grad()
+    def logprobs(self, rounded: set[str], in_fp16: set[str], way: int | None) -> Tensor:
+        """Of the second half of the tokens: [T / 2, vocabulary]. `way`: one of the ways to sum; None is exact."""
+        chance, T = torch.Generator().manual_seed(way or 0), len(self.ids_T)
+
+        def at(place: str, x: Tensor) -> Tensor:
+            if place not in rounded:
+                return x
+            return (x.half() if place in in_fp16 else x.bfloat16()).float()
+
+        def product(x: Tensor, w: Tensor) -> Tensor:
+            y = x @ w.T
+            return y if way is None else y + 3e-7 * y.abs().mean() * torch.randn(y.shape, generator=chance)
+
+        def norm(x: Tensor) -> Tensor:
+            return at("normed", x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+        def turn(x: Tensor) -> Tensor:
+            other = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+            return at("rotated", at("qkv", x * self.cos) + at("qkv", other * self.sin))
+
+        x = self.embedding[self.ids_T]
+        for layer in self.layers:
+            normed = norm(x)
+            q, k, v = (at("qkv", product(normed, layer[name])).view(T, -1, SIZE) for name in "qkv")
+            q, k, v = (
+                turn(q),
+                turn(k).repeat_interleave(HEADS // KV_HEADS, 1),
+                at("rotated", v).repeat_interleave(HEADS // KV_HEADS, 1),
+            )
+            scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5 + self.unseen
+            weights = (scores - scores.amax(-1, keepdim=True)).exp()
+            if way is not None:
+                weights = weights * (1 + torch.rand(HEADS, T, 1, generator=chance))
+            attended = torch.einsum("hqk,khd->qhd", at("probabilities", weights), v) / weights.sum(-1).T[..., None]
+            x = x + at("out", product(at("attended", attended.reshape(T, -1)), layer["o"]))
+            normed = norm(x)
+            gate, up = (at("gate_up", product(normed, layer[name])) for name in ("gate", "up"))
+            gated = at("gated", at("silu", torch.nn.functional.silu(gate)) * up)
+            x = x + at("down", product(gated, layer["down"]))
+        return (norm(x)[T // 2 :] @ self.embedding.T).log_softmax(-1)
+
+
+def weight(rows: int, columns: int) -> Tensor:
+    return (torch.randn(rows, columns) * 0.02).bfloat16().float()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512)
+    model = Model(parser.parse_args().tokens)
+    exact = model.logprobs(set(), set(), None)
+    drawn = torch.multinomial(exact.exp(), 1)
+
+    def apart(one: Tensor, other: Tensor) -> float:
+        return (one - other).abs().mean().item()
+
+    right = exact.gather(1, drawn)
+    print("| rounded to bf16 | two passes apart | from fp32 |\n| --- | --- | --- |")
+    for name, (rounded, in_fp16) in TRIED.items():
+        found = [model.logprobs(rounded, in_fp16, way).gather(1, drawn) for way in range(3)]
+        pairs = fmean(apart(*pair) for pair in combinations(found, 2))
+        print(f"| {name} | {pairs:.4f} | {fmean(apart(one, right) for one in found):.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
