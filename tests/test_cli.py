@@ -103,7 +103,17 @@ def test_every_verb_has_help():
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
         "audit", "config", "demo", "doctor", "dpo", "reward_model", "rl", "sample", "score", "serve", "sft",
     ]  # fmt: skip
-    verbs = ["tiny-model", "smollm2", "sorting", "arithmetic", "pairs", "ranking-sft", "ranking-rl"]
+    verbs = [
+        "tiny-model",
+        "smollm2",
+        "sorting",
+        "arithmetic",
+        "pairs",
+        "ranking-sft",
+        "ranking-rl",
+        "pointwise-sft",
+        "pointwise-rl",
+    ]
     assert [command.name for command in cli.prepare.registered_commands] == verbs
 
 
