@@ -25,11 +25,12 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import combinations, permutations, product
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from typing import Any
 from pyarrow.parquet import read_table
 
 from plaudit.rewards.candidates import LETTERS
+from plaudit.rewards.pointwise_score import REWARD
 from plaudit.rewards.ranking_lines import (
     SCORE_PART,
     Tiers,
@@ -53,6 +55,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = REPOSITORY / "recipes/grrm"
 MINI_ROWS = ["--max-characters", "800", "--template", str(RECIPES / "mini.jinja")]
 """Short texts and a short prompt, for a model that begins with nothing."""
+ONE_ROW = 400
+"""Characters of a text and one candidate, where each is a row (docs/generative_reward_models.md, single answers)."""
 PRETRAINED_SFT = [
     "model.dtype=bfloat16", "data.max_tokens=2048", "train={rows_per_step: 32, tokens_per_micro_batch: 32768}",
     "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=1", "run.max_steps=8",
@@ -79,15 +83,21 @@ class Bench:
     device: str
     sft: list[str]
     rl: list[str]
+    failed: threading.Event = field(default_factory=threading.Event)
+    """A seed's run: the others stop before their next one."""
 
     def run(self, *arguments: str | Path, log: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "plaudit", *map(str, arguments)]
         log.parent.mkdir(parents=True, exist_ok=True)
+        if self.failed.is_set():
+            sys.exit(f"stopped before plaudit {arguments[0]}: another seed has failed")
         with log.open("a") as output:
             print("$", shlex.join(command), file=output, flush=True)
             if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode:
-                sys.exit(f"plaudit {arguments[0]} failed: see {log}")
+                self.failed.set()
+                print(f"plaudit {arguments[0]} failed: see {log}", file=sys.stderr, flush=True)
+                sys.exit(1)
 
     def rows(self) -> None:
         """The same for all seeds: parts and orders are drawn once."""
@@ -209,9 +219,12 @@ def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]
     }
 
 
-def print_constants(groups: Path) -> None:
-    """What three constant answers are paid, over all orders of the groups of four that the miniature sees."""
-    rows = read_table(groups, columns=["src_text", "mt_texts", "scores"]).to_pylist()
+def print_constants(data: Path) -> None:
+    """What three constant answers are paid, over all orders of the groups of four that the miniature sees; and ten to everyone."""
+    rows, test = (
+        read_table(data / f"mt_ranking_ende_{part}.parquet", columns=["src_text", "mt_texts", "scores"]).to_pylist()
+        for part in ("train", "test")
+    )
     fours = [row["scores"] for row in rows if len(row["scores"]) == 4 and characters_of(row) <= int(MINI_ROWS[1])]
     print("| the same answer to every question | `format: ranking` | `ranking_score` |\n| --- | --- | --- |")
     for answer in ((10, 10, 10, 10), (10, 10, 10, 9), (10, 9, 8, 7)):
@@ -223,6 +236,16 @@ def print_constants(groups: Path) -> None:
             parts.append(statistics.fmean(SCORE_PART.get(off, 0.0) for off in missed))
         share = statistics.fmean(shares)
         print(f"| {write_ranking(tiers)}; {', '.join(map(str, answer))} | {share:.3f} | {share + statistics.fmean(parts):.3f} |")
+
+    shown = [
+        score
+        for row in test
+        for text, score in zip(row["mt_texts"], row["scores"], strict=True)
+        if len(row["src_text"].strip()) + len(text.strip()) <= ONE_ROW
+    ]
+    print(f"\n10 to each of {len(shown)} candidates of the test groups ({shown.count(10) / len(shown):.0%} are tens):")
+    print(f"pointwise_score {statistics.fmean(REWARD.get(10 - score, 0.0) for score in shown):.3f}", end=", ")
+    print(f"grade {statistics.fmean((1 - (10 - score) / 10) ** 2 for score in shown):.3f}")
 
 
 def characters_of(row: dict[str, Any]) -> int:
@@ -238,9 +261,11 @@ def curve(folder: Path) -> dict[int, Found]:
 
 
 def report(out: Path, seeds: Sequence[int], plot: Path | None) -> None:
-    curves = [found for seed in seeds if len(found := curve(out / f"seed-{seed}")) > 1]
-    if len(curves) < len(seeds):
-        sys.exit(f"{out}: {len(curves)} of {len(seeds)} seeds have answers after a step of RL (--seeds names those to report)")
+    curves = [curve(out / f"seed-{seed}") for seed in seeds]
+    ends = {seed: max(found, default=0) for seed, found in zip(seeds, curves, strict=True)}
+    if len(set(ends.values())) > 1 or not min(ends.values()):
+        told = ", ".join(f"seed {seed} at {end}" for seed, end in ends.items())
+        sys.exit(f"{out}: not all seeds have come to the same step of RL: {told} (--seeds names those to report)")
     fixed = constants(truths_of(out / "data/train.parquet"), truths_of(out / "data/val.parquet"))
     stages = {
         "untrained": [of_lines(out / f"seed-{seed}/untrained.jsonl") for seed in seeds],
@@ -257,7 +282,7 @@ def report(out: Path, seeds: Sequence[int], plot: Path | None) -> None:
     for name, one in fixed.items():
         print(f"| {name} | {one.share:.3f} | | {one.differing:.3f} | | 1 | {one.differing:.3f} | |")
     for name, some in stages.items():
-        columns = [[getattr(one, field.name) for one in some] for field in fields(Found)]
+        columns = [[getattr(one, column.name) for one in some] for column in fields(Found)]
         means = [spread(values) if all(one.readable for one in some) or i < 3 else "" for i, values in enumerate(columns)]
         share, differing = (" / ".join(f"{value:.3f}" for value in values) for values in columns[:2])
         print(f"| {name} | {means[0]} | {share} | {means[1]} | {differing} | {' | '.join(means[2:])} |")
@@ -303,7 +328,8 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time: a GPU has room for all of a small model's")
+    parser.add_argument("--jobs", type=int, default=1, choices=range(1, 17), metavar="N",
+                        help="seeds at a time: a GPU has room for all of a small model's")  # fmt: skip
     parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further settings of SFT")
     parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further settings of RL")
     parser.add_argument("--report", action="store_true", help="the table of what is there")
@@ -312,7 +338,7 @@ def main() -> None:
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
     if args.constants:
-        print_constants(args.data / "mt_ranking_ende_train.parquet")
+        print_constants(args.data)
         return
     if args.out is None:
         parser.error("--out: where the runs are to be")

@@ -14,6 +14,7 @@ from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.prepare.cli import prepare_pointwise_rl, prepare_pointwise_sft
 from plaudit.prepare.pointwise import Rule, make_pointwise_rl, make_pointwise_sft
+from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
 from plaudit.rewards.grade import Grade
 from plaudit.rewards.judge import Judge
 from plaudit.rewards.pointwise_score import PointwiseScore
@@ -76,12 +77,13 @@ def test_what_sft_teaches_is_what_the_rule_pays_most_and_the_judge_reads(tmp_pat
 @pytest.mark.parametrize("own_template", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_prompt_is_the_one_that_judge_asks(tmp_path, rule, own_template):
-    """Word for word, for a policy that is asked to translate as here."""
-    template = None
+    """Word for word, for a policy that is asked to translate as here; with one's own template the judge is told the scale."""
+    template, scale = None, {}
     if own_template:
-        (template := tmp_path / "t.jinja").write_text("{{ task }}|{{ response }}|{{ parser }}|{{ lowest is none }}\n")
+        (template := tmp_path / "t.jinja").write_text("{{ task }}|{{ response }}|{{ parser }}|{{ lowest }} to {{ highest }}\n")
+        scale = {"lowest": 0, "highest": 10} if rule == "pointwise_score" else {}
     answer = {"pointwise_score": "7", "grade": "Total Score: 7/10"}[rule]
-    reward = make("judge", answer, parser=PARSERS[rule], template=None if template is None else str(template))
+    reward = make("judge", answer, parser=PARSERS[rule], template=None if template is None else str(template), **scale)
     task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
     collect(reward, replace(group(*GROUP["mt_texts"]), prompt=Prompt("0", task)))
     asked = {text for text, _ in backend_of(reward).asked}
@@ -95,6 +97,50 @@ def test_an_analysis_that_cannot_be_taken_apart_is_an_error_for_sft_alone(tmp_pa
         make_pointwise_sft([file], tmp_path / "sft.parquet")
     assert not (tmp_path / "sft.parquet").exists()
     assert len(rl(file, tmp_path / "rl.parquet")) == 4
+
+
+def test_a_candidate_that_is_alone_has_the_whole_analysis(tmp_path):
+    alone = {"mt_texts": ["Guten Abend."], "scores": [2]}
+    for analysis in ("Wrong time of day.", "Translation A: Wrong time of day."):
+        [answer] = sft(groups(tmp_path, alone | {"analysis": analysis}), tmp_path / "sft.parquet").values()
+        assert answer == "Wrong time of day.\n\n2"
+
+
+def test_long_candidates_are_left_out_one_by_one(tmp_path):
+    texts = ["x" * 50, "y" * 10, "z" * 51, "w"]
+    file = groups(tmp_path, {"src_text": "t" * 50, "mt_texts": texts})
+    made = make_pointwise_rl([file], tmp_path / "rl.parquet", max_characters=100)
+    assert str(made) == "3 rows of 1 groups; 1 candidates were too long"
+    assert "zz" not in "".join(sft(file, tmp_path / "sft.parquet", max_characters=100))
+    with pytest.raises(DataError, match="all 4 candidates are longer than --max-characters"):
+        make_pointwise_rl([file], tmp_path / "none.parquet", max_characters=10)
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "message"),
+    [
+        ("", "pointwise_score", "column 'analysis' says nothing about candidate D"),
+        ("9", "pointwise_score", "what it says about candidate D ends with a score already"),
+        ("fine. Total Score: 3/10", "grade", "what it says about candidate D ends with a score already"),
+    ],
+)
+def test_an_analysis_that_would_teach_nonsense_is_refused(tmp_path, line, rule, message):
+    file = groups(tmp_path, {"analysis": GROUP["analysis"].replace("style.", line)})
+    with pytest.raises(DataError, match=message):
+        make_pointwise_sft([file], tmp_path / "sft.parquet", rule=rule)
+    assert len(rl(file, tmp_path / "rl.parquet", rule=rule)) == 4
+
+
+def test_rl_does_not_look_at_an_analysis(tmp_path):
+    assert len(rl(groups(tmp_path, {"analysis": ["what", "ever"]}), tmp_path / "rl.parquet")) == 4
+
+
+@pytest.mark.parametrize("make_rows", [make_pointwise_sft, make_pointwise_rl, make_ranking_sft, make_ranking_rl])
+@pytest.mark.parametrize("needs", ["ground_truth", "extra_info.style"])
+def test_a_template_that_needs_what_these_rows_lack_is_told(tmp_path, make_rows, needs):
+    (tmp_path / "t.jinja").write_text("{{ " + needs + " }}")
+    with pytest.raises(RecipeError, match=r"prepare: template: .*lacks what t.jinja needs.* These rows have nothing but a task"):
+        make_rows([groups(tmp_path)], tmp_path / "rows.parquet", template=tmp_path / "t.jinja")
 
 
 def test_bad_rows_and_templates_are_told(tmp_path):

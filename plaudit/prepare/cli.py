@@ -113,7 +113,9 @@ def prepare_pairs(
 
 # A group judge's rows ------------------------------------------------------------------------------------------------
 
-Groups = Annotated[list[Path], typer.Argument(help="Files of groups: src_text, src_lang, trg_lang, candidates, scores, analysis.")]
+Groups = Annotated[
+    list[Path], typer.Argument(help="Files of groups: src_text, src_lang, trg_lang, candidates, scores; for SFT an analysis too.")
+]
 OutFile = Annotated[Path, typer.Option(help="The file to write, new: NAME.parquet.")]
 SubgroupAugment = Annotated[int, typer.Option(min=0, help="Show so many smaller parts of each group besides.")]
 ShuffleAugment = Annotated[int, typer.Option(min=0, help="Show each of them in so many further orders.")]
@@ -189,6 +191,9 @@ def prepare_ranking_rl(
 # A judge's of single answers -----------------------------------------------------------------------------------------
 
 RewardRule = Annotated[Literal["pointwise_score", "grade"], typer.Option(help="The rule that RL is paid by: how an answer ends.")]
+MaxCharactersOfOne = Annotated[
+    int | None, typer.Option("--max-characters", min=1, help="Leave out candidates that are longer, with their text.")
+]
 PointwiseFile = Annotated[Path | None, typer.Option("--template", help="The prompt, as `judge` takes it. Default: its own.")]
 
 
@@ -197,7 +202,7 @@ def prepare_pointwise_sft(
     groups: Groups,
     out: OutFile,
     rule: RewardRule = "pointwise_score",
-    max_characters: MaxCharacters = None,
+    max_characters: MaxCharactersOfOne = None,
     template: PointwiseFile = None,
     candidates_column: CandidatesColumn = "mt_texts",
     scores_column: ScoresColumn = "scores",
@@ -220,7 +225,7 @@ def prepare_pointwise_rl(
     groups: Groups,
     out: OutFile,
     rule: RewardRule = "pointwise_score",
-    max_characters: MaxCharacters = None,
+    max_characters: MaxCharactersOfOne = None,
     template: PointwiseFile = None,
     candidates_column: CandidatesColumn = "mt_texts",
     scores_column: ScoresColumn = "scores",

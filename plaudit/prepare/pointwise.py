@@ -7,18 +7,22 @@ trained model is asked later what it was asked here; its answer ends as the rule
     pointwise_score   analysis, 7                        7         last_number_line
     grade             analysis, Total Score: 7/10        0.7       total_score
 
-The analysis is the candidate's own line of the group's (`Translation A: …`), without its letter.
+The analysis is the candidate's own line of the group's (`Translation A: …`), without its letter; of a candidate that is alone, the
+whole of it.
 """
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 
+from plaudit.errors import DataError
 from plaudit.prepare.scored_groups import (
     HIGHEST,
+    LOWEST,
     MESSAGES,
     SFT_SCHEMA,
     TEXT,
@@ -26,14 +30,16 @@ from plaudit.prepare.scored_groups import (
     Candidates,
     Columns,
     Made,
+    fill_in,
     lines_of,
     read_groups,
     write_rows,
 )
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.rewards.candidates import LETTERS
 from plaudit.rewards.judge import Judge
 from plaudit.rewards.templates import OURS, JudgeTemplate
-from plaudit.types import Message, Prompt
+from plaudit.types import Message
 
 Rule = Literal["pointwise_score", "grade"]
 DATA_SOURCES: dict[Rule, str] = {"pointwise_score": "mt_score", "grade": "grade"}
@@ -53,11 +59,11 @@ def make_pointwise_sft(
     template: Path | None = None, columns: Columns = USUAL, seed: int = 0,
 ) -> Made:  # fmt: skip
     """Write conversations: the question about a candidate, and the analysis and score it should be answered with."""
-    ask, made, rows = _Question(template, rule), Made(), []
-    for group in read_groups(files, columns, max_characters, made, analysed=True):
-        said = lines_of(group, columns.analysis, "a row for each candidate asks")
-        for i, (_, analysis) in enumerate(said):
-            answer = f"{analysis.strip()}\n\n{_ending(group.scores[i], rule)}"
+    ask, made, rows = _Question(template, rule), Made("candidates"), []
+    for group in read_groups(files, columns, fewest=1, analysed=True):
+        analyses = _analyses(group, columns.analysis, ask.judge)
+        for i in _short_enough(group, max_characters, made):
+            answer = f"{analyses[i]}\n\n{_ending(group.scores[i], rule)}"
             rows.append({"messages": [*ask(group, i), {"role": "assistant", "content": answer}]})
     random.Random(seed).shuffle(rows)
     return write_rows(out, rows, SFT_SCHEMA, made)
@@ -68,12 +74,12 @@ def make_pointwise_rl(
     template: Path | None = None, columns: Columns = USUAL, data_source: str | None = None,
 ) -> Made:  # fmt: skip
     """Write prompts with the truth, for the rule."""
-    ask, made, rows = _Question(template, rule), Made(), []
-    for group in read_groups(files, columns, max_characters, made, analysed=False):
+    ask, made, rows = _Question(template, rule), Made("candidates"), []
+    for group in read_groups(files, replace(columns, analysis=None), fewest=1, analysed=False):
         source, target = group.languages
-        for i, (candidate, score) in enumerate(zip(group.candidates, group.scores, strict=True)):
-            about = {"src_text": group.text, "src_lang": source, "trg_lang": target, "candidate": candidate}
-            truth = str(score) if rule == "pointwise_score" else f"{score / HIGHEST:g}"
+        for i in _short_enough(group, max_characters, made):
+            about = {"src_text": group.text, "src_lang": source, "trg_lang": target, "candidate": group.candidates[i]}
+            truth = str(group.scores[i]) if rule == "pointwise_score" else f"{group.scores[i] / HIGHEST:g}"
             rows.append(
                 {
                     "data_source": data_source or DATA_SOURCES[rule], "prompt": ask(group, i), "ability": "scoring",
@@ -81,6 +87,29 @@ def make_pointwise_rl(
                 }
             )  # fmt: skip
     return write_rows(out, rows, RL_SCHEMA, made)
+
+
+def _short_enough(group: Candidates, max_characters: int | None, made: Made) -> list[int]:
+    """Which candidates: each is shown alone."""
+    made.groups += 1
+    lengths = [len(group.text) + len(candidate) for candidate in group.candidates]
+    some = [i for i, length in enumerate(lengths) if max_characters is None or length <= max_characters]
+    made.too_long += len(lengths) - len(some)
+    return some
+
+
+def _analyses(group: Candidates, column: str | None, judge: Judge) -> list[str]:
+    if len(group.candidates) == 1 and not group.analysis.lstrip().startswith(("A:", "Translation A:", "Candidate A:")):
+        analyses = [group.analysis.strip()]  # it can be of nobody else
+    else:
+        analyses = [behind.strip() for _, behind in lines_of(group, column, "a row for each candidate asks")]
+    read = judge.reader()
+    for letter, analysis in zip(LETTERS, analyses, strict=False):
+        if not analysis:
+            raise DataError(f"{group.where}: column {column!r} says nothing about candidate {letter}: an answer begins with that")
+        if read(analysis) is not None:
+            raise DataError(f"{group.where}: column {column!r}: what it says about candidate {letter} ends with a score already")
+    return analyses
 
 
 def _ending(score: int, rule: Rule) -> str:
@@ -91,11 +120,13 @@ class _Question:
     """What the model is asked about a candidate: `judge`'s prompt."""
 
     def __init__(self, template: Path | None, rule: Rule):
-        parser = "last_number_line" if rule == "pointwise_score" else "total_score"
         model = RewardModel(path="the one that is trained")  # nobody asks it here
-        self.judge = Judge(kind="judge", model=model, parser=parser, template=None if template is None else str(template))
-        self.template = JudgeTemplate(template or OURS / f"{self.judge.own_template}.jinja", Judge.variables, "--template")
+        own = None if template is None else str(template)
+        if rule == "pointwise_score":
+            self.judge = Judge(kind="judge", model=model, parser="last_number_line", template=own, lowest=LOWEST, highest=HIGHEST)
+        else:
+            self.judge = Judge(kind="judge", model=model, parser="total_score", template=own)
+        self.template = JudgeTemplate(template or OURS / f"{self.judge.own_template}.jinja", Judge.variables, "prepare")
 
     def __call__(self, group: Candidates, i: int) -> list[Message]:
-        text = self.template.render(Prompt(group.where, group.task), self.judge.about(group.candidates[i]))
-        return [{"role": "user", "content": text}]
+        return fill_in(self.template, group, self.judge.about(group.candidates[i]))

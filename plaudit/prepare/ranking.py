@@ -31,6 +31,7 @@ from plaudit.prepare.scored_groups import (
     Candidates,
     Columns,
     Made,
+    fill_in,
     lines_of,
     read_groups,
     write_rows,
@@ -38,7 +39,7 @@ from plaudit.prepare.scored_groups import (
 from plaudit.rewards.candidates import LETTERS
 from plaudit.rewards.ranking_lines import rank, write_ranking
 from plaudit.rewards.templates import OURS, JudgeTemplate
-from plaudit.types import Message, Prompt
+from plaudit.types import Message
 
 Format = Literal["ranking_score", "ranking", "score"]
 VARIABLES = ("candidates", "answer", "lowest", "highest")
@@ -66,7 +67,7 @@ def make_ranking_sft(
 ) -> Made:  # fmt: skip
     """Write conversations: the question about a group, and the analysis, ranking and scores it should be answered with."""
     ask, chance, made, rows = _Question(template, format, add_example), random.Random(seed), Made(), []
-    for group in read_groups(files, columns, max_characters, made, analysed=True):
+    for group in _short_enough(read_groups(files, columns, fewest=2, analysed=True), max_characters, made):
         if not group.analysis:
             raise DataError(f"{group.where}: column {columns.analysis!r} is empty: an answer begins with the analysis")
         for shown in _shown(group, subgroup_augment, shuffle_augment, chance):
@@ -83,7 +84,7 @@ def make_ranking_rl(
 ) -> Made:  # fmt: skip
     """Write prompts with the truth, for the `ranking` rule: the scores as JSON, or the ranking."""
     ask, chance, made, rows = _Question(template, format, add_example), random.Random(seed), Made(), []
-    for group in read_groups(files, columns, max_characters, made, analysed=False):
+    for group in _short_enough(read_groups(files, columns, fewest=2, analysed=False), max_characters, made):
         for shown in _shown(group, subgroup_augment, shuffle_augment, chance):
             truth = json.dumps(shown.by_letter) if format == "ranking_score" else write_ranking(rank(shown.by_letter))
             source, target = shown.languages
@@ -98,6 +99,15 @@ def make_ranking_rl(
                 }
             )  # fmt: skip
     return write_rows(out, rows, RL_SCHEMA, made)
+
+
+def _short_enough(groups: Iterator[Candidates], max_characters: int | None, made: Made) -> Iterator[Candidates]:
+    for group in groups:
+        if max_characters is not None and group.characters > max_characters:
+            made.too_long += 1
+        else:
+            made.groups += 1
+            yield group
 
 
 # Orders --------------------------------------------------------------------------------------------------------------
@@ -125,7 +135,7 @@ def _orders(some: Sequence[int], further: int, chance: random.Random) -> list[tu
     return list(found)
 
 
-def _reordered(group: Candidates, order: Sequence[int], column: str) -> str:
+def _reordered(group: Candidates, order: Sequence[int], column: str | None) -> str:
     """The analysis of part of a group, in any order: each line goes with its candidate and gets its new letter."""
     found = lines_of(group, column, "--subgroup-augment and --shuffle-augment ask")
     return "\n".join(f"{found[i][0]}{letter}:{found[i][1]}" for letter, i in zip(LETTERS, order, strict=False))
@@ -138,15 +148,15 @@ class _Question:
     """What the model is asked about a group: `group_judge`'s prompt."""
 
     def __init__(self, template: Path | None, format: Format, add_example: bool):
-        self.template = JudgeTemplate(template or OURS / "group.jinja", VARIABLES, "--template")
+        self.template = JudgeTemplate(template or OURS / "group.jinja", VARIABLES, "prepare")
         self.format: Format = format
         self.example = f"\nAn example of an answer:\n\n{_answer(*EXAMPLE, format)}\n" if add_example else ""
 
     def __call__(self, group: Candidates) -> list[Message]:
         shown = [{"letter": letter, "text": text} for letter, text in zip(LETTERS, group.candidates, strict=False)]
         variables = {"candidates": shown, "answer": self.format, "lowest": LOWEST, "highest": HIGHEST}
-        text = self.template.render(Prompt(group.where, group.task), variables)
-        return [{"role": "user", "content": text + self.example}]
+        [message] = fill_in(self.template, group, variables)
+        return [{**message, "content": message["content"] + self.example}]
 
 
 EXAMPLE = ("A leaves a word out. B and C say the same, and both read well.", {"A": 4, "B": 9, "C": 9})

@@ -15,11 +15,12 @@ from pyarrow import parquet
 
 from plaudit.data.conversations import kind_of
 from plaudit.data.rows import read_rows
-from plaudit.errors import DataError, PlauditError
+from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.files import file_written_aside
 from plaudit.rewards.candidates import LETTERS
 from plaudit.rewards.ranking_lines import read_ranking, read_scores
-from plaudit.types import Message
+from plaudit.rewards.templates import JudgeTemplate, Unrenderable
+from plaudit.types import Message, Prompt
 
 LOWEST, HIGHEST = 0, 10
 LANGUAGES = {
@@ -46,7 +47,8 @@ class Columns:
 
     candidates: str = "mt_texts"
     scores: str = "scores"
-    analysis: str = "analysis"
+    analysis: str | None = "analysis"
+    """None: whatever is there is not looked at."""
 
 
 USUAL = Columns()
@@ -85,38 +87,35 @@ class Candidates:
 
 @dataclass
 class Made:
+    what: str = "groups"
+    """That can be too long."""
     groups: int = 0
     rows: int = 0
     too_long: int = 0
 
     def __str__(self) -> str:
-        left_out = f"; {self.too_long:,} groups were too long" if self.too_long else ""
-        return f"{self.rows:,} rows of {self.groups - self.too_long:,} groups{left_out}"
+        left_out = f"; {self.too_long:,} {self.what} were too long" if self.too_long else ""
+        return f"{self.rows:,} rows of {self.groups:,} groups{left_out}"
 
 
-def read_groups(
-    files: Sequence[Path], columns: Columns, max_characters: int | None, made: Made, *, analysed: bool
-) -> Iterator[Candidates]:  # fmt: skip
+def read_groups(files: Sequence[Path], columns: Columns, *, fewest: int, analysed: bool) -> Iterator[Candidates]:
     for file in files:
         rows = read_rows(file)
         rows.require("src_text", "src_lang", "trg_lang", columns.candidates, columns.scores)
         if analysed:
+            assert columns.analysis is not None
             rows.require(columns.analysis)
         for number, row in enumerate(rows):
-            group = _group(row, columns, f"{rows.source}: row {number}")
-            made.groups += 1
-            if max_characters is not None and group.characters > max_characters:
-                made.too_long += 1
-            else:
-                yield group
+            yield _group(row, columns, fewest, f"{rows.source}: row {number}")
 
 
-def _group(row: dict[str, Any], columns: Columns, where: str) -> Candidates:
+def _group(row: dict[str, Any], columns: Columns, fewest: int, where: str) -> Candidates:
     text, source, target = (_text(row[name], f"{where}: column {name!r}") for name in ("src_text", "src_lang", "trg_lang"))
-    candidates, given, analysis = (row.get(name) for name in (columns.candidates, columns.scores, columns.analysis))
-    if not isinstance(candidates, list) or not 2 <= len(candidates) <= len(LETTERS):
+    candidates, given = (row.get(name) for name in (columns.candidates, columns.scores))
+    analysis = None if columns.analysis is None else row.get(columns.analysis)
+    if not isinstance(candidates, list) or not fewest <= len(candidates) <= len(LETTERS):
         found = len(candidates) if isinstance(candidates, list) else kind_of(candidates)
-        raise DataError(f"{where}: column {columns.candidates!r} should have 2 to {len(LETTERS)} candidates, not {found}")
+        raise DataError(f"{where}: column {columns.candidates!r} should have {fewest} to {len(LETTERS)} candidates, not {found}")
     candidates = tuple(_text(one, f"{where}: column {columns.candidates!r}, candidate {i}") for i, one in enumerate(candidates))
     if not isinstance(given, list) or len(given) != len(candidates):
         found = len(given) if isinstance(given, list) else kind_of(given)
@@ -156,7 +155,15 @@ def _announces(line: str) -> bool:
     return bool(_ANNOUNCES.search(heading)) and (line.endswith(":") or bool(read_ranking(behind) or read_scores(behind)))
 
 
-def lines_of(group: Candidates, column: str, why: str) -> list[tuple[str, str]]:
+def fill_in(template: JudgeTemplate, group: Candidates, variables: dict[str, Any]) -> list[Message]:
+    """A judge's question about candidates."""
+    try:
+        return [{"role": "user", "content": template.render(Prompt(group.where, group.task), variables)}]
+    except Unrenderable as error:
+        raise RecipeError(f"prepare: template: {error}. These rows have nothing but a task.") from None
+
+
+def lines_of(group: Candidates, column: str | None, why: str) -> list[tuple[str, str]]:
     """The analysis taken apart: for each candidate what stands before its letter, and behind it."""
     lines = [_LINE.fullmatch(line.strip()) for line in group.analysis.split("\n") if line.strip()]
     letters = LETTERS[: len(group.candidates)]
@@ -176,7 +183,7 @@ def _names(text: str, letters: str) -> bool:
 
 def write_rows(out: Path, rows: list[dict[str, Any]], schema: pa.Schema, made: Made) -> Made:
     if not rows:
-        raise DataError(f"no rows can be made: all {made.groups:,} groups are longer than --max-characters")
+        raise DataError(f"no rows can be made: all {made.too_long:,} {made.what} are longer than --max-characters")
     made.rows = len(rows)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
