@@ -37,6 +37,7 @@ from typing import Any
 
 from pyarrow.parquet import read_table
 
+from plaudit.prepare.scored_groups import Columns, read_groups
 from plaudit.rewards.candidates import LETTERS
 from plaudit.rewards.pointwise_score import REWARD
 from plaudit.rewards.ranking_lines import (
@@ -221,11 +222,11 @@ def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]
 
 def print_constants(data: Path) -> None:
     """What three constant answers are paid, over all orders of the groups of four that the miniature sees; and ten to everyone."""
-    rows, test = (
-        read_table(data / f"mt_ranking_ende_{part}.parquet", columns=["src_text", "mt_texts", "scores"]).to_pylist()
+    train, test = (
+        list(read_groups([data / f"mt_ranking_ende_{part}.parquet"], Columns(analysis=None), fewest=2, analysed=False))
         for part in ("train", "test")
     )
-    fours = [row["scores"] for row in rows if len(row["scores"]) == 4 and characters_of(row) <= int(MINI_ROWS[1])]
+    fours = [group.scores for group in train if len(group.scores) == 4 and group.characters <= int(MINI_ROWS[1])]
     print("| the same answer to every question | `format: ranking` | `ranking_score` |\n| --- | --- | --- |")
     for answer in ((10, 10, 10, 10), (10, 10, 10, 9), (10, 9, 8, 7)):
         tiers = rank(dict(zip(LETTERS, answer, strict=False)))
@@ -237,19 +238,11 @@ def print_constants(data: Path) -> None:
         share = statistics.fmean(shares)
         print(f"| {write_ranking(tiers)}; {', '.join(map(str, answer))} | {share:.3f} | {share + statistics.fmean(parts):.3f} |")
 
-    shown = [
-        score
-        for row in test
-        for text, score in zip(row["mt_texts"], row["scores"], strict=True)
-        if len(row["src_text"].strip()) + len(text.strip()) <= ONE_ROW
-    ]
+    pairs = [(group.text, *pair) for group in test for pair in zip(group.candidates, group.scores, strict=True)]
+    shown = [score for text, candidate, score in pairs if len(text) + len(candidate) <= ONE_ROW]
     print(f"\n10 to each of {len(shown)} candidates of the test groups ({shown.count(10) / len(shown):.0%} are tens):")
     print(f"pointwise_score {statistics.fmean(REWARD.get(10 - score, 0.0) for score in shown):.3f}", end=", ")
     print(f"grade {statistics.fmean((1 - (10 - score) / 10) ** 2 for score in shown):.3f}")
-
-
-def characters_of(row: dict[str, Any]) -> int:
-    return sum(len(text.strip()) for text in [row["src_text"], *row["mt_texts"]])
 
 
 # Telling -------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """`plaudit prepare pointwise-sft` and `pointwise-rl`: scored translations, each a row, and the chain to a trained judge."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, train_rl, train_sft
 from test_judges import backend_of, collect, make
-from test_prepare_ranking import GROUP, groups
+from test_prepare_ranking import GROUP, MINI, before_and_after_rl, groups
 from test_rewards import group
 
 from plaudit.data.conversations import Source, read_conversations, read_prompts
@@ -22,7 +20,6 @@ from plaudit.types import Prompt
 
 RULES: list[Rule] = ["pointwise_score", "grade"]
 PARSERS = {"pointwise_score": "last_number_line", "grade": "total_score"}
-MINI = REPOSITORY / "recipes/grrm"
 
 
 def sft(file: Path, out: Path, **settings) -> dict[str, str]:
@@ -50,10 +47,8 @@ def paid(rule: Rule, prompt: Prompt, answer: str) -> float | None:
     ],
 )
 def test_a_row_for_each_candidate_with_its_own_line_and_its_score(tmp_path, rule, endings, truths):
-    prompts, taught = (
-        rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule),
-        sft(groups(tmp_path), tmp_path / "a.parquet", rule=rule),
-    )
+    prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule)
+    taught = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
     about = ["wrong time of day.", "no error.", "grammar.", "style."]
     assert [prompt.ground_truth for prompt in prompts] == truths
     assert [prompt.extra_info["candidate"] for prompt in prompts] == GROUP["mt_texts"]
@@ -181,27 +176,11 @@ def test_real_candidates_become_rows_whose_taught_answers_the_rule_pays_most(tmp
 @pytest.mark.parametrize("rule", RULES)
 def test_rl_improves_on_sft_on_candidates_that_neither_saw(tmp_path, real_data, rule):
     """The miniature of docs/generative_reward_models.md, shorter. What RL brings is the commonest score."""
-    from plaudit.prepare.tiny_model import make_tiny_model
-
     short = {"rule": rule, "max_characters": 400, "template": MINI / "mini_score.jinja"}
     train, test = (real_data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
     make_pointwise_sft([train], tmp_path / "sft.parquet", **short)
     make_pointwise_rl([train], tmp_path / "rl.parquet", **short)
     make_pointwise_rl([test], tmp_path / "val.parquet", **short)
-    make_tiny_model([tmp_path / "sft.parquet"], tmp_path / "base", hidden_size=96, layers=2, vocabulary=1000)
-    rows = [f"model.path={tmp_path / 'base'}", f"data.train={tmp_path / 'sft.parquet'}", f"run.dir={tmp_path / 'sft'}"]
-    cold = train_sft(MINI / "mini_sft.yaml", *rows, "run.epochs=9", "run.max_steps=100")
-    train_rl(
-        MINI / "mini_rl.yaml",
-        f"rewards=[{{kind: {rule}}}]",
-        f"model.path={cold}",
-        f"data.train={tmp_path / 'rl.parquet'}",
-        f"data.val={tmp_path / 'val.parquet'}",
-        f"run.dir={tmp_path / 'rl'}",
-        "run.max_steps=20",
-        "run.validate_every=20",
-        "validation={n: 4, temperature: 1.0}",
-    )
-    before, *_, after = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
-
+    cold, rewarded = ["run.epochs=9", "run.max_steps=100"], [f"rewards=[{{kind: {rule}}}]"]
+    before, after = before_and_after_rl(tmp_path, cold, rewarded)
     assert after["val/reward"] > before["val/reward"] + 0.05

@@ -272,29 +272,28 @@ def test_real_groups_become_rows_whose_taught_answers_the_rule_pays_most(tmp_pat
     assert [scored(prompt, taught[prompt.messages[0]["content"]]) for prompt in prompts] == [2.0] * 114
 
 
+def before_and_after_rl(folder: Path, cold: list[str], rewarded: list[str]) -> tuple[dict, dict]:
+    """Validations of a small model that learns from the folder's rows by SFT and RL, with the miniature's recipes."""
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    make_tiny_model([folder / "sft.parquet"], folder / "base", hidden_size=96, layers=2, vocabulary=1000)
+    rows = [f"model.path={folder / 'base'}", f"data.train={folder / 'sft.parquet'}", f"run.dir={folder / 'sft'}"]
+    model = train_sft(MINI / "mini_sft.yaml", *rows, *cold)
+    rows = [f"model.path={model}", f"data.train={folder / 'rl.parquet'}", f"data.val={folder / 'val.parquet'}"]
+    steps = ["run.max_steps=20", "run.validate_every=20", "validation={n: 4, temperature: 1.0}"]
+    train_rl(MINI / "mini_rl.yaml", *rows, f"run.dir={folder / 'rl'}", *steps, *rewarded)
+    before, *_, after = [json.loads(line) for line in (folder / "rl/metrics.jsonl").read_text().splitlines()]
+    return before, after
+
+
 @pytest.mark.slow
 def test_rl_improves_on_sft_on_groups_that_neither_saw(tmp_path, real_data):
     """The miniature of docs/generative_reward_models.md with shorter texts and fewer steps. What RL brings is readable answers."""
-    from plaudit.prepare.tiny_model import make_tiny_model
-
     short = {"format": "ranking", "max_characters": 400, "template": MINI / "mini.jinja"}
     train, test = (real_data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
     make_ranking_sft([train], tmp_path / "sft.parquet", shuffle_augment=23, **short)
     make_ranking_rl([train], tmp_path / "rl.parquet", shuffle_augment=23, **short)
     make_ranking_rl([test], tmp_path / "val.parquet", **short)
-    make_tiny_model([tmp_path / "sft.parquet"], tmp_path / "base", hidden_size=96, layers=2, vocabulary=1000)
-    rows = [f"model.path={tmp_path / 'base'}", f"data.train={tmp_path / 'sft.parquet'}", f"run.dir={tmp_path / 'sft'}"]
-    cold = train_sft(MINI / "mini_sft.yaml", *rows, "run.max_steps=120")
-    rows = [f"model.path={cold}", f"data.train={tmp_path / 'rl.parquet'}", f"data.val={tmp_path / 'val.parquet'}"]
-    train_rl(
-        MINI / "mini_rl.yaml",
-        *rows,
-        f"run.dir={tmp_path / 'rl'}",
-        "run.max_steps=20",
-        "run.validate_every=20",
-        "validation={n: 4, temperature: 1.0}",
-    )
-    before, *_, after = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
-
+    before, after = before_and_after_rl(tmp_path, ["run.max_steps=120"], [])
     assert after["val/parts/ranking/valid"] > before["val/parts/ranking/valid"] + 0.1
     assert after["val/parts/ranking/ranking"] > before["val/parts/ranking/ranking"] + 0.03

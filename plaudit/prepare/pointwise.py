@@ -17,13 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
-
 from plaudit.errors import DataError
 from plaudit.prepare.scored_groups import (
     HIGHEST,
     LOWEST,
-    MESSAGES,
     SFT_SCHEMA,
     TEXT,
     USUAL,
@@ -33,6 +30,8 @@ from plaudit.prepare.scored_groups import (
     fill_in,
     lines_of,
     read_groups,
+    rl_row,
+    rl_schema,
     write_rows,
 )
 from plaudit.recipe.reward_models import RewardModel
@@ -43,15 +42,7 @@ from plaudit.types import Message
 
 Rule = Literal["pointwise_score", "grade"]
 DATA_SOURCES: dict[Rule, str] = {"pointwise_score": "mt_score", "grade": "grade"}
-RL_SCHEMA = pa.schema(
-    {
-        "data_source": TEXT,
-        "prompt": MESSAGES,
-        "ability": TEXT,
-        "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXT}),
-        "extra_info": pa.struct({"src_text": TEXT, "src_lang": TEXT, "trg_lang": TEXT, "candidate": TEXT}),
-    }
-)
+RL_SCHEMA = rl_schema({"src_text": TEXT, "src_lang": TEXT, "trg_lang": TEXT, "candidate": TEXT})
 
 
 def make_pointwise_sft(
@@ -80,12 +71,7 @@ def make_pointwise_rl(
         for i in _short_enough(group, max_characters, made):
             about = {"src_text": group.text, "src_lang": source, "trg_lang": target, "candidate": group.candidates[i]}
             truth = str(group.scores[i]) if rule == "pointwise_score" else f"{group.scores[i] / HIGHEST:g}"
-            rows.append(
-                {
-                    "data_source": data_source or DATA_SOURCES[rule], "prompt": ask(group, i), "ability": "scoring",
-                    "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": about,
-                }
-            )  # fmt: skip
+            rows.append(rl_row(data_source or DATA_SOURCES[rule], ask(group, i), "scoring", truth, about))
     return write_rows(out, rows, RL_SCHEMA, made)
 
 
@@ -99,10 +85,7 @@ def _short_enough(group: Candidates, max_characters: int | None, made: Made) -> 
 
 
 def _analyses(group: Candidates, column: str | None, judge: Judge) -> list[str]:
-    if len(group.candidates) == 1 and not group.analysis.lstrip().startswith(("A:", "Translation A:", "Candidate A:")):
-        analyses = [group.analysis.strip()]  # it can be of nobody else
-    else:
-        analyses = [behind.strip() for _, behind in lines_of(group, column, "a row for each candidate asks")]
+    analyses = [behind.strip() for _, behind in lines_of(group, column, "a row for each candidate asks")]
     read = judge.reader()
     for letter, analysis in zip(LETTERS, analyses, strict=False):
         if not analysis:

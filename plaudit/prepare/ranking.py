@@ -24,7 +24,6 @@ from plaudit.errors import DataError
 from plaudit.prepare.scored_groups import (
     HIGHEST,
     LOWEST,
-    MESSAGES,
     SFT_SCHEMA,
     TEXT,
     USUAL,
@@ -34,6 +33,8 @@ from plaudit.prepare.scored_groups import (
     fill_in,
     lines_of,
     read_groups,
+    rl_row,
+    rl_schema,
     write_rows,
 )
 from plaudit.rewards.candidates import LETTERS
@@ -44,18 +45,10 @@ from plaudit.types import Message
 Format = Literal["ranking_score", "ranking", "score"]
 VARIABLES = ("candidates", "answer", "lowest", "highest")
 """What `group_judge` gives its template besides what every template has."""
-RL_SCHEMA = pa.schema(
+RL_SCHEMA = rl_schema(
     {
-        "data_source": TEXT,
-        "prompt": MESSAGES,
-        "ability": TEXT,
-        "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXT}),
-        "extra_info": pa.struct(
-            {
-                "src_text": TEXT, "src_lang": TEXT, "trg_lang": TEXT, "analysis": TEXT, "candidates": pa.list_(TEXT),
-                "shuffle_indices": pa.list_(pa.int64()),
-            }
-        ),
+        "src_text": TEXT, "src_lang": TEXT, "trg_lang": TEXT, "analysis": TEXT, "candidates": pa.list_(TEXT),
+        "shuffle_indices": pa.list_(pa.int64()),
     }
 )  # fmt: skip
 
@@ -92,12 +85,7 @@ def make_ranking_rl(
                 "src_text": shown.text, "src_lang": source, "trg_lang": target, "analysis": shown.analysis,
                 "candidates": list(shown.candidates), "shuffle_indices": list(shown.places),
             }  # fmt: skip
-            rows.append(
-                {
-                    "data_source": data_source, "prompt": ask(shown), "ability": "ranking",
-                    "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": about,
-                }
-            )  # fmt: skip
+            rows.append(rl_row(data_source, ask(shown), "ranking", truth, about))
     return write_rows(out, rows, RL_SCHEMA, made)
 
 

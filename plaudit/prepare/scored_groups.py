@@ -34,6 +34,21 @@ LANGUAGES = {
 TEXT = pa.string()
 MESSAGES = pa.list_(pa.struct({"role": TEXT, "content": TEXT}))
 SFT_SCHEMA = pa.schema({"messages": MESSAGES})
+
+
+def rl_schema(about: dict[str, pa.DataType]) -> pa.Schema:
+    """`about`: the fields of extra_info."""
+    truth = pa.struct({"style": TEXT, "ground_truth": TEXT})
+    return pa.schema(
+        {"data_source": TEXT, "prompt": MESSAGES, "ability": TEXT, "reward_model": truth, "extra_info": pa.struct(about)}
+    )
+
+
+def rl_row(data_source: str, prompt: list[Message], ability: str, truth: str, about: dict[str, Any]) -> dict[str, Any]:
+    checked = {"style": "rule", "ground_truth": truth}
+    return {"data_source": data_source, "prompt": prompt, "ability": ability, "reward_model": checked, "extra_info": about}
+
+
 _LINE = re.compile(r"((?:[^\W\d_]+ )?)([A-Z]):(.*)")
 _QUOTED = re.compile(r'"[^"]*"|„[^“"]*[“"]|“[^”]*”')
 _NAMED = re.compile(r"\b(?:Translation|Candidate) ([A-Z])\b|\b([B-HJ-Z])\b|(?<=[a-z,;(] )([AI])\b")
@@ -167,6 +182,8 @@ def lines_of(group: Candidates, column: str | None, why: str) -> list[tuple[str,
     """The analysis taken apart: for each candidate what stands before its letter, and behind it."""
     lines = [_LINE.fullmatch(line.strip()) for line in group.analysis.split("\n") if line.strip()]
     letters = LETTERS[: len(group.candidates)]
+    if len(letters) == 1 and not any(lines):
+        return [("", group.analysis)]  # it can be about nobody else
     found = [line for line in lines if line is not None and not _names(line[3], letters)]
     if len(found) < len(lines) or "".join(line[2] for line in found) != letters:
         raise DataError(
