@@ -30,10 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from plaudit.data.pack import micro_batches
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
+from plaudit.models.fused import ready_layers
 from plaudit.models.liger import use_liger
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import Policy
-from plaudit.models.residual import keep_residual_precise
 from plaudit.models.weights import Visitor, Weights
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim, SFTRecipe
@@ -56,7 +56,7 @@ def build(size: str, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16, attn_implementation=attention.NAME)
-    keep_residual_precise(model)
+    ready_layers(model)
     return model.train()
 
 

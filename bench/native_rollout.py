@@ -41,16 +41,17 @@ from plaudit.data.pack import micro_batches
 from plaudit.data.templates import load_template, load_tokenizer, template_of
 from plaudit.files import digest_of
 from plaudit.models import attention
+from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import merged_weights
 from plaudit.models.policy import Policy, load_model, load_policy
-from plaudit.models.residual import keep_residual_precise
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import Algorithm, Lora, Model, Optim
 from plaudit.recipe.rl import RLTrain
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
+from plaudit.rollout.native import forward
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.noise import gumbel, position_keys
@@ -72,7 +73,7 @@ def build(model: str, work: Work, device: str, *, training: bool = False) -> Pre
             Qwen2Config(**config_of(model, work)), dtype=torch.bfloat16, attn_implementation=attention.NAME
         )
     made.generation_config = GenerationConfig(eos_token_id=None)
-    keep_residual_precise(made)  # as plaudit's own loading does
+    ready_layers(made)  # as plaudit's own loading does
     # Sampling alone needs no room for gradients and moments; vLLM leaves none either.
     return made.train() if training else made.eval().requires_grad_(False)
 
@@ -437,13 +438,13 @@ def subject_of(
             elif parameter.ndim == 2:
                 parameter.mul_(6.0)
     policy.model.generation_config.eos_token_id = list(range(40, 40 + ends)) or None  # pyright: ignore
-    right, fits = right_of(policy), FusedDecoder.fits
+    right, can_fuse = right_of(policy), forward.can_fuse
     if modules:
-        FusedDecoder.fits = staticmethod(lambda model: False)
+        forward.can_fuse = lambda model: False
     try:
         engine = NativeEngine(policy.model, policy.template.tokenizer, **settings)
     finally:
-        FusedDecoder.fits = staticmethod(fits)
+        forward.can_fuse = can_fuse
     assert isinstance(engine.forward.decoder, ModuleDecoder if modules or lora else FusedDecoder)
     return Subject(policy, engine, right, dtype)
 

@@ -19,20 +19,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from plaudit.models.heads import Heads, Rotation, block_tokens
+from plaudit.models.products import parts_of
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native import plain
-from plaudit.rollout.native.cache import CacheShape, CacheView, Heads, Rotation
+from plaudit.rollout.native.cache import CacheShape, CacheView
 from plaudit.rollout.native.noise import gumbel, position_keys
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, draw_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS = "plaudit.rollout.native.kernels"
+KERNELS, SHARED = "plaudit.rollout.native.kernels", "plaudit.models.kernels"
 _ours: dict[str, ModuleType] = {}
 
 
 def _swapped(name: str) -> bool:
     """Triton and what it decorates. Its binary part can be loaded only once, and serves both."""
-    return (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name.startswith(KERNELS)
+    return (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name.startswith((KERNELS, SHARED))
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def interpreter() -> Iterator[None]:
     if DEVICE.type == "cuda":
         yield
         return
-    package = importlib.import_module("plaudit.rollout.native")
+    packages = [importlib.import_module(name.rpartition(".")[0]) for name in (KERNELS, SHARED)]
     theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _swapped(name)}
     sys.modules.update(_ours)
     try:
@@ -52,15 +54,16 @@ def interpreter() -> Iterator[None]:
     finally:
         _ours.update({name: sys.modules.pop(name) for name in list(sys.modules) if _swapped(name)})
         sys.modules.update(theirs)
-        vars(package).pop("kernels", None)
-        if KERNELS in theirs:
-            vars(package)["kernels"] = theirs[KERNELS]
+        for package, name in zip(packages, (KERNELS, SHARED), strict=True):
+            vars(package).pop("kernels", None)
+            if name in theirs:
+                vars(package)["kernels"] = theirs[name]
 
 
 with interpreter():
     triton = pytest.importorskip("triton", reason="kernels need Triton; the dev extra brings it to machines without a GPU")
     tl = importlib.import_module("triton.language")
-    kernels = importlib.import_module(KERNELS)
+    kernels, shared = importlib.import_module(KERNELS), importlib.import_module(SHARED)
     _exponential, _position_key = kernels.draw._exponential, kernels.draw._position_key
 
     @triton.jit
@@ -129,7 +132,7 @@ def share_equal(a: Tensor, b: Tensor) -> float:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * exact(weight)
+    return norm_of(x, exact(weight), eps)
 
 
 @both
@@ -165,8 +168,8 @@ def test_add_norm_of_parts(dtype, parts):
 
 
 def test_parts_of_products():
-    """A product with few tiles is split, one that fills the device is not."""
-    assert [kernels.parts_of_product(*shape) for shape in ((1, 896), (256, 1536), (256, 3584), (512, 3584))] == [4, 4, 2, 1]
+    """A long inner dimension is split, if fast products can read the parts."""
+    assert [parts_of(*shape) for shape in ((3584, 3584), (4864, 896), (18944, 3584), (4868, 896))] == [1, 2, 2, 1]
 
 
 @both
@@ -292,7 +295,7 @@ def test_rotate_and_write(ops, dtype, seed):
     close(qkv.view(count, -1, size).cpu()[used], expected[used], dtype, times=2)
     assert torch.equal(qkv[:, -heads.kv * size :], before[:, :width][:, -heads.kv * size :]), "values"
     assert wide[:, width:].isnan().all()
-    if ops is kernels:
+    if ops is kernels and not with_norms:
         assert torch.equal(qkv.cpu()[~used], before.cpu()[~used, :width]), "a row that nobody uses"
     close(tokens.cache.memory, tokens.expected_memory(expected[:, heads.query : -heads.kv], value), dtype, times=2)
 
@@ -381,9 +384,14 @@ def test_attend(dtype, seed, monkeypatch):
     past = Past(seed, dtype)
     pick = random.Random(seed)
     monkeypatch.setattr(kernels.attention, "PROGRAMS", pick.choice([1, 1, 16, 512]))
-    monkeypatch.setattr(kernels.attention, "FEWEST_TOKENS", past.block)
-    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", past.block * pick.choice([1, 2, 8, 8]))
-    past.check(past.attend(kernels), dtype)
+    stretch = past.block * pick.choice([1, 1, 2])
+    monkeypatch.setattr(kernels.attention, "STRETCH", stretch)
+    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", stretch * pick.choice([1, 2, 8, 8]))
+    found, used = past.attend(kernels), past.positions >= 0
+    past.check(found, dtype)
+    for programs in (1, 512):
+        monkeypatch.setattr(kernels.attention, "PROGRAMS", programs)
+        assert torch.equal(past.attend(kernels)[used], found[used]), "to the bit, however it is shared out"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -402,8 +410,9 @@ def test_rotate_and_attend(dtype, seed, monkeypatch):
     past, pick, g = Past(seed, dtype), random.Random(seed), generator(seed)
     heads, size = past.heads, past.heads.size
     monkeypatch.setattr(kernels.attention, "PROGRAMS", pick.choice([1, 1, 16, 512]))
-    monkeypatch.setattr(kernels.attention, "FEWEST_TOKENS", past.block)
-    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", past.block * pick.choice([1, 2, 8, 8]))
+    stretch = past.block * pick.choice([1, 1, 2])
+    monkeypatch.setattr(kernels.attention, "STRETCH", stretch)
+    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", stretch * pick.choice([1, 2, 8, 8]))
     angles = torch.randn(2, max(past.lengths), size, generator=g)
     norms = [torch.randn(size, generator=g).to(DEVICE, dtype) for _ in range(2)] if seed % 2 else [None, None]
     rotation = Rotation(angles[0].cos().to(DEVICE, dtype), angles[1].sin().to(DEVICE, dtype), *norms, 0.01)
@@ -421,7 +430,7 @@ def test_rotate_and_attend(dtype, seed, monkeypatch):
 def test_attend_splits_as_it_says(monkeypatch):
     """So that the tests above have seen all ways: one part, several, and more than some sequences have."""
     attention = kernels.attention
-    monkeypatch.setattr(attention, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(attention, "STRETCH", 16)
     monkeypatch.setattr(attention, "MOST_TOKENS", 64)
     monkeypatch.setattr(attention, "PROGRAMS", 8)
     assert attention.split_for(1, 2, 100) == (4, 32), "8 programs"
@@ -432,12 +441,144 @@ def test_attend_splits_as_it_says(monkeypatch):
 
 @pytest.mark.parametrize("sequences", [1, 3, 64, 1024])
 @pytest.mark.parametrize("longest", [1, 100, 128, 1000, 4097, 131_072])
-def test_parts_are_whole_blocks_and_cover_everything(sequences, longest):
+def test_parts_are_whole_stretches_and_cover_everything(sequences, longest):
     for kv_heads in (1, 2, 8):
         parts, tokens = kernels.attention.split_for(sequences, kv_heads, longest)
         assert parts * tokens >= longest
-        assert parts == 1 or tokens % 64 == 0
+        assert parts == 1 or tokens % kernels.attention.STRETCH == 0
         assert tokens <= max(1024, longest)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+@each_dtype
+def test_attend_packed(dtype, seed, monkeypatch):
+    """Sequences side by side, some with keys from before; tiles and stretches of several sizes; what lies between them is NaN."""
+    pick, g = random.Random(seed), generator(seed)
+    kv, size = pick.choice([1, 2, 3]), pick.choice(SIZES)
+    heads, scale = kv * pick.choice([1, 2, 7]), pick.choice([size**-0.5, 1.0])
+    monkeypatch.setattr(shared.attention, "ROWS", pick.choice([16, 64, 128]))
+    monkeypatch.setattr(shared.attention, "STRETCH", 64 * pick.choice([1, 2]))
+    keys = [pick.choice([1, 2, 17, 64, 65, 130, 200]) for _ in range(pick.randint(1, 3))]
+    queries = [pick.randint(1, n) if seed % 2 else n for n in keys]
+    wide = [torch.full((sum(n), 2 * heads, size + 16), math.nan).to(DEVICE, dtype) for n in (queries, keys, keys)]
+    query, key, value = (x[:, :many, :size] for x, many in zip(wide, (heads, kv, kv), strict=True))
+    for x in (query, key, value):
+        x.copy_(torch.randn(x.shape, generator=g))
+    starts_q, starts_k = (torch.tensor([0, *np.cumsum(n)], dtype=torch.int32, device=DEVICE) for n in (queries, keys))
+    out, logsum = shared.attend(query, key, value, starts_q, starts_k, max(queries), scale)
+    for i in range(len(keys)):
+        q, k, v = (exact(x[s[i] : s[i + 1]]) for x, s in ((query, starts_q), (key, starts_k), (value, starts_k)))
+        k, v = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
+        hidden = torch.ones(len(q), len(k)).triu(len(k) - len(q) + 1).bool()
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -math.inf)
+        at = slice(int(starts_q[i]), int(starts_q[i + 1]))
+        times = 2 * max(1.0, scale * size**0.5) if dtype == torch.float32 else 2
+        close(out[at], torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), dtype, times=times)
+        torch.testing.assert_close(exact(logsum[:, at]), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_token_alone_attends_as_among_others(seed):
+    """The sampler's kernel and training's: to the bit on a GPU; the interpreter's products add up in numpy's order."""
+    g, dtype = generator(seed), torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+    size, group = (64, 7) if seed % 2 else (128, 4)
+    heads, length = Heads(2 * group, 2, size), (300, 40, 257, 511, 64, 1)[seed]
+    block = block_tokens(size)
+    qkv = torch.randn(length, heads.query + 4, size, generator=g).to(DEVICE, dtype)
+    query, key, value = qkv.split([heads.query, 2, 2], 1)
+    starts = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
+    among, _ = shared.attend(query, key, value, starts, starts, length, size**-0.5)
+    cache = cache_of(heads, block, 1, -(-length // block), dtype, seed)
+    rows, positions = torch.zeros(length, dtype=torch.int32, device=DEVICE), torch.arange(length, device=DEVICE)
+    kernels.write(key, value, cache, 1, rows, positions)
+    alone = kernels.attend(query[-1:], cache, 1, positions[-1:], scale=size**-0.5, window=None, longest=length)
+    if DEVICE.type == "cuda":
+        assert torch.equal(alone.view(-1), among[-1].view(-1))
+    else:
+        close(alone.view(-1), exact(among[-1].view(-1)), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_are_joined_as_norms_join_them(dtype, parts):
+    parts_PTD = torch.randn(parts, 5, 301, generator=generator(parts)).to(DEVICE)
+    joined = shared.join_parts(parts_PTD, dtype)
+    _, summed = kernels.add_norm(torch.zeros(5, 301, device=DEVICE), parts_PTD, torch.ones(301, device=DEVICE, dtype=dtype), 1e-6)
+    assert torch.equal(joined.float(), summed)
+    close(joined, exact(parts_PTD).sum(0), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (600, 64), (4, 2050)])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm_backward(dtype, tokens, width, added, monkeypatch):
+    monkeypatch.setattr(shared.layers, "PROGRAMS", 4)  # each has several tokens
+    g = generator(width)
+    x, grad_x = (torch.randn(tokens, width, generator=g).to(DEVICE) for _ in range(2))
+    weight, grad = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((width,), (tokens, width)))
+    found = shared.norm_backward(grad, x, weight, 1e-5, grad_x if added else None)
+    at = exact(x).requires_grad_(), exact(weight).requires_grad_()
+    expected = torch.autograd.grad(norm_of(*at, 1e-5), at, exact(grad))
+    close(found[0], expected[0] + exact(grad_x) * added, torch.float32, times=4)
+    close(found[1], expected[1], torch.float32, times=4)
+
+
+def norm_of(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@each_dtype
+@pytest.mark.parametrize(("tokens", "half"), [(1, 1), (3, 100), (2, 1500)])
+def test_swiglu_backward(dtype, tokens, half):
+    g = generator(half)
+    gate_up, grad = ((torch.randn(tokens, n, generator=g) * 3).to(DEVICE, dtype) for n in (2 * half, half))
+    gate_up[:, 0] = -200.0  # whose exponential is infinite
+    found = shared.swiglu_backward(grad, gate_up)
+    at = exact(gate_up).requires_grad_()
+    gate, up = at.chunk(2, -1)
+    [expected] = torch.autograd.grad(torch.nn.functional.silu(gate) * up, at, exact(grad))
+    close(found, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointed"), [("llama", True), ("llama", False), ("mistral", False), ("qwen2", False), ("qwen3", False)]
+)
+def test_fused_layers(tiny_models, kind, checkpointed):
+    """Hidden states and every gradient are those of the model's own modules; also of one whose weights lie apart again."""
+    from plaudit.data.pack import pack
+    from plaudit.models.attention import packed_arguments
+    from plaudit.models.fused import fuse_layers
+    from plaudit.models.policy import load_model
+    from plaudit.recipe import Model
+    from plaudit.types import Example
+
+    recipe = Model(path=str(tiny_models[kind]), dtype="float32")
+    theirs, ours, apart = (load_model(recipe, DEVICE) for _ in range(3))
+    for model in (ours, apart):
+        fuse_layers(model)
+    for parameter in apart.parameters():
+        parameter.data = parameter.data.clone()
+    sequences = [np.arange(length) % 300 for length in (4, 1, 6)]
+    batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
+    wanted = torch.randn(11, ours.config.hidden_size, generator=generator(0)).to(DEVICE)
+    for model in (theirs, ours, apart):
+        model.train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        states = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        (states * wanted).sum().backward()
+        model.found = states.detach()
+    for model in (ours, apart):
+        torch.testing.assert_close(model.found, theirs.found, rtol=1e-5, atol=1e-5)
+        for (name, expected), (_, parameter) in zip(theirs.named_parameters(), model.named_parameters(), strict=True):
+            if expected.grad is not None:
+                size = expected.grad.abs().max().item()
+                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5 * size, msg=lambda m, n=name: n + m)
+            else:
+                assert parameter.grad is None, name
 
 
 # Noise ---------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,15 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from plaudit.models.kernels import attention as packed, layers as shared
+from plaudit.models.kernels.order import AS_WRITTEN
 from plaudit.rollout.native.kernels import attention, draw, layers
 
 WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "layer_offset", "value_offset", "qkv_stride",
-        "logits_stride", "part_tokens"}
+        "logits_stride", "part_tokens", "key_stride", "key_head_stride", "value_stride", "value_head_stride"}
 WHOLE = {"base_ptr": "i64", "rows_ptr": "i64", "positions_ptr": "i64", "tables_ptr": "i32", "tokens_ptr": "i32", "ends_ptr": "i64",
-         "results_ptr": "i32", "numbers_ptr": "fp32", "floor_ptr": "fp32", "logits_ptr": "fp32", "sums_ptr": "fp32"}
+         "results_ptr": "i32", "numbers_ptr": "fp32", "floor_ptr": "fp32", "logits_ptr": "fp32", "sums_ptr": "fp32",
+         "starts_q_ptr": "i32", "starts_k_ptr": "i32", "logsum_ptr": "fp32"}
 FRACTIONS = {"eps", "scale"}
 
 
@@ -42,7 +45,8 @@ def compiled(kernel, dtype, capability, constants, options, **types):
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, wide)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     found.append({
-        "kernel": kernel.fn.__name__, "dtype": dtype, "capability": capability, "constants": constants,
+        "kernel": kernel.fn.__module__.split(".")[1] + kernel.fn.__name__, "dtype": dtype, "capability": capability,
+        "constants": constants,
         "cubin": len(built.asm["cubin"]), "shared": built.metadata.shared,
         "order": [line[0] for line in re.findall(r"(st[.]global|bar[.]sync|cp[.]async[.]c[ag])()", built.asm["ptx"])],
         "copies": sorted(set(re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)[,;]", built.asm["ptx"]))),
@@ -53,20 +57,27 @@ found = []
 for capability in (80, 90):
     shapes = (("bf16", 128, 28, 4), ("bf16", 64, 14, 2), ("fp32", 64, 4, 4))
     for dtype, size, heads, kv in shapes if capability == 90 else shapes[:1]:
-        attend = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "ROWS": 16, "D": size, "WIDTH": size, "BLOCK": 64}
-        tuned = {"num_warps": attention.WARPS, "num_stages": attention.STAGES}
-        for rotate, norm, split, window in ((True, False, False, False), (True, True, True, True), (False, False, True, False)):
-            constants = attend | {"ROTATE": rotate, "NORM": norm, "SPLIT": split, "WINDOW": window}
+        shape = {"HEADS": heads, "GROUP": heads // kv, "D": size, "WIDTH": size, "BLOCK": 64, "STRETCH": 256}
+        tuned = {"num_warps": attention.WARPS, "num_stages": attention.STAGES} | AS_WRITTEN
+        for rotate, split, window in ((True, False, False), (True, True, True), (False, True, False)):
+            constants = shape | {"KV": kv, "ROWS": 16, "ROTATE": rotate, "SPLIT": split, "WINDOW": window}
             parts = {"parts_ptr": "*fp32" if split else "*" + dtype, "sums_ptr": "*fp32" if split else "*" + dtype}
             compiled(attention._attend, dtype, capability, constants, tuned, **parts)
-        combine = {"HEADS": heads, "D": size, "WIDTH": size, "MANY": 4}
-        compiled(attention._combine, dtype, capability, combine, {"num_warps": 2}, parts_ptr="*fp32")
-        compiled(layers._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, {}, x_ptr="*fp32", summed_ptr="*fp32")
-        compiled(layers._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
+        combine = {"HEADS": heads, "D": size, "WIDTH": size, "STRETCH": 256, "WINDOW": False}
+        compiled(attention._combine, dtype, capability, combine, {"num_warps": 1} | AS_WRITTEN, parts_ptr="*fp32")
+        tuned = {"num_warps": packed.WARPS, "num_stages": packed.STAGES} | AS_WRITTEN
+        compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS, "BLOCK": 4096 // size}, tuned)
+        fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
+        compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, AS_WRITTEN, **fp32)
+        compiled(shared._norm_backward, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True}, {}, **fp32)
+        compiled(shared._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, AS_WRITTEN)
+        compiled(shared._swiglu_backward, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
+        compiled(shared._join_parts, dtype, capability, {"PARTS": 2, "BLOCK": 1024}, AS_WRITTEN, parts_ptr="*fp32")
+        rotate = {"TURNED": heads + kv, "D": size, "HALF": size // 2, "AT_ONCE": 4}
+        compiled(shared._rotate, dtype, capability, rotate, {"num_warps": 2} | AS_WRITTEN)
+        norms = {"QUERY": heads, "TURNED": heads + kv, "D": size, "WIDTH": size, "AT_ONCE": 4}
+        compiled(shared._norm_heads, dtype, capability, norms, {"num_warps": 2} | AS_WRITTEN)
         rows = {"rows_ptr": "*i32"}
-        rotate = {"QUERY": heads, "KV": kv, "D": size, "HALF": size // 2, "BLOCK": 64, "AT_ONCE": 4, "NORM": True}
-        for keep in (True, False):
-            compiled(layers._rotate_and_write, dtype, capability, rotate | {"WRITE": keep}, {"num_warps": 2}, **rows)
         write = {"KV": kv, "HEADS": kv, "D": size, "WIDTH": size, "BLOCK": 64}
         compiled(layers._write, dtype, capability, write, {"num_warps": 2}, **rows)
     row = {"COLUMNS": 5, "TILE": 4096}
@@ -92,7 +103,9 @@ def found(tmp_path_factory) -> list[dict]:
 
 def test_all_compile(found):
     assert {entry["kernel"] for entry in found} == {
-        "_attend", "_combine", "_add_norm", "_swiglu", "_rotate_and_write", "_write", "_race", "_accept", "_settle"
+        "models_attend", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward", "models_join_parts",
+        "models_rotate", "models_norm_heads", "rollout_attend", "rollout_combine", "rollout_write", "rollout_race",
+        "rollout_accept", "rollout_settle",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
     assert all(entry["shared"] < 99_000 for entry in found), "or some GPUs could not run it"
@@ -101,7 +114,7 @@ def test_all_compile(found):
 def test_a_new_key_is_written_before_it_is_read(found):
     """By other threads of the program: there is a barrier between the stores and the copies that begin the loop."""
     for entry in found:
-        if entry["kernel"] == "_attend" and entry["constants"]["ROTATE"]:
+        if entry["kernel"] == "rollout_attend" and entry["constants"]["ROTATE"]:
             before = entry["order"][: entry["order"].index("cp.async.cg")]
             last_store = max(i for i, what in enumerate(before) if what == "st.global")
             assert "bar.sync" in before[last_store:], entry
@@ -109,5 +122,5 @@ def test_a_new_key_is_written_before_it_is_read(found):
 
 def test_the_cache_is_read_in_wide_pieces(found):
     for entry in found:
-        if entry["kernel"] == "_attend":
+        if entry["kernel"] == "rollout_attend":
             assert "0x10" in entry["copies"], entry

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from plaudit.data.pack import pack
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import PlauditError, RecipeError
-from plaudit.models import policy as policy_module
+from plaudit.models import fused
 from plaudit.models.attention import NAME, attend_packed, packed_attention
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import Policy, load_policy
@@ -220,7 +220,7 @@ def test_sliding_windows(windowed, policies, layout):
 
 def unfused(policy: Policy, **settings) -> NativeEngine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedDecoder, "fits", staticmethod(lambda model: False))
+        patch.setattr(forward, "can_fuse", lambda model: False)
         engine = engine_of(policy, **settings)
     assert isinstance(engine.forward.decoder, ModuleDecoder)
     return engine
@@ -808,7 +808,7 @@ def deep_model(folder: Path, kind: str, rows_file: Path) -> Path:
 
 def load_imprecise(folder: Path, **model) -> Policy:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_module, "keep_residual_precise", lambda model: None)
+        patch.setattr(fused, "keep_residual_precise", lambda model: None)
         return load_as_it_is(folder, **model)
 
 

@@ -2,7 +2,8 @@
 
 Any model that goes through transformers' attention interface (Llama, Qwen, Mistral and their kin) runs on packed batches with it,
 unchanged: the batch's sequence starts travel through the model's keyword arguments. On a GPU in half precision all sequences go
-through torch's variable-length flash attention at once; elsewhere each goes through `scaled_dot_product_attention` on its own.
+through one kernel, which adds up in the order of the sampler's, with the backward pass of torch's flash attention; with a sliding
+window through torch's variable-length flash attention. Elsewhere each goes through `scaled_dot_product_attention` on its own.
 What this does not compute (soft caps, attention sinks) is refused, never computed wrong.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -75,6 +77,13 @@ def packed_attention(
     )[None], None
 
 
+def window_of(attention: Any) -> int | None:
+    """Of a Llama's, Mistral's or Qwen's attention module: Qwen's know it, Mistral's ask the config; Llama's have none, whatever the
+    config says."""
+    asks = type(attention).__name__ == "MistralAttention"
+    return attention.config.sliding_window if asks else getattr(attention, "sliding_window", None)
+
+
 def attend_packed(
     query_THD: Tensor,
     key_UKD: Tensor,
@@ -92,6 +101,9 @@ def attend_packed(
     # A window only matters to sequences longer than it.
     window = window if window and window < longest_k else None
     if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+        if window is None:
+            scale = query_THD.shape[-1] ** -0.5 if scale is None else scale
+            return _InOrder.apply(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale)  # pyright: ignore
         return _flash(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale, window)
     return _one_by_one(query_THD, key_UKD, value_UKD, starts_q.tolist(), starts_k.tolist(), scale, dropout, window)
 
@@ -125,6 +137,31 @@ def _causal_mask(queries: int, keys: int, window: int | None, device: torch.devi
     """The last query stands at the last key. Each sees keys up to and with its own, `window` of them if there is one."""
     behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     return (behind >= 0) & (behind < (window or keys))
+
+
+class _InOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        from plaudit.models.kernels import attend
+
+        out, logsum = attend(query, key, value, starts_q, starts_k, longest_q, scale)
+        ctx.save_for_backward(query, key, value, starts_q, starts_k, out, logsum)
+        ctx.longest_q, ctx.longest_k, ctx.scale = longest_q, longest_k, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # pyright: ignore
+        query, key, value, starts_q, starts_k, out, logsum = ctx.saved_tensors
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out, logsum, starts_q, starts_k, ctx.longest_q, ctx.longest_k,
+            0.0, True, *no_dropout, scale=ctx.scale,
+        )  # fmt: skip
+        return *grads, None, None, None, None, None
 
 
 def _flash(

@@ -19,10 +19,9 @@ from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
-from plaudit.models.liger import use_liger
+from plaudit.models.fused import ready_layers
 from plaudit.models.lora import attach_lora
 from plaudit.models.policy import Policy, load_pretrained, resolve_dtype
-from plaudit.models.residual import keep_residual_precise
 from plaudit.models.scalar import read_value_head
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe import Model
@@ -70,9 +69,7 @@ def load_classifier(
     if not goes_on:
         _begin_head(head, recipe.path, seed, head_std)
     model = model.to(device)
-    keep_residual_precise(model.get_decoder())
-    if recipe.liger:
-        use_liger(model, device)
+    ready_layers(model.get_decoder(), liger=recipe.liger)
     verify_packed_states(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)

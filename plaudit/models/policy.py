@@ -20,9 +20,8 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
-from plaudit.models.liger import use_liger
+from plaudit.models.fused import ready_layers
 from plaudit.models.lora import attach_lora, merged_weights
-from plaudit.models.residual import keep_residual_precise
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import Lora, Model
 
@@ -99,9 +98,7 @@ def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
     model = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
     ).to(device)  # pyright: ignore
-    keep_residual_precise(model)
-    if recipe.liger:
-        use_liger(model, device)
+    ready_layers(model, liger=recipe.liger)
     verify_packed(model)
     return model
 

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from plaudit.data.templates import RENDER_ERRORS
 from plaudit.models.folder import require_matching_tokenizer
+from plaudit.models.fused import can_fuse
 from plaudit.models.scalar import ScalarModel, Transcript, load_scalar, scalar_form, transcript_of
 from plaudit.reward_models.backend import Verdict
 from plaudit.reward_models.halves import failure_of, in_halves
@@ -39,7 +40,7 @@ class ScalarSkill(Skill[Conversation, Verdict]):
 
     def take(self, model: ScalarModel) -> None:
         self.model = model
-        if WholePass.fits(model.decoder):
+        if can_fuse(model.decoder):
             model.states, self._verified = WholePass(model.decoder, verify=not self._verified), True
 
     def release(self) -> None:

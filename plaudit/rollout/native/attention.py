@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from plaudit.models.attention import attend_packed
-from plaudit.rollout.native.cache import CacheView, Heads, Rotation, to_device
+from plaudit.models.heads import Heads, Rotation
+from plaudit.rollout.native.cache import CacheView, to_device
 from plaudit.rollout.native.rows import POSITION, TOKEN, Rows
 from plaudit.rollout.native.scheduler import Piece
 from plaudit.types import Batch

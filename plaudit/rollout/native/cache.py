@@ -9,37 +9,20 @@ import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plaudit.errors import PlauditError
+from plaudit.models.heads import Heads, block_tokens
 
-GPU_BLOCK_NUMBERS, GPU_BLOCK_TOKENS = 4096, (16, 64)  # of a key-value head; at least and at most
 FREE_SHARE = 0.92  # of what is free, at most: activations need some
 COPIED_AT_ONCE = 32  # blocks, which lie in memory a second time while they are copied
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-class Heads(NamedTuple):
-    query: int
-    kv: int
-    size: int
-
-
-class Rotation(NamedTuple):
-    """What turns queries and keys by their position: tables [position, head size], and norms before that where a model has them."""
-
-    cos: Tensor
-    sin: Tensor
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,9 +38,8 @@ class CacheShape:
 
     @property
     def gpu_block_tokens(self) -> int:
-        """As many as a program of `kernels.attention` best reads at once."""
-        fewest, most = GPU_BLOCK_TOKENS
-        return min(max(GPU_BLOCK_NUMBERS // next_power_of_2(self.heads.size), fewest), most)
+        """As many as a program of attention meets at once, in training too."""
+        return block_tokens(self.heads.size)
 
 
 class CacheView:

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from plaudit.models.residual import is_known, is_precise
+from plaudit.models.attention import window_of
+from plaudit.models.heads import Heads, Rotation
+from plaudit.models.products import product, product_in_parts, together
+from plaudit.models.residual import is_precise
 from plaudit.rollout.native.attention import DecodeStep, ReadStep, WholeStep
-from plaudit.rollout.native.cache import Heads, Rotation, next_power_of_2
+from plaudit.rollout.native.cache import next_power_of_2
 from plaudit.rollout.native.packed import packed
 
-ALIGNED = 8  # numbers that fast products read at once
 MOST_POSITIONS = 1 << 17  # that rotations are computed for before anyone needs them
 
 
@@ -55,44 +56,18 @@ class _Fused:
 
     def __init__(self, parts: list[nn.Linear]):
         self.parts = parts
-        self.weight = self._together([part.weight for part in parts])
-        self.bias = None if parts[0].bias is None else self._together([part.bias for part in parts])  # pyright: ignore
+        self.weight = together([part.weight for part in parts])
+        self.bias = None if parts[0].bias is None else together([part.bias for part in parts])  # pyright: ignore
         self.packed: Callable[[Tensor], Tensor] | None = None
 
-    @staticmethod
-    def _together(parameters: list[Tensor]) -> Tensor:
-        first, rows = parameters[0].detach(), sum(len(p) for p in parameters)
-        if len(parameters) == 1:
-            return first
-        if _side_by_side(parameters):  # another engine has done it
-            return first.as_strided((rows, *first.shape[1:]), first.stride())
-        with torch.inference_mode(False):  # training goes on with this tensor
-            whole = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-            parameter.data = view
-        return whole
-
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return linear(x_TD, self.weight, self.bias) if self.packed is None else self.packed(x_TD)
+        return product(x_TD, self.weight, self.bias) if self.packed is None else self.packed(x_TD)
 
-    def in_parts(self, x_TI: Tensor, parts: int) -> Tensor:
-        """Products over parts of the inner dimension, fp32 [parts, T, D], for whoever adds them up anyway; or the whole, [T, D]."""
+    def in_parts(self, x_TI: Tensor, ops: Any) -> Tensor:
+        """Parts of it, fp32 [parts, T, D], for whoever adds them up anyway; or the whole, [T, D]."""
         half = x_TI.is_cuda and x_TI.element_size() == 2
-        if parts == 1 or not half or self.bias is not None or x_TI.shape[1] % (parts * ALIGNED):
-            return self(x_TI)
-        x_PTI = x_TI.unflatten(1, (parts, -1)).transpose(0, 1)
-        weight_PID = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)
-        return torch.bmm(x_PTI, weight_PID, out_dtype=torch.float32)
-
-
-def _side_by_side(parameters: list[Tensor]) -> bool:
-    at = parameters[0].data_ptr()
-    for parameter in parameters:
-        same = parameter.untyped_storage().data_ptr() == parameters[0].untyped_storage().data_ptr()
-        if not same or parameter.data_ptr() != at or not parameter.is_contiguous():
-            return False
-        at += parameter.numel() * parameter.element_size()
-    return True
+        parts = ops.parts_of(x_TI.shape[1], len(self.weight)) if half and self.bias is None else 1
+        return self(x_TI) if parts == 1 else product_in_parts(x_TI, self.weight, parts)
 
 
 class _Layer:
@@ -105,9 +80,7 @@ class _Layer:
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         self.head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
         self.scale, self.eps = attention.scaling, eps
-        # Qwen's layers know it, Mistral's ask the config; Llama's have none, whatever the config says.
-        asks = type(attention).__name__ == "MistralAttention"
-        self.window: int | None = attention.config.sliding_window if asks else getattr(attention, "sliding_window", None)
+        self.window = window_of(attention)
 
     @property
     def products(self) -> tuple[_Fused, ...]:
@@ -120,13 +93,6 @@ class FusedDecoder:
         self.layers: list[_Layer] = []
         self.rotation: tuple[Tensor, Tensor] | None = None
         self._at: list[tuple[int, torch.dtype]] = []
-
-    @staticmethod
-    def fits(model: PreTrainedModel) -> bool:
-        """The modules are those that we know, and nothing has been put in their place."""
-        if not is_known(model) or model.config.hidden_act != "silu":
-            return False
-        return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
 
     def refresh(self, longest: int) -> bool:
         """Before a call: bring the weights together, unless they still are. True if anything lies elsewhere now."""
@@ -150,12 +116,12 @@ class FusedDecoder:
         return cos[0].contiguous(), sin[0].contiguous()
 
     def pack(self) -> None:
-        for product in (product for layer in self.layers for product in layer.products):
-            product.packed = packed(product.weight, product.bias)
+        for fused in (fused for layer in self.layers for fused in layer.products):
+            fused.packed = packed(fused.weight, fused.bias)
 
     def unpack(self) -> None:
-        for product in (product for layer in self.layers for product in layer.products):
-            product.packed = None
+        for fused in (fused for layer in self.layers for fused in layer.products):
+            fused.packed = None
 
     def hidden(self, step: ReadStep | DecodeStep | WholeStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps
@@ -171,6 +137,6 @@ class FusedDecoder:
                 step.keep(index, qkv_TE, self.heads, rotation)
                 return x_TD  # nobody wants to know what comes out of the last layer, only its keys and values
             attended_TE = step.attend_fused(index, qkv_TE, self.heads, rotation, layer.scale, layer.window)
-            normed_TD, x_TD = ops.add_norm(x_TD, layer.out(attended_TE), layer.norms[1], eps)
-            delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)), ops.parts_of_product(*x_TD.shape))
+            normed_TD, x_TD = ops.add_norm(x_TD, layer.out.in_parts(attended_TE, ops), layer.norms[1], eps)
+            delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)), ops)
         return ops.add_norm(x_TD, delta, self.norm, eps)[0]

@@ -8,9 +8,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.errors import PlauditError, RecipeError
+from plaudit.models.fused import can_fuse
+from plaudit.models.heads import Heads
 from plaudit.models.logprobs import logits_of
 from plaudit.rollout.native.attention import DecodeStep, ReadStep
-from plaudit.rollout.native.cache import CacheShape, CacheView, Heads
+from plaudit.rollout.native.cache import CacheShape, CacheView
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.graphs import Graphs, rounded_length
 from plaudit.rollout.native.packed import PAYS_AFTER_STEPS, packed, packing_pays
@@ -24,7 +26,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel):
         self.model, self.shape = model, cache_shape(model)
         self.ops = operations_on(self.shape.device)
-        self.decoder = FusedDecoder(model, self.shape.heads) if FusedDecoder.fits(model) else ModuleDecoder(model)
+        self.decoder = FusedDecoder(model, self.shape.heads) if can_fuse(model) else ModuleDecoder(model)
         self.graphs = Graphs(self.shape.device, trusted=isinstance(self.decoder, FusedDecoder))
         self._packed_head: Callable[[Tensor], Tensor] | None = None
         self._steps = 0

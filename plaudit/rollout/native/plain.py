@@ -4,14 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from plaudit.models.heads import Heads, Rotation
 from plaudit.rollout.native import sampler
-from plaudit.rollout.native.cache import CacheView, Heads, Rotation
+from plaudit.rollout.native.cache import CacheView
 from plaudit.rollout.native.noise import position_keys
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, Draw
 
 
-def parts_of_product(rows: int, columns: int) -> int:
-    """Into how many parts the inner dimension of a product that `add_norm` adds to something is best split."""
+def parts_of(inner: int, columns: int) -> int:
+    """Into how many parts the inner dimension of a product that `add_norm` adds to something is split."""
     return 1
 
 

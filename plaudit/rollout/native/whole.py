@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from plaudit.models.fused import can_fuse
 from plaudit.models.verify import verify_packed_states
 from plaudit.rollout.native.attention import WholeStep
 from plaudit.rollout.native.decoder import FusedDecoder
@@ -16,15 +17,11 @@ class WholePass:
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         """`verify`: raise a RecipeError unless it computes what the model's own modules compute."""
-        assert self.fits(model)
+        assert can_fuse(model)
         shape = cache_shape(model)
         self._ops, self._decoder = operations_on(shape.device), FusedDecoder(model, shape.heads)
         if verify:
             verify_packed_states(model, self)
-
-    @staticmethod
-    def fits(model: PreTrainedModel) -> bool:
-        return FusedDecoder.fits(model)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:

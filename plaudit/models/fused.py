@@ -1,0 +1,269 @@
+"""A model's layers for training on a GPU, from the kernels and products that the sampler uses, in its order.
+
+Every product, norm and sum of a token is computed as the sampler computes it, so both give the same log-probs to the last bits also
+in bf16, whatever stands beside the token. (As long as the library that multiplies adds up in one order for any number of rows:
+models/products.py.) It is less work, too: queries, keys and values are one product, as are gate and up, and what lies between two
+products is one operation, of which less is kept for the backward pass.
+
+Layers stay transformers' own modules with their own weights and forwards; packed batches take the path here.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from plaudit.models.attention import attend_packed, window_of
+from plaudit.models.heads import Heads, Rotation
+from plaudit.models.liger import use_liger
+from plaudit.models.products import parts_of, product, product_in_parts, side_by_side, together
+from plaudit.models.residual import is_known, is_precise, keep_residual_precise
+
+
+def ready_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
+    """As plaudit trains them from here on; no part of the model is changed or saved differently. They are fused on a GPU, in half
+    precision, if they are of a kind that we know and the recipe does not want Liger's kernels."""
+    keep_residual_precise(model)
+    if liger:
+        use_liger(model, model.device)
+    elif model.device.type == "cuda" and can_fuse(model) and is_precise(model):
+        fuse_layers(model)
+
+
+def fuse_layers(model: PreTrainedModel) -> None:
+    decoder: Any = model.get_decoder()
+    for layer in decoder.layers:
+        for parts in _with_one_input(layer):
+            together([part.weight for part in parts])
+            if parts[0].bias is not None:
+                together([part.bias for part in parts])
+        layer.__class__ = _with(_FusedLayer, type(layer))
+    decoder.norm.__class__ = _with(_FusedNorm, type(decoder.norm))
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """The modules are those that we know, and nothing has been put in their place."""
+    if not is_known(model) or model.config.hidden_act != "silu":
+        return False
+    return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
+
+
+@cache
+def _with(ours: type, theirs: type) -> type:
+    return type(theirs.__name__, (ours, theirs), {})
+
+
+def _with_one_input(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
+
+
+class _FusedNorm(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        norm: Any = self
+        x_TD = hidden_states.flatten(0, -2)
+        return _Norm.apply(x_TD, norm.weight, norm.variance_epsilon).view(hidden_states.shape)  # pyright: ignore
+
+
+class _FusedLayer(nn.Module):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        layer: Any = self
+        (q, k, v), (o,), (gate, up), (down,) = products = _with_one_input(layer)
+        attention = layer.self_attn
+        packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("kv") is None
+        drops = self.training and attention.attention_dropout > 0
+        if not packed or drops or any(type(module) is not nn.Linear for parts in products for module in parts):
+            return super().forward(hidden_states, **kwargs)
+        first, second = layer.input_layernorm, layer.post_attention_layernorm
+        x_TD, starts, longest, size = hidden_states[0], kwargs["cu_seq_lens_q"], kwargs["max_length_q"], attention.head_dim
+        heads = Heads(q.out_features // size, k.out_features // size, size)
+        normed_TD = _Norm.apply(x_TD, first.weight, first.variance_epsilon)
+        qkv_TE = _product(normed_TD, q, k, v)
+        if hasattr(attention, "q_norm"):
+            norms = attention.q_norm.weight, attention.k_norm.weight
+            qkv_TE = _NormHeads.apply(qkv_TE, *norms, heads, attention.q_norm.variance_epsilon)
+        qkv_TE = _Rotate.apply(qkv_TE, *(table[0] for table in kwargs["position_embeddings"]), heads)
+        q_THD, k_TKD, v_TKD = qkv_TE.view(len(x_TD), -1, size).split([heads.query, heads.kv, heads.kv], 1)  # pyright: ignore
+        options = {"scale": attention.scaling, "window": window_of(attention)}
+        attended_THD = attend_packed(q_THD, k_TKD, v_TKD, starts, starts, longest, longest, **options)
+        out_TD = _sum_product(attended_THD.flatten(1), o)
+        normed_TD, x_TD = _AddNorm.apply(x_TD, out_TD, second.weight, second.variance_epsilon)  # pyright: ignore
+        gated_TI = _SwiGLU.apply(_product(normed_TD, gate, up))
+        return (x_TD + _sum_product(gated_TI, down))[None]  # pyright: ignore
+
+
+def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
+    biases = [] if modules[0].bias is None else [module.bias for module in modules]
+    return _Product.apply(x_TD, len(modules), *(module.weight for module in modules), *biases)  # pyright: ignore
+
+
+def _sum_product(x_TI: Tensor, module: nn.Linear) -> Tensor:
+    """Of which the sampler adds up parts."""
+    if module.bias is not None or parts_of(module.in_features, module.out_features) == 1:
+        return _product(x_TI, module)
+    return _ProductInParts.apply(x_TI, module.weight)  # pyright: ignore
+
+
+class _Product(torch.autograd.Function):
+    """x (W₁ W₂ …)ᵀ + (b₁ b₂ …): one product, of weights that lie side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, count: int, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, *parameters)
+        ctx.count = count
+        weights, biases = parameters[:count], parameters[count:]
+        whole, bias = side_by_side(weights), side_by_side(biases) if biases else None
+        if whole is None or (biases and bias is None):  # a model that was offloaded, say
+            return torch.cat([product(x_TD, *one) for one in zip(weights, biases or [None] * count, strict=True)], -1)
+        return product(x_TD, whole, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor):  # pyright: ignore
+        x_TD, *parameters = ctx.saved_tensors
+        weights, biases, needed = parameters[: ctx.count], parameters[ctx.count :], ctx.needs_input_grad
+        lengths = [len(weight) for weight in weights]
+        grad_x_TD = None
+        if needed[0]:
+            whole = side_by_side(weights)
+            grad_x_TD = grad_TE @ (torch.cat(weights) if whole is None else whole)
+        grads: list[Tensor | None] = [None] * len(parameters)
+        if any(needed[2 : 2 + ctx.count]):
+            grads[: ctx.count] = (grad_TE.T @ x_TD).split(lengths)
+        if biases and any(needed[2 + ctx.count :]):
+            grads[ctx.count :] = grad_TE.sum(0).split(lengths)
+        return grad_x_TD, None, *grads
+
+
+class _ProductInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_DI: Tensor) -> Tensor:
+        from plaudit.models.kernels import join_parts
+
+        ctx.save_for_backward(x_TI, weight_DI)
+        return join_parts(product_in_parts(x_TI, weight_DI, parts_of(x_TI.shape[1], len(weight_DI))), x_TI.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor):  # pyright: ignore
+        x_TI, weight_DI = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return grad_TD @ weight_DI if needs_x else None, grad_TD.T @ x_TI if needs_weight else None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        from plaudit.models.kernels import add_norm
+
+        ctx.save_for_backward(x_TD, weight_D)
+        ctx.eps = eps
+        return add_norm(x_TD, None, weight_D, eps)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor):  # pyright: ignore
+        from plaudit.models.kernels import norm_backward
+
+        x_TD, weight_D = ctx.saved_tensors
+        grad_x_TD, grad_weight_D = norm_backward(grad_TD.contiguous(), x_TD, weight_D, ctx.eps, None)
+        return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
+
+
+class _AddNorm(torch.autograd.Function):
+    """Norm of x + delta, and that sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from plaudit.models.kernels import add_norm
+
+        normed_TD, summed_TD = add_norm(x_TD, delta_TD, weight_D, eps)
+        ctx.save_for_backward(summed_TD, weight_D)
+        ctx.eps, ctx.dtypes = eps, (x_TD.dtype, delta_TD.dtype)
+        return normed_TD, summed_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_normed_TD: Tensor, grad_summed_TD: Tensor):  # pyright: ignore
+        from plaudit.models.kernels import norm_backward
+
+        summed_TD, weight_D = ctx.saved_tensors
+        grads = norm_backward(grad_normed_TD.contiguous(), summed_TD, weight_D, ctx.eps, grad_summed_TD.contiguous())
+        return grads[0].to(ctx.dtypes[0]), grads[0].to(ctx.dtypes[1]), grads[1].to(weight_D.dtype), None
+
+
+class _NormHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_TE: Tensor, query_norm: Tensor, key_norm: Tensor, heads: Heads, eps: float) -> Tensor:
+        from plaudit.models.kernels import norm_heads
+
+        normed_TE = qkv_TE.clone()
+        norm_heads(normed_TE, heads, Rotation(qkv_TE, qkv_TE, query_norm, key_norm, eps))
+        ctx.save_for_backward(qkv_TE, query_norm, key_norm)
+        ctx.heads, ctx.eps = heads, eps
+        return normed_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor):  # pyright: ignore
+        from plaudit.models.kernels import norm_backward
+
+        qkv_TE, *weights = ctx.saved_tensors
+        heads, size, grads_of_weights = ctx.heads, ctx.heads.size, []
+        grad_TE, at = grad_TE.clone(), 0
+        for width, weight in zip((heads.query * size, heads.kv * size), weights, strict=True):
+            part = slice(at, at + width)
+            grads = norm_backward(grad_TE[:, part].reshape(-1, size), qkv_TE[:, part].reshape(-1, size), weight, ctx.eps, None)
+            grad_TE[:, part] = grads[0].view(len(grad_TE), width)
+            grads_of_weights.append(grads[1].to(weight.dtype))
+            at += width
+        return grad_TE, *grads_of_weights, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """Backward: turned the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        ctx.heads = heads
+        return _rotated(qkv_TE, cos_TD, sin_TD, heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor):  # pyright: ignore
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _rotated(grad_TE, cos_TD, -sin_TD, ctx.heads), None, None, None
+
+
+def _rotated(qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:
+    from plaudit.models.kernels import rotate
+
+    turned_TE = qkv_TE.clone(memory_format=torch.contiguous_format)
+    tables = Rotation(cos_TD.contiguous(), sin_TD.contiguous())
+    rotate(turned_TE, heads, tables, torch.arange(len(qkv_TE), device=qkv_TE.device))
+    return turned_TE
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TI: Tensor) -> Tensor:
+        from plaudit.models.kernels import swiglu
+
+        ctx.save_for_backward(gate_up_TI)
+        return swiglu(gate_up_TI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TI: Tensor):  # pyright: ignore
+        from plaudit.models.kernels import swiglu_backward
+
+        return swiglu_backward(grad_TI.contiguous(), *ctx.saved_tensors)

@@ -1,0 +1,120 @@
+"""Causal attention within packed sequences, in the order in which the sampler computes it token by token.
+
+A query meets the keys before it in blocks, each with the running maximum m so far, and blocks in stretches:
+
+    block:    m' = max(m, max s),   l' = l · 2^(m − m') + Σ 2^(s − m'),   o' = o · 2^(m − m') + Σ 2^(s − m') v
+    stretch:  begins with m = −∞, l = 0, o = 0; after it, the same sum of what was before it and of what it gave
+
+`attend_block` and `merge_stretch` are all that a query's result depends on: not on how many queries a program has, nor on
+whether one program has all stretches of a sequence or several share them (tensor cores add up in one order, whatever the tile). So
+`_attend` here and the sampler's (rollout/native/kernels/attention.py) give the same bits.
+"""
+
+# A launch takes more arguments than the kernel has.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plaudit.models.heads import block_tokens
+from plaudit.models.kernels.order import AS_WRITTEN
+
+LOG2_E = 1.4426950408889634
+STRETCH = 256  # tokens
+FEWEST_COLUMNS = tl.constexpr(16)  # that a product has
+ROWS, WARPS, STAGES = 64, 4, 3  # of queries in a program
+
+
+def attend(
+    query_THD: Tensor, key_UKD: Tensor, value_UKD: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Also log Σ exp(scores), [head, T] in fp32. A sequence with more keys than queries has its queries at the end."""
+    T, heads, size = query_THD.shape
+    out_THD = torch.empty(T, heads, size, dtype=query_THD.dtype, device=query_THD.device)
+    logsum_HT = torch.empty(heads, T, dtype=torch.float32, device=query_THD.device)
+    rows = min(ROWS, max(16, triton.next_power_of_2(longest_q)))
+    tiles = -(-longest_q // rows)
+    _attend[(tiles, len(starts_q) - 1, heads)](
+        query_THD, query_THD.stride(0), query_THD.stride(1), key_UKD, key_UKD.stride(0), key_UKD.stride(1),
+        value_UKD, value_UKD.stride(0), value_UKD.stride(1), starts_q, starts_k, out_THD, logsum_HT, T, scale * LOG2_E, tiles,
+        HEADS=heads, GROUP=heads // key_UKD.shape[1], D=size, WIDTH=triton.next_power_of_2(size),
+        ROWS=rows, BLOCK=block_tokens(size), STRETCH=STRETCH, num_warps=WARPS, num_stages=STAGES, **AS_WRITTEN,
+    )  # fmt: skip
+    return out_THD, logsum_HT
+
+
+@triton.jit
+def attend_block(query, key, value, valid, scale, best, total, out):
+    """Queries [rows, size], keys [size, tokens], values [tokens, size]; valid [rows or 1, tokens]."""
+    score = tl.where(valid, tl.dot(query, key, input_precision="ieee") * scale, -float("inf"))
+    new_best = tl.maximum(best, tl.max(score, 1))
+    # A block may hold nothing that a row may see.
+    safe = tl.where(new_best == -float("inf"), 0.0, new_best)
+    weight = tl.exp2(score - safe[:, None])
+    fade = tl.exp2(best - safe)
+    weight = weight.to(value.dtype)
+    # Tensor cores add up weights, too: threads would do it in an order that depends on how many there are.
+    ones = tl.full([value.shape[0], FEWEST_COLUMNS], 1.0, value.dtype)
+    total = tl.fma(total, fade, tl.max(tl.dot(weight, ones, input_precision="ieee"), 1))
+    out = tl.dot(weight, value, out * fade[:, None], input_precision="ieee")
+    return new_best, total, out
+
+
+@triton.jit
+def merge_stretch(all_best, all_total, all_out, best, total, out):
+    """What came before a stretch, and the stretch."""
+    new_best = tl.maximum(all_best, best)
+    safe = tl.where(new_best == -float("inf"), 0.0, new_best)
+    before = tl.exp2(all_best - safe)
+    now = tl.exp2(best - safe)
+    all_total = tl.fma(all_total, before, total * now)
+    all_out = tl.fma(all_out, tl.broadcast_to(before[:, None], all_out.shape), out * now[:, None])
+    return new_best, all_total, all_out
+
+
+@triton.jit
+def _attend(
+    query_ptr, query_stride, query_head_stride, key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride,
+    starts_q_ptr, starts_k_ptr, out_ptr, logsum_ptr, T, scale, tiles,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    """Each program: some queries of one head of one sequence."""
+    first = (tiles - 1 - tl.program_id(0)) * ROWS  # the longest work first
+    sequence = tl.program_id(1)
+    head = tl.program_id(2)
+    begin_q = tl.load(starts_q_ptr + sequence).to(tl.int64)
+    begin_k = tl.load(starts_k_ptr + sequence).to(tl.int64)
+    queries = (tl.load(starts_q_ptr + sequence + 1) - begin_q).to(tl.int32)
+    keys = (tl.load(starts_k_ptr + sequence + 1) - begin_k).to(tl.int32)
+    if first >= queries:
+        return
+    row = first + tl.arange(0, ROWS)
+    at = tl.arange(0, WIDTH)
+    token = tl.arange(0, BLOCK)
+    position = keys - queries + row
+    inside = (row[:, None] < queries) & (at[None, :] < D)
+    query_place = query_ptr + (begin_q + row[:, None]) * query_stride + head * query_head_stride + at[None, :]
+    query = tl.load(query_place, mask=inside, other=0.0)
+    key_place = key_ptr + begin_k * key_stride + (head // GROUP) * key_head_stride + at[:, None]
+    value_place = value_ptr + begin_k * value_stride + (head // GROUP) * value_head_stride + at[None, :]
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    all_best, all_total, all_out = best, total, out
+    for start in tl.range(0, tl.minimum(keys, keys - queries + first + ROWS), BLOCK):
+        if (start > 0) & (start % STRETCH == 0):
+            all_best, all_total, all_out = merge_stretch(all_best, all_total, all_out, best, total, out)
+            best = tl.full([ROWS], -float("inf"), tl.float32)  # with which nothing is left of total and out
+        there = (start + token).to(tl.int64)
+        key = tl.load(key_place + there[None, :] * key_stride, mask=(there[None, :] < keys) & (at[:, None] < D), other=0.0)
+        value = tl.load(value_place + there[:, None] * value_stride, mask=(there[:, None] < keys) & (at[None, :] < D), other=0.0)
+        valid = (start + token)[None, :] <= position[:, None]
+        best, total, out = attend_block(query, key, value, valid, scale, best, total, out)
+    best, total, out = merge_stretch(all_best, all_total, all_out, best, total, out)
+    out_place = out_ptr + ((begin_q + row[:, None]) * HEADS + head) * D + at[None, :]
+    tl.store(out_place, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    logsum = (best + tl.log2(total)) * 0.6931471805599453
+    tl.store(logsum_ptr + head.to(tl.int64) * T + begin_q + row, logsum, mask=row < queries)

@@ -1,0 +1,60 @@
+"""On a GPU, in bf16: what the sampler says of a token is what training computes for it, to the bit but for the last sum."""
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.data.pack import pack
+from plaudit.models.attention import packed_arguments
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.policy import load_model
+from plaudit.recipe import Model
+from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.types import Example
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU's products add up in many orders")
+KINDS = ["llama", "mistral", "qwen2", "qwen3"]
+LAST_SUM = 1e-5  # over the vocabulary, which both do in their own order
+
+
+def load(tiny_models, kind: str, dtype: str = "bfloat16"):
+    return load_model(Model(path=str(tiny_models[kind]), dtype=dtype), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_and_trainer_agree(tiny_models, kind):
+    """Prompts of a token and of many, few sequences and many, short ones and such as attention splits; in other company, too."""
+    model, rng = load(tiny_models, kind), np.random.default_rng(0)
+    engine = NativeEngine(model, None)
+    for count, new in ((40, 60), (3, 700)):
+        requests = [Request(f"p{i}", rng.integers(5, 300, 1 + 17 * i % 300), n=2) for i in range(count)]
+        prompts = {request.prompt_id: request.tokens for request in requests}
+        samples = list(engine.generate(requests, Sampling(max_new_tokens=new)))
+        examples = []
+        for sample in samples:
+            tokens = np.concatenate([prompts[sample.prompt_id], sample.tokens])
+            examples.append(Example(tokens, np.arange(len(tokens)) >= len(prompts[sample.prompt_id])))
+        said = torch.from_numpy(np.concatenate([sample.sampler_logprobs for sample in samples]))
+        together = target_logprobs(model, pack(examples, "cuda")).logprobs_N.detach().cpu()
+        assert (together - said).abs().max() < LAST_SUM
+        alone = [target_logprobs(model, pack([example], "cuda")).logprobs_N.detach().cpu() for example in examples[:5]]
+        assert (torch.cat(alone) - together[: sum(map(len, alone))]).abs().max() < LAST_SUM
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(tiny_models, kind):
+    """Of the same weights in fp32 and on the CPU, up to what bf16 rounds."""
+    half = load(tiny_models, kind)
+    exact = load_model(Model(path=str(tiny_models[kind]), dtype="float32"), torch.device("cpu"))
+    exact.load_state_dict({name: value.float().cpu() for name, value in half.state_dict().items()})
+    sequences = [np.arange(length) % 300 for length in (20, 1, 300)]
+    examples = [Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences]
+    wanted = torch.randn(321, half.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for model, device in ((half, "cuda"), (exact, "cpu")):
+        model.train()
+        states = model.get_decoder()(**packed_arguments(pack(examples, device)), use_cache=False).last_hidden_state[0]
+        (states.float() * wanted.to(device)).sum().backward()
+    for (name, ours), (_, theirs) in zip(half.named_parameters(), exact.named_parameters(), strict=True):
+        apart = (ours.grad.float().cpu() - theirs.grad).norm() / theirs.grad.norm()
+        assert apart < 0.03, name
