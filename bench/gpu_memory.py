@@ -31,7 +31,6 @@ from plaudit.data.pack import micro_batches
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.fused import ready_layers
-from plaudit.models.liger import use_liger
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import Policy
 from plaudit.models.weights import Visitor, Weights
@@ -52,11 +51,11 @@ def config_of(size: str) -> Any:
     )  # fmt: skip
 
 
-def build(size: str, device: torch.device) -> PreTrainedModel:
+def build(size: str, device: torch.device, *, liger: bool = False) -> PreTrainedModel:
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16, attn_implementation=attention.NAME)
-    ready_layers(model)
+    ready_layers(model, liger=liger)
     return model.train()
 
 
@@ -90,9 +89,7 @@ def settings_to_try() -> dict[str, dict[str, Any]]:
 
 def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tuple[list[float], float]:
     """The losses, and the median seconds of a step after the first."""
-    model = build(size, device)
-    if recipe.model.liger:
-        use_liger(model, device)
+    model = build(size, device, liger=recipe.model.liger)
     checkpoint_layers(model, recipe.model)
     policy = Policy(model, template=None)  # pyright: ignore (nothing is saved here)
     trainer = Trainer(policy, Optim(lr=1e-5, offload=recipe.optim.offload), seed=0, max_skipped_steps=0)

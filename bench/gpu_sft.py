@@ -116,7 +116,7 @@ def check_correct() -> None:
     single.load_state_dict(half.state_dict())
     targets = sum(e.num_targets for e in examples)
     padded_nll(exact, examples, targets).backward()
-    for name, model in (("bf16, variable-length flash", half), ("fp32, one by one", single)):
+    for name, model in (("bf16, fused layers", half), ("fp32, one by one", single)):
         loss = nll(target_logprobs(model, pack(examples, "cuda")).logprobs_N, targets)
         loss.backward()
         apart = whole = 0.0

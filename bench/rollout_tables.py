@@ -29,7 +29,7 @@ def line_of(entry: dict) -> str:
         case "sweep":
             found = f"{entry['rate']:,.0f} tokens/s" if entry["rate"] else f"does not fit ({entry['settings']['cache_gb']:.0f} GB)"
         case "mismatch":
-            found = f"mean {entry['mean']:.5f}, largest {entry['largest']:.3f}, entropy {entry['entropy']:.2f}"
+            found = f"mean {entry['mean']:.2g}, largest {entry['largest']:.2g}, entropy {entry['entropy']:.2f}"
             if "from_fp32" in entry:
                 found += f"; from fp32 {entry['from_fp32']:.5f}, the trainer {entry['trainer_from_fp32']:.5f}"
         case "cycles":
@@ -131,7 +131,7 @@ def sweep(entries: Entries, work: Work) -> str:
 def mismatch(entries: Entries, work: Work) -> str:
     rows = []
     for entry in (entry for entry in entries.values() if entry["section"] == "mismatch"):
-        numbers = [f"{entry['mean']:.5f}", f"{entry['largest']:.3f}", f"{entry['bias']:+.6f}", f"{entry['entropy']:.2f}"]
+        numbers = [f"{entry['mean']:.2g}", f"{entry['largest']:.2g}", f"{entry['bias']:+.2g}", f"{entry['entropy']:.2f}"]
         also = ("from_transformers", "from_fp32", "trainer_from_fp32")
         numbers += [f"{entry[name]:.5f}" if name in entry else "" for name in also]
         held = "≤" if entry["mean"] <= REQUIRED_MISMATCH else ">"

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from plaudit.data.pack import pack
-from plaudit.models.attention import packed_arguments
+from plaudit.models.attention import NAME, packed_arguments
+from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.policy import load_model
 from plaudit.recipe import Model
@@ -18,34 +20,50 @@ KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 LAST_SUM = 1e-5  # over the vocabulary, which both do in their own order
 
 
-def load(tiny_models, kind: str, dtype: str = "bfloat16"):
-    return load_model(Model(path=str(tiny_models[kind]), dtype=dtype), torch.device("cuda"))
+def agrees(model, count: int, longest: int, new: int) -> None:
+    """What the engine says of prompts of 1…`longest` tokens and their responses, and what training does: packed, and one by one."""
+    rng, engine = np.random.default_rng(0), NativeEngine(model, None)
+    requests = [Request(f"p{i}", rng.integers(5, 300, 1 + 17 * i % longest), n=2) for i in range(count)]
+    prompts = {request.prompt_id: request.tokens for request in requests}
+    samples = list(engine.generate(requests, Sampling(max_new_tokens=new)))
+    examples = []
+    for sample in samples:
+        tokens = np.concatenate([prompts[sample.prompt_id], sample.tokens])
+        examples.append(Example(tokens, np.arange(len(tokens)) >= len(prompts[sample.prompt_id])))
+    said = torch.from_numpy(np.concatenate([sample.sampler_logprobs for sample in samples]))
+    together = target_logprobs(model, pack(examples, "cuda")).logprobs_N.detach().cpu()
+    assert (together - said).abs().max() < LAST_SUM
+    alone = torch.cat([target_logprobs(model, pack([example], "cuda")).logprobs_N.detach().cpu() for example in examples[:5]])
+    assert (alone - together[: len(alone)]).abs().max() < LAST_SUM
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampler_and_trainer_agree(tiny_models, kind):
-    """Prompts of a token and of many, few sequences and many, short ones and such as attention splits; in other company, too."""
-    model, rng = load(tiny_models, kind), np.random.default_rng(0)
-    engine = NativeEngine(model, None)
+def test_sampler_and_trainer_agree(tiny_models, kind, dtype):
+    """Few sequences and many, short ones and such as attention splits."""
+    model = load_model(Model(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda")).to(getattr(torch, dtype))
     for count, new in ((40, 60), (3, 700)):
-        requests = [Request(f"p{i}", rng.integers(5, 300, 1 + 17 * i % 300), n=2) for i in range(count)]
-        prompts = {request.prompt_id: request.tokens for request in requests}
-        samples = list(engine.generate(requests, Sampling(max_new_tokens=new)))
-        examples = []
-        for sample in samples:
-            tokens = np.concatenate([prompts[sample.prompt_id], sample.tokens])
-            examples.append(Example(tokens, np.arange(len(tokens)) >= len(prompts[sample.prompt_id])))
-        said = torch.from_numpy(np.concatenate([sample.sampler_logprobs for sample in samples]))
-        together = target_logprobs(model, pack(examples, "cuda")).logprobs_N.detach().cpu()
-        assert (together - said).abs().max() < LAST_SUM
-        alone = [target_logprobs(model, pack([example], "cuda")).logprobs_N.detach().cpu() for example in examples[:5]]
-        assert (torch.cat(alone) - together[: sum(map(len, alone))]).abs().max() < LAST_SUM
+        agrees(model, count, 300, new)
+
+
+@pytest.mark.parametrize("count", [1, 4, 17, 70])
+def test_they_agree_in_the_widths_of_large_models(count):
+    """One layer of Qwen2.5-7B: products that the library splits for few rows, if it may."""
+    config = Qwen2Config(
+        vocab_size=320, hidden_size=3584, num_hidden_layers=2, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, max_position_embeddings=2048, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
+    ready_layers(model)
+    agrees(model, count, 90, 40)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(tiny_models, kind):
     """Of the same weights in fp32 and on the CPU, up to what bf16 rounds."""
-    half = load(tiny_models, kind)
+    half = load_model(Model(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda"))
     exact = load_model(Model(path=str(tiny_models[kind]), dtype="float32"), torch.device("cpu"))
     exact.load_state_dict({name: value.float().cpu() for name, value in half.state_dict().items()})
     sequences = [np.arange(length) % 300 for length in (20, 1, 300)]

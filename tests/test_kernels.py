@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from plaudit.models import fused
 from plaudit.models.heads import Heads, Rotation, block_tokens
-from plaudit.models.products import parts_of
+from plaudit.models.products import PARTS, comes_in_parts, product_in_parts
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native import plain
 from plaudit.rollout.native.cache import CacheShape, CacheView
@@ -167,9 +168,15 @@ def test_add_norm_of_parts(dtype, parts):
         torch.testing.assert_close(a, b)
 
 
-def test_parts_of_products():
-    """A long inner dimension is split, if fast products can read the parts."""
-    assert [parts_of(*shape) for shape in ((3584, 3584), (4864, 896), (18944, 3584), (4868, 896))] == [1, 2, 2, 1]
+def test_parts_of_a_product():
+    g = generator(0)
+    x, weight = (torch.randn(shape, generator=g).to(DEVICE, torch.float16) for shape in ((5, 160), (64, 160)))
+    parts = product_in_parts(x, weight)
+    assert parts.shape == (PARTS, 5, 64)
+    close(parts.sum(0), exact(x) @ exact(weight).T, torch.float32, times=4)
+    assert comes_in_parts(x, weight, None) == (DEVICE.type == "cuda")
+    assert not comes_in_parts(x[:, :120], weight[:, :120], None), "not much longer than there are columns"
+    assert not comes_in_parts(x, weight, weight[:, 0]), "nobody adds a bias to parts"
 
 
 @both
@@ -546,19 +553,19 @@ def test_swiglu_backward(dtype, tokens, half):
 @pytest.mark.parametrize(
     ("kind", "checkpointed"), [("llama", True), ("llama", False), ("mistral", False), ("qwen2", False), ("qwen3", False)]
 )
-def test_fused_layers(tiny_models, kind, checkpointed):
+def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     """Hidden states and every gradient are those of the model's own modules; also of one whose weights lie apart again."""
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
-    from plaudit.models.fused import fuse_layers
     from plaudit.models.policy import load_model
     from plaudit.recipe import Model
     from plaudit.types import Example
 
     recipe = Model(path=str(tiny_models[kind]), dtype="float32")
     theirs, ours, apart = (load_model(recipe, DEVICE) for _ in range(3))
+    monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
     for model in (ours, apart):
-        fuse_layers(model)
+        fused.fuse_layers(model)
     for parameter in apart.parameters():
         parameter.data = parameter.data.clone()
     sequences = [np.arange(length) % 300 for length in (4, 1, 6)]
@@ -579,6 +586,18 @@ def test_fused_layers(tiny_models, kind, checkpointed):
                 torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5 * size, msg=lambda m, n=name: n + m)
             else:
                 assert parameter.grad is None, name
+
+
+def test_a_product_in_parts_learns():
+    g = generator(1)
+    x, weight = (torch.randn(shape, generator=g).to(DEVICE).requires_grad_() for shape in ((5, 160), (64, 160)))
+    wanted = torch.randn(5, 64, generator=g).to(DEVICE)
+    found = fused._ProductInParts.apply(x, weight)
+    close(found.detach(), exact(x) @ exact(weight).T, torch.float32, times=4)
+    at = exact(x).requires_grad_(), exact(weight).requires_grad_()
+    expected = torch.autograd.grad(at[0] @ at[1].T, at, exact(wanted))
+    for ours, theirs in zip(torch.autograd.grad(found, (x, weight), wanted), expected, strict=True):
+        close(ours, theirs, torch.float32, times=4)
 
 
 # Noise ---------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from plaudit.loops import rl
 from plaudit.models import residual
 from plaudit.models.liger import use_liger
 from plaudit.models.memory import Budget
+from plaudit.models.products import side_by_side, together
 from plaudit.models.weights import Visitor
 from plaudit.recipe import Optim
 from plaudit.rollout.native.engine import NativeEngine
@@ -155,6 +156,23 @@ def test_on_a_gpu_offloaded_state_makes_the_same_steps(tiny_models, monkeypatch,
 
 
 # A model that is away -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_side_by_side_comes_back_so(device):
+    """Or products of it would have to be made one by one, or the whole be made anew."""
+    module = nn.ModuleDict({name: nn.Linear(5, rows) for name, rows in (("a", 3), ("b", 4))}).to(device)
+    module.register_buffer("strided", torch.arange(12.0, device=device).view(3, 4).T[1:])
+    weights = [module[name].weight for name in "ab"]
+    whole = together(weights).clone()
+    visitor = Visitor(module, torch.device(device))
+    for times in (1, 2, 4):
+        with visitor.present():
+            found = side_by_side(weights)
+            assert torch.equal(found, whole * times)
+            found.mul_(2)
+            assert torch.equal(module.strided.cpu(), torch.arange(12.0).view(3, 4).T[1:])
+        assert all(parameter.device == CPU for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("device", DEVICES)

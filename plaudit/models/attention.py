@@ -3,7 +3,8 @@
 Any model that goes through transformers' attention interface (Llama, Qwen, Mistral and their kin) runs on packed batches with it,
 unchanged: the batch's sequence starts travel through the model's keyword arguments. On a GPU in half precision all sequences go
 through one kernel, which adds up in the order of the sampler's, with the backward pass of torch's flash attention; with a sliding
-window through torch's variable-length flash attention. Elsewhere each goes through `scaled_dot_product_attention` on its own.
+window, or heads of odd sizes, through torch's variable-length flash attention. Elsewhere each goes through
+`scaled_dot_product_attention` on its own.
 What this does not compute (soft caps, attention sinks) is refused, never computed wrong.
 """
 
@@ -101,7 +102,7 @@ def attend_packed(
     # A window only matters to sequences longer than it.
     window = window if window and window < longest_k else None
     if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        if window is None:
+        if window is None and _in_order_fits(query_THD, key_UKD, value_UKD):
             scale = query_THD.shape[-1] ** -0.5 if scale is None else scale
             return _InOrder.apply(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale)  # pyright: ignore
         return _flash(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale, window)
@@ -137,6 +138,13 @@ def _causal_mask(queries: int, keys: int, window: int | None, device: torch.devi
     """The last query stands at the last key. Each sees keys up to and with its own, `window` of them if there is one."""
     behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     return (behind >= 0) & (behind < (window or keys))
+
+
+def _in_order_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """What the kernel computes, and flash attention's backward pass."""
+    size = query.shape[-1]
+    alike = all(x.shape[-1] == size and x.stride(-1) == 1 for x in (query, key, value))
+    return alike and 16 <= size <= 256 and size % 8 == 0
 
 
 class _InOrder(torch.autograd.Function):

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from plaudit.models.attention import attend_packed, window_of
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.liger import use_liger
-from plaudit.models.products import parts_of, product, product_in_parts, side_by_side, together
+from plaudit.models.products import comes_in_parts, product, product_in_parts, side_by_side, together
 from plaudit.models.residual import is_known, is_precise, keep_residual_precise
 
 
 def ready_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
-    """As plaudit trains them from here on; no part of the model is changed or saved differently. They are fused on a GPU, in half
-    precision, if they are of a kind that we know and the recipe does not want Liger's kernels."""
+    """As plaudit trains them from here on; weights stay what they are, and are saved as they were. Layers are fused on a GPU, in
+    half precision, if they are of a kind that we know and the recipe does not want Liger's kernels."""
     keep_residual_precise(model)
     if liger:
         use_liger(model, model.device)
@@ -66,19 +66,28 @@ def _with_one_input(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
     )
 
 
+def _kernels_run_on(x: Tensor) -> bool:
+    """A model may have left the GPU since."""
+    return x.is_cuda
+
+
 class _FusedNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _kernels_run_on(hidden_states):
+            return super().forward(hidden_states)
         norm: Any = self
-        x_TD = hidden_states.flatten(0, -2)
+        x_TD = hidden_states.flatten(0, -2).contiguous()
         return _Norm.apply(x_TD, norm.weight, norm.variance_epsilon).view(hidden_states.shape)  # pyright: ignore
 
 
 class _FusedLayer(nn.Module):
+    """The modules within the layer are not called (nor are hooks on them), only their weights are read."""
+
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         layer: Any = self
         (q, k, v), (o,), (gate, up), (down,) = products = _with_one_input(layer)
         attention = layer.self_attn
-        packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("kv") is None
+        packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("kv") is None and _kernels_run_on(hidden_states)
         drops = self.training and attention.attention_dropout > 0
         if not packed or drops or any(type(module) is not nn.Linear for parts in products for module in parts):
             return super().forward(hidden_states, **kwargs)
@@ -107,9 +116,9 @@ def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
 
 def _sum_product(x_TI: Tensor, module: nn.Linear) -> Tensor:
     """Of which the sampler adds up parts."""
-    if module.bias is not None or parts_of(module.in_features, module.out_features) == 1:
-        return _product(x_TI, module)
-    return _ProductInParts.apply(x_TI, module.weight)  # pyright: ignore
+    if comes_in_parts(x_TI, module.weight, module.bias):
+        return _ProductInParts.apply(x_TI, module.weight)  # pyright: ignore
+    return _product(x_TI, module)
 
 
 class _Product(torch.autograd.Function):
@@ -121,7 +130,7 @@ class _Product(torch.autograd.Function):
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
         whole, bias = side_by_side(weights), side_by_side(biases) if biases else None
-        if whole is None or (biases and bias is None):  # a model that was offloaded, say
+        if whole is None or (biases and bias is None):  # somebody has moved them
             return torch.cat([product(x_TD, *one) for one in zip(weights, biases or [None] * count, strict=True)], -1)
         return product(x_TD, whole, bias)
 
@@ -149,7 +158,7 @@ class _ProductInParts(torch.autograd.Function):
         from plaudit.models.kernels import join_parts
 
         ctx.save_for_backward(x_TI, weight_DI)
-        return join_parts(product_in_parts(x_TI, weight_DI, parts_of(x_TI.shape[1], len(weight_DI))), x_TI.dtype)
+        return join_parts(product_in_parts(x_TI, weight_DI), x_TI.dtype)
 
     @staticmethod
     @once_differentiable
@@ -206,7 +215,7 @@ class _NormHeads(torch.autograd.Function):
         from plaudit.models.kernels import norm_heads
 
         normed_TE = qkv_TE.clone()
-        norm_heads(normed_TE, heads, Rotation(qkv_TE, qkv_TE, query_norm, key_norm, eps))
+        norm_heads(normed_TE, heads, query_norm, key_norm, eps)
         ctx.save_for_backward(qkv_TE, query_norm, key_norm)
         ctx.heads, ctx.eps = heads, eps
         return normed_TE
@@ -229,7 +238,7 @@ class _NormHeads(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Backward: turned the other way."""
+    """Backward: turned the other way (both halves of a head turn by the same angles)."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:

@@ -1,4 +1,4 @@
-"""What attention is made of."""
+"""What attention is made of, and in what pieces it is computed on a GPU."""
 
 from typing import NamedTuple
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -117,37 +117,60 @@ class Weights(Generic[Model]):
 
 
 class HostCopies:
-    """All tensors of a module, in the host's memory: pinned where there is a GPU to copy them to."""
+    """All tensors of a module, in the host's memory: pinned where there is a GPU to copy them to. Those that lie side by side, as
+    views of one tensor, come back so."""
 
     def __init__(self, module: nn.Module):
-        tensors = [*module.parameters(), *module.buffers()]
-        sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED for tensor in tensors]
-        whole = host_memory(self, sum(sizes))
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        for tensor, part in zip(tensors, whole.split(sizes), strict=True):
-            copy = part[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            self._pairs.append((tensor, copy.copy_(tensor.detach(), non_blocking=True)))
-        _wait()
+        shared: dict[int, list[Tensor]] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            shared.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        sizes = [-(-tensors[0].untyped_storage().nbytes() // ALIGNED) * ALIGNED for tensors in shared.values()]
+        pieces = host_memory(self, sum(sizes)).split(sizes)
+        layouts = [[(tensor, _Layout.of(tensor)) for tensor in tensors] for tensors in shared.values()]
+        self._pieces = list(zip(pieces, layouts, strict=True))
+        self.take_changes()
 
     def take_changes(self) -> None:
         """What the device's tensors have become since."""
-        for tensor, copy in self._pairs:
-            copy.copy_(tensor.detach(), non_blocking=True)
+        for piece, tensors in self._pieces:
+            for tensor, layout in tensors:
+                layout.in_piece(piece).copy_(tensor.detach(), non_blocking=True)
         _wait()
 
     def send_away(self) -> None:
         """The module's tensors are those of the host now; the device's have no owner left."""
-        for tensor, copy in self._pairs:
-            tensor.data = copy
+        for piece, tensors in self._pieces:
+            for tensor, layout in tensors:
+                tensor.data = layout.in_piece(piece)
 
     def bring_back(self, device: torch.device) -> None:
         try:
-            for tensor, copy in self._pairs:
-                tensor.data = copy.to(device, non_blocking=True, copy=True)
+            for piece, tensors in self._pieces:
+                there = piece.to(device, non_blocking=True, copy=True)
+                for tensor, layout in tensors:
+                    tensor.data = layout.in_piece(there)
             _wait()
         except BaseException:
             self.send_away()  # not half of it
             raise
+
+
+class _Layout(NamedTuple):
+    """Where a tensor lies in its memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Layout":
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def in_piece(self, piece: Tensor) -> Tensor:
+        """The tensor in a copy of its memory, given as bytes."""
+        numbers = piece.view(self.dtype)
+        return numbers.as_strided(self.shape, self.stride, numbers.storage_offset() + self.offset)
 
 
 class Visitor:

@@ -82,6 +82,7 @@ def _attend(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """Each program: some queries of one head of one sequence."""
+    tl.static_assert(STRETCH % BLOCK == 0)
     first = (tiles - 1 - tl.program_id(0)) * ROWS  # the longest work first
     sequence = tl.program_id(1)
     head = tl.program_id(2)

@@ -78,7 +78,7 @@ HEADS_AT_ONCE = 4
 
 def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor) -> None:
     """Queries and keys turned by their positions, in place, after their norms if there are any. A position below 0 is nobody's."""
-    norm_heads(qkv_TE, heads, rotation)
+    norm_heads(qkv_TE, heads, rotation.query_norm, rotation.key_norm, rotation.eps)
     turned = heads.query + heads.kv
     _rotate[(len(qkv_TE), -(-turned // HEADS_AT_ONCE))](
         qkv_TE, qkv_TE.stride(0), rotation.cos, rotation.sin, positions_T, positions_T.stride(0),
@@ -114,13 +114,13 @@ def _rotate(
     tl.store(place + D // 2, turned_b.to(dtype), mask=inside)
 
 
-def norm_heads(qkv_TE: Tensor, heads: Heads, rotation: Rotation) -> None:
+def norm_heads(qkv_TE: Tensor, heads: Heads, query_norm: Tensor | None, key_norm: Tensor | None, eps: float) -> None:
     """Norms of queries and keys, in place, for models that have such."""
-    if rotation.query_norm is None:
+    if query_norm is None:
         return
     turned = heads.query + heads.kv
     _norm_heads[(len(qkv_TE), -(-turned // HEADS_AT_ONCE))](
-        qkv_TE, qkv_TE.stride(0), rotation.query_norm, rotation.key_norm, rotation.eps,
+        qkv_TE, qkv_TE.stride(0), query_norm, key_norm, eps,
         QUERY=heads.query, TURNED=turned, D=heads.size, WIDTH=triton.next_power_of_2(heads.size), AT_ONCE=HEADS_AT_ONCE,
         num_warps=2, **AS_WRITTEN,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from plaudit.models.attention import window_of
 from plaudit.models.heads import Heads, Rotation
-from plaudit.models.products import product, product_in_parts, together
+from plaudit.models.products import comes_in_parts, product, product_in_parts, together
 from plaudit.models.residual import is_precise
 from plaudit.rollout.native.attention import DecodeStep, ReadStep, WholeStep
 from plaudit.rollout.native.cache import next_power_of_2
@@ -63,11 +63,9 @@ class _Fused:
     def __call__(self, x_TD: Tensor) -> Tensor:
         return product(x_TD, self.weight, self.bias) if self.packed is None else self.packed(x_TD)
 
-    def in_parts(self, x_TI: Tensor, ops: Any) -> Tensor:
+    def in_parts(self, x_TI: Tensor) -> Tensor:
         """Parts of it, fp32 [parts, T, D], for whoever adds them up anyway; or the whole, [T, D]."""
-        half = x_TI.is_cuda and x_TI.element_size() == 2
-        parts = ops.parts_of(x_TI.shape[1], len(self.weight)) if half and self.bias is None else 1
-        return self(x_TI) if parts == 1 else product_in_parts(x_TI, self.weight, parts)
+        return product_in_parts(x_TI, self.weight) if comes_in_parts(x_TI, self.weight, self.bias) else self(x_TI)
 
 
 class _Layer:
@@ -137,6 +135,6 @@ class FusedDecoder:
                 step.keep(index, qkv_TE, self.heads, rotation)
                 return x_TD  # nobody wants to know what comes out of the last layer, only its keys and values
             attended_TE = step.attend_fused(index, qkv_TE, self.heads, rotation, layer.scale, layer.window)
-            normed_TD, x_TD = ops.add_norm(x_TD, layer.out.in_parts(attended_TE, ops), layer.norms[1], eps)
-            delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)), ops)
+            normed_TD, x_TD = ops.add_norm(x_TD, layer.out.in_parts(attended_TE), layer.norms[1], eps)
+            delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)))
         return ops.add_norm(x_TD, delta, self.norm, eps)[0]

@@ -11,11 +11,6 @@ from plaudit.rollout.native.noise import position_keys
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, Draw
 
 
-def parts_of(inner: int, columns: int) -> int:
-    """Into how many parts the inner dimension of a product that `add_norm` adds to something is split."""
-    return 1
-
-
 def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm of x + delta, in the weight's dtype; and that sum, in x's."""
     x_TD = x_TD if delta_TD is None else x_TD + delta_TD

@@ -1,7 +1,6 @@
 """The engine's operations as Triton kernels, for a GPU. `plain.py` next door says in torch what each of them computes."""
 
 from plaudit.models.kernels.layers import add_norm, rotate, swiglu
-from plaudit.models.products import parts_of
 from plaudit.rollout.native.kernels.attention import attend, rotate_and_attend
 from plaudit.rollout.native.kernels.draw import draw_and_advance
 from plaudit.rollout.native.kernels.layers import rotate_and_write, write
@@ -10,7 +9,6 @@ __all__ = [
     "add_norm",
     "attend",
     "draw_and_advance",
-    "parts_of",
     "rotate",
     "rotate_and_attend",
     "rotate_and_write",

@@ -53,7 +53,7 @@ def rotate_and_attend(
     qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, positions_B: Tensor,
     *, scale: float, window: int | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    norm_heads(qkv_BE, heads, rotation)
+    norm_heads(qkv_BE, heads, rotation.query_norm, rotation.key_norm, rotation.eps)
     query_BHD = qkv_BE.view(len(qkv_BE), -1, heads.size)[:, : heads.query]
     return _launch(query_BHD, cache, layer, positions_B, scale, window, longest, rotation)
 
@@ -115,6 +115,7 @@ def _attend(
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, STRETCH: tl.constexpr, ROTATE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(STRETCH % BLOCK == 0)
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
