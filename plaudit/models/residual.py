@@ -2,7 +2,7 @@
 
 Every layer adds to what came before, and in bf16 every sum is rounded to eight bits: over the layers of a model that is most of its
 rounding error, and it comes out different for every way of batching the same tokens. Here the sum stays in fp32, while products and
-attention run in half precision as before. Training keeps a tenth more of activations for it.
+attention run in half precision as before. Training keeps a tenth more of activations for it than it would in bf16.
 """
 
 from typing import Any
