@@ -205,6 +205,7 @@ def host_memory(owner: object, size: int) -> Tensor:
     # Whole pages: one that is pinned twice, for two owners, is an error.
     memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % PAGE :][: -(-max(size, 1) // PAGE) * PAGE]
+    memory.zero_()  # by all threads: pages that nobody has touched yet are pinned one by one
     cudart: Any = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     # It holds the memory, which must not be freed before.
