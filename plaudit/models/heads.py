@@ -27,4 +27,8 @@ BLOCK_NUMBERS, BLOCK_TOKENS = 4096, (16, 64)  # of a key-value head; at least an
 def block_tokens(head_size: int) -> int:
     """Keys that a GPU's attention meets at once: as many as a program best reads."""
     fewest, most = BLOCK_TOKENS
-    return min(max(BLOCK_NUMBERS // (1 << (head_size - 1).bit_length()), fewest), most)
+    return min(max(BLOCK_NUMBERS // next_power_of_2(head_size), fewest), most)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plaudit.models.heads import block_tokens
+from plaudit.models.heads import block_tokens, next_power_of_2
 from plaudit.models.kernels.order import AS_WRITTEN
 
 LOG2_E = 1.4426950408889634
@@ -34,12 +34,12 @@ def attend(
     T, heads, size = query_THD.shape
     out_THD = torch.empty(T, heads, size, dtype=query_THD.dtype, device=query_THD.device)
     logsum_HT = torch.empty(heads, T, dtype=torch.float32, device=query_THD.device)
-    rows = min(ROWS, max(16, triton.next_power_of_2(longest_q)))
+    rows = min(ROWS, max(16, next_power_of_2(longest_q)))
     tiles = -(-longest_q // rows)
     _attend[(tiles, len(starts_q) - 1, heads)](
         query_THD, query_THD.stride(0), query_THD.stride(1), key_UKD, key_UKD.stride(0), key_UKD.stride(1),
         value_UKD, value_UKD.stride(0), value_UKD.stride(1), starts_q, starts_k, out_THD, logsum_HT, T, scale * LOG2_E, tiles,
-        HEADS=heads, GROUP=heads // key_UKD.shape[1], D=size, WIDTH=triton.next_power_of_2(size),
+        HEADS=heads, GROUP=heads // key_UKD.shape[1], D=size, WIDTH=next_power_of_2(size),
         ROWS=rows, BLOCK=block_tokens(size), STRETCH=STRETCH, num_warps=WARPS, num_stages=STAGES, **AS_WRITTEN,
     )  # fmt: skip
     return out_THD, logsum_HT

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plaudit.models.heads import Heads, Rotation
+from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.kernels.order import AS_WRITTEN
 
 
@@ -20,7 +20,7 @@ def add_norm(x_TD: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) -
     normed_TD = torch.empty_like(x_TD, dtype=weight_D.dtype)
     summed_TD = x_TD if delta is None else torch.empty_like(x_TD)
     T, D = x_TD.shape
-    block = triton.next_power_of_2(D)
+    block = next_power_of_2(D)
     parts = 0 if delta is None else 1 if delta.dim() == 2 else len(delta)
     _add_norm[(T,)](
         x_TD, x_TD if delta is None else delta, weight_D, normed_TD, summed_TD, eps, T * D,
@@ -82,7 +82,7 @@ def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor
     turned = heads.query + heads.kv
     _rotate[(len(qkv_TE), -(-turned // HEADS_AT_ONCE))](
         qkv_TE, qkv_TE.stride(0), rotation.cos, rotation.sin, positions_T, positions_T.stride(0),
-        TURNED=turned, D=heads.size, HALF=triton.next_power_of_2(heads.size // 2), AT_ONCE=HEADS_AT_ONCE, num_warps=2, **AS_WRITTEN,
+        TURNED=turned, D=heads.size, HALF=next_power_of_2(heads.size // 2), AT_ONCE=HEADS_AT_ONCE, num_warps=2, **AS_WRITTEN,
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def norm_heads(qkv_TE: Tensor, heads: Heads, query_norm: Tensor | None, key_norm
     turned = heads.query + heads.kv
     _norm_heads[(len(qkv_TE), -(-turned // HEADS_AT_ONCE))](
         qkv_TE, qkv_TE.stride(0), query_norm, key_norm, eps,
-        QUERY=heads.query, TURNED=turned, D=heads.size, WIDTH=triton.next_power_of_2(heads.size), AT_ONCE=HEADS_AT_ONCE,
+        QUERY=heads.query, TURNED=turned, D=heads.size, WIDTH=next_power_of_2(heads.size), AT_ONCE=HEADS_AT_ONCE,
         num_warps=2, **AS_WRITTEN,
     )  # fmt: skip
 
@@ -174,7 +174,7 @@ def norm_backward(
     y = w · x r,  r = (mean x² + ε)^−½:      ∂x = r (g − x r · mean(g · x r)),  g = w ∂y      ∂w = Σ_t ∂y · x r
     """
     T, D = x_TD.shape
-    block, programs = triton.next_power_of_2(D), min(T, PROGRAMS)
+    block, programs = next_power_of_2(D), min(T, PROGRAMS)
     grad_TD = torch.empty(T, D, dtype=torch.float32, device=x_TD.device)
     grad_weight_ND = torch.empty(programs, D, dtype=torch.float32, device=x_TD.device)
     _norm_backward[(programs,)](

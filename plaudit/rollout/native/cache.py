@@ -21,10 +21,6 @@ FREE_SHARE = 0.92  # of what is free, at most: activations need some
 COPIED_AT_ONCE = 32  # blocks, which lie in memory a second time while they are copied
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class CacheShape:
     layers: int

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plaudit.models.attention import window_of
-from plaudit.models.heads import Heads, Rotation
+from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.products import comes_in_parts, product, product_in_parts, together
 from plaudit.models.residual import is_precise
 from plaudit.rollout.native.attention import DecodeStep, ReadStep, WholeStep
-from plaudit.rollout.native.cache import next_power_of_2
 from plaudit.rollout.native.packed import packed
 
 MOST_POSITIONS = 1 << 17  # that rotations are computed for before anyone needs them

@@ -22,9 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.errors import PlauditError
+from plaudit.models.heads import next_power_of_2
 from plaudit.models.memory import total_memory
 from plaudit.rollout.engine import MAX_SEQUENCES, Engine, Request, Sampling
-from plaudit.rollout.native.cache import CacheView, next_power_of_2
+from plaudit.rollout.native.cache import CacheView
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, NOBODY, Draw, Memory, Rows, draw_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from plaudit.rollout.native.cache import next_power_of_2
+from plaudit.models.heads import next_power_of_2
 
 # Captures share one stream of torch's, and a judge in a thread of its own may come to one while the policy samples.
 _CAPTURING = threading.Lock()

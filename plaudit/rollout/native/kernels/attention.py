@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plaudit.models.heads import Heads, Rotation
+from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.kernels.attention import LOG2_E, STRETCH, attend_block, merge_stretch
 from plaudit.models.kernels.layers import norm_heads
 from plaudit.models.kernels.order import AS_WRITTEN
-from plaudit.rollout.native.cache import CacheView, next_power_of_2
+from plaudit.rollout.native.cache import CacheView
 
 FEWEST_QUERY_ROWS = 16  # that tensor cores take
 WARPS, STAGES = 2, 3

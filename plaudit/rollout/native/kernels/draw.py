@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from plaudit.rollout.native.cache import next_power_of_2
+from plaudit.models.heads import next_power_of_2
 from plaudit.rollout.native.rows import AT_LIMIT, COLUMNS, ENDED, RUNNING, Draw
 
 TILE = 4096

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plaudit.models.heads import Heads, Rotation
+from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.kernels.layers import rotate
-from plaudit.rollout.native.cache import CacheView, next_power_of_2
+from plaudit.rollout.native.cache import CacheView
 
 
 def rotate_and_write(
