@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from plaudit.models.attention import attend_packed, window_of
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.liger import use_liger
-from plaudit.models.products import comes_in_parts, product, product_in_parts, side_by_side, together
+from plaudit.models.products import comes_in_parts, product, product_in_parts, side_by_side, weight_and_bias
 from plaudit.models.residual import is_known, is_precise, keep_residual_precise
 
 
@@ -36,10 +36,8 @@ def ready_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
 def fuse_layers(model: PreTrainedModel) -> None:
     decoder: Any = model.get_decoder()
     for layer in decoder.layers:
-        for parts in _with_one_input(layer):
-            together([part.weight for part in parts])
-            if parts[0].bias is not None:
-                together([part.bias for part in parts])
+        for modules in linears_by_input(layer):
+            weight_and_bias(modules)
         layer.__class__ = _with(_FusedLayer, type(layer))
     decoder.norm.__class__ = _with(_FusedNorm, type(decoder.norm))
 
@@ -56,7 +54,8 @@ def _with(ours: type, theirs: type) -> type:
     return type(theirs.__name__, (ours, theirs), {})
 
 
-def _with_one_input(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+def linears_by_input(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+    """Those of queries, keys and values; out; gate and up; down."""
     attention, mlp = layer.self_attn, layer.mlp
     return (
         (attention.q_proj, attention.k_proj, attention.v_proj),
@@ -85,11 +84,11 @@ class _FusedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         layer: Any = self
-        (q, k, v), (o,), (gate, up), (down,) = products = _with_one_input(layer)
+        (q, k, v), (o,), (gate, up), (down,) = linears = linears_by_input(layer)
         attention = layer.self_attn
         packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("kv") is None and _kernels_run_on(hidden_states)
         drops = self.training and attention.attention_dropout > 0
-        if not packed or drops or any(type(module) is not nn.Linear for parts in products for module in parts):
+        if not packed or drops or any(type(module) is not nn.Linear for modules in linears for module in modules):
             return super().forward(hidden_states, **kwargs)
         first, second = layer.input_layernorm, layer.post_attention_layernorm
         x_TD, starts, longest, size = hidden_states[0], kwargs["cu_seq_lens_q"], kwargs["max_length_q"], attention.head_dim
@@ -103,10 +102,10 @@ class _FusedLayer(nn.Module):
         q_THD, k_TKD, v_TKD = qkv_TE.view(len(x_TD), -1, size).split([heads.query, heads.kv, heads.kv], 1)  # pyright: ignore
         options = {"scale": attention.scaling, "window": window_of(attention)}
         attended_THD = attend_packed(q_THD, k_TKD, v_TKD, starts, starts, longest, longest, **options)
-        out_TD = _sum_product(attended_THD.flatten(1), o)
+        out_TD = _product(attended_THD.flatten(1), o)
         normed_TD, x_TD = _AddNorm.apply(x_TD, out_TD, second.weight, second.variance_epsilon)  # pyright: ignore
         gated_TI = _SwiGLU.apply(_product(normed_TD, gate, up))
-        return (x_TD + _sum_product(gated_TI, down))[None]  # pyright: ignore
+        return (x_TD + _product(gated_TI, down))[None]  # pyright: ignore
 
 
 def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
@@ -114,15 +113,8 @@ def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
     return _Product.apply(x_TD, len(modules), *(module.weight for module in modules), *biases)  # pyright: ignore
 
 
-def _sum_product(x_TI: Tensor, module: nn.Linear) -> Tensor:
-    """Of which the sampler adds up parts."""
-    if comes_in_parts(x_TI, module.weight, module.bias):
-        return _ProductInParts.apply(x_TI, module.weight)  # pyright: ignore
-    return _product(x_TI, module)
-
-
 class _Product(torch.autograd.Function):
-    """x (W₁ W₂ …)ᵀ + (b₁ b₂ …): one product, of weights that lie side by side."""
+    """x (W₁ W₂ …)ᵀ + (b₁ b₂ …): one product, of weights that lie side by side; of one alone, in parts if the sampler has it so."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, count: int, *parameters: Tensor) -> Tensor:
@@ -130,6 +122,10 @@ class _Product(torch.autograd.Function):
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
         whole, bias = side_by_side(weights), side_by_side(biases) if biases else None
+        if count == 1 and comes_in_parts(x_TD, weights[0], bias):
+            from plaudit.models.kernels import join_parts
+
+            return join_parts(product_in_parts(x_TD, weights[0]), x_TD.dtype)
         if whole is None or (biases and bias is None):  # somebody has moved them
             return torch.cat([product(x_TD, *one) for one in zip(weights, biases or [None] * count, strict=True)], -1)
         return product(x_TD, whole, bias)
@@ -150,22 +146,6 @@ class _Product(torch.autograd.Function):
         if biases and any(needed[2 + ctx.count :]):
             grads[ctx.count :] = grad_TE.sum(0).split(lengths)
         return grad_x_TD, None, *grads
-
-
-class _ProductInParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_DI: Tensor) -> Tensor:
-        from plaudit.models.kernels import join_parts
-
-        ctx.save_for_backward(x_TI, weight_DI)
-        return join_parts(product_in_parts(x_TI, weight_DI), x_TI.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor):  # pyright: ignore
-        x_TI, weight_DI = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad
-        return grad_TD @ weight_DI if needs_x else None, grad_TD.T @ x_TI if needs_weight else None
 
 
 class _Norm(torch.autograd.Function):

@@ -11,7 +11,7 @@ for others, `mismatch` in a run's metrics tells: some 1e-7, or some 1e-3.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 ALIGNED = 8  # numbers that fast products read at once
@@ -45,6 +45,12 @@ def product(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> Tensor:
 def _in_one_order(x: Tensor) -> bool:
     """On a GPU, in half precision: elsewhere there are many, and there is nothing to be gained."""
     return x.is_cuda and x.element_size() == 2
+
+
+def weight_and_bias(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Of all of them, together."""
+    weight = together([module.weight for module in modules])
+    return weight, None if modules[0].bias is None else together([module.bias for module in modules])
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ they stay for training, saving and everything else. There is no second copy.
 `ModuleDecoder` runs any other model that goes through transformers' attention interface (and any with adapters) as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plaudit.models.attention import window_of
+from plaudit.models.fused import linears_by_input
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
-from plaudit.models.products import comes_in_parts, product, product_in_parts, together
+from plaudit.models.products import comes_in_parts, product, product_in_parts, weight_and_bias
 from plaudit.models.residual import is_precise
 from plaudit.rollout.native.attention import DecodeStep, ReadStep, WholeStep
 from plaudit.rollout.native.packed import packed
@@ -53,10 +54,8 @@ class ModuleDecoder:
 class _Fused:
     """Linear layers over the same input, side by side."""
 
-    def __init__(self, parts: list[nn.Linear]):
-        self.parts = parts
-        self.weight = together([part.weight for part in parts])
-        self.bias = None if parts[0].bias is None else together([part.bias for part in parts])  # pyright: ignore
+    def __init__(self, modules: Sequence[nn.Linear]):
+        self.weight, self.bias = weight_and_bias(modules)
         self.packed: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -69,11 +68,8 @@ class _Fused:
 
 class _Layer:
     def __init__(self, layer: Any, eps: float):
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _Fused([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = _Fused([attention.o_proj])
-        self.gate_up = _Fused([mlp.gate_proj, mlp.up_proj])
-        self.down = _Fused([mlp.down_proj])
+        attention = layer.self_attn
+        self.qkv, self.out, self.gate_up, self.down = map(_Fused, linears_by_input(layer))
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         self.head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
         self.scale, self.eps = attention.scaling, eps

@@ -65,19 +65,6 @@ def _position_key(key, written):
     return x ^ (x >> 31)
 
 
-@triton.jit
-def _exponential(key, token):
-    """−log(1 − w) with the w of noise.gumbel."""
-    low = (key & 0xFFFFFFFF).to(tl.uint32)
-    high = (key >> 32).to(tl.uint32)
-    x = _mix((token.to(tl.uint32) * 0x9E3779B1) ^ low)
-    x = _mix(x + high)
-    w = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-    w = tl.minimum(w, 0.99999994)
-    near_0 = w * (1.0 + w * (0.5 + w * (0.33333334 + w * (0.25 + w * (0.2 + w * 0.16666667)))))
-    return tl.where(w < 0.0625, near_0, -0.6931471805599453 * _log2(1.0 - w))
-
-
 # The GPU's own approximations, which are off by some 1e-6: a draw between two tokens that arrive so close together may end
 # either way. They save a third of the race's instructions. The interpreter does not know them.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,6 +78,19 @@ def _log2(x):
 @triton.jit
 def _divided(x, y):
     return x / y if INTERPRETED else libdevice.fast_dividef(x, y)
+
+
+@triton.jit
+def _exponential(key, token):
+    """−log(1 − w) with the w of noise.gumbel."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    x = _mix((token.to(tl.uint32) * 0x9E3779B1) ^ low)
+    x = _mix(x + high)
+    w = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    w = tl.minimum(w, 0.99999994)
+    near_0 = w * (1.0 + w * (0.5 + w * (0.33333334 + w * (0.25 + w * (0.2 + w * 0.16666667)))))
+    return tl.where(w < 0.0625, near_0, -0.6931471805599453 * _log2(1.0 - w))
 
 
 @triton.jit
