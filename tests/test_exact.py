@@ -48,9 +48,9 @@ def test_sampler_and_trainer_agree(tiny_models, kind, dtype):
 
 @pytest.mark.parametrize("count", [1, 4, 17, 70])
 def test_they_agree_in_the_widths_of_large_models(count):
-    """One layer of Qwen2.5-7B: products that the library splits for few rows, if it may."""
+    """Two layers of Qwen2.5-7B: products that the library splits for few rows, if it may."""
     config = Qwen2Config(
-        vocab_size=320, hidden_size=3584, num_hidden_layers=2, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=32_000, hidden_size=3584, num_hidden_layers=2, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=18944, max_position_embeddings=2048, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -81,13 +81,15 @@ for capability in (80, 90):
         write = {"KV": kv, "HEADS": kv, "D": size, "WIDTH": size, "BLOCK": 64}
         compiled(layers._write, dtype, capability, write, {"num_warps": 2}, **rows)
     row = {"COLUMNS": 5, "TILE": 4096}
-    for tempered, greedy, floor in ((False, False, False), (True, False, True), (False, True, False)):
-        race = row | {"TEMPERED": tempered, "GREEDY": greedy, "FLOOR": floor}
-        compiled(draw._race, "fp32", capability, race, {"num_warps": 8})
+    for tempered, at_once, floor in ((False, False, False), (True, True, True)):
+        read = row | {"TEMPERED": tempered, "AT_ONCE": at_once, "FLOOR": floor}
+        compiled(draw._read, "fp32", capability, read, {"num_warps": 8})
     compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": True}, {"num_warps": 8})
     statuses = {"RUNNING": 1, "ENDED": 2, "AT_LIMIT": 3}
-    settle = {"COLUMNS": 5, "MANY": 64, "ENDS": 3, "MANY_ENDS": 4, "TEMPERED": True} | statuses
-    compiled(draw._settle, "fp32", capability, settle, {"num_warps": 1})
+    settle = row | {"MANY": 64, "ENDS": 3, "MANY_ENDS": 4} | statuses
+    for tempered, at_once, greedy, warps in ((True, True, False, 1), (True, False, False, 8), (False, False, True, 8)):
+        kind = {"TEMPERED": tempered, "AT_ONCE": at_once, "GREEDY": greedy}
+        compiled(draw._settle, "fp32", capability, settle | kind, {"num_warps": warps})
 print(json.dumps(found))
 """
 
@@ -104,7 +106,7 @@ def found(tmp_path_factory) -> list[dict]:
 def test_all_compile(found):
     assert {entry["kernel"] for entry in found} == {
         "models_attend", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward", "models_join_parts",
-        "models_rotate", "models_norm_heads", "rollout_attend", "rollout_combine", "rollout_write", "rollout_race",
+        "models_rotate", "models_norm_heads", "rollout_attend", "rollout_combine", "rollout_write", "rollout_read",
         "rollout_accept", "rollout_settle",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)

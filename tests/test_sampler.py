@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from plaudit.rollout.engine import Sampling
+from plaudit.rollout.native import sampler
 from plaudit.rollout.native.noise import gumbel, position_keys
-from plaudit.rollout.native.sampler import Drawn, draw, keep_likely
+from plaudit.rollout.native.sampler import Drawn, draw, keep_likely, tile_noise
 from plaudit.seeding import stable_seed
 
 DRAWS = 40_000
@@ -109,6 +110,28 @@ def test_tokens_come_from_the_exact_distribution(keys, settings, direction):
 def test_small_and_large_vocabularies(keys, vocabulary):
     logits = logits_of(vocabulary)
     assert_drawn_from(draws(logits, keys["both"]), exact(logits))
+
+
+@pytest.mark.parametrize("tile", [1, 2, 7, 8, 20, 39, 40])
+@pytest.mark.parametrize("direction", ["across", "along"])
+def test_two_races_draw_from_it_too(keys, monkeypatch, tile, direction):
+    """First a tile of the vocabulary, then one of its tokens: with tiles of one size and a smaller last one, some impossible."""
+    monkeypatch.setattr(sampler, "TILE", tile)
+    logits = logits_of(40)
+    logits[8:16] = logits[20] = -math.inf
+    for settings in ({}, {"temperature": 0.7}, {"top_p": 0.8}):
+        tokens = draws(logits, keys[direction], **settings)
+        assert_drawn_from(tokens, exact(logits, **settings))
+    assert torch.equal(draws(logits, keys[direction], temperature=0.0), logits.argmax().expand(DRAWS))
+
+
+def test_a_tile_says_nothing_of_the_token_in_it(keys, monkeypatch):
+    """Pairs of tile and place in it, where they are independent."""
+    monkeypatch.setattr(sampler, "TILE", 6)
+    tiles, places = logits_of(5), logits_of(6, seed=1)
+    tokens = draws((tiles[:, None] + places).flatten(), keys["both"])
+    assert_drawn_from(tokens, (exact(tiles)[:, None] * exact(places)).flatten())
+    assert_drawn_from(tokens // 6 * 6 + tokens.roll(1) % 6, (exact(tiles)[:, None] * exact(places)).flatten())
 
 
 def test_unlikely_tokens_are_drawn_as_often_as_they_should(keys):
@@ -207,12 +230,14 @@ def test_noise_is_uncorrelated(noise):
 def test_noise_never_changes():
     """A run resumed with another version must draw what it would have drawn. (These are Python's own integers' numbers.)"""
     assert position_keys(torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 1, 2, 1000])).tolist() == GOLDEN_KEYS
+    assert tile_noise(torch.tensor([0]), 3)[0].tolist() == pytest.approx(GOLDEN_TILES, abs=2e-6)
     for key, expected in GOLDEN_NOISE.items():
         torch.testing.assert_close(
             gumbel(torch.tensor([key]), 50_000)[0, GOLDEN_TOKENS], torch.tensor(expected), rtol=2e-6, atol=2e-6
         )
 
 
+GOLDEN_TILES = [-0.868467, 1.52728, -0.862312]
 GOLDEN_TOKENS = [0, 1, 2, 319, 49_999]
 GOLDEN_KEYS = [-2152535657050944081, -4689498862643123097, 4048727598324417001, 2080747228998036398]
 GOLDEN_NOISE = {

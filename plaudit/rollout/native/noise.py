@@ -2,6 +2,7 @@
 
 A sequence's key is a 64-bit hash of (seed, step, prompt id, sample index). Key and token position give a new key by splitmix64, and
 that key and the vocabulary index give 31 random bits by two rounds of a 32-bit mixer. Integers wrap around as they overflow.
+Indices below 0 are no tokens': the sampler gives them to what else needs noise.
 """
 
 import torch
@@ -18,11 +19,13 @@ def position_keys(keys_B: Tensor, positions_B: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def gumbel(keys_B: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise, fp32 [B, V]: −log(−log(1 − w)), w uniform with a resolution of 2^-32 near 0, where the winners are."""
+def gumbel(keys_B: Tensor, indices: Tensor | int) -> Tensor:
+    """Standard Gumbel noise, fp32 [B, V]: −log(−log(1 − w)), w uniform with a resolution of 2^-32 near 0, where the winners are.
+    For a whole vocabulary of that size, or some `indices`: [V] of every key, or [B, V]."""
+    if isinstance(indices, int):
+        indices = torch.arange(indices, device=keys_B.device)
     low_B, high_B = keys_B.to(torch.int32), (keys_B >> 32).to(torch.int32)
-    token_V = torch.arange(vocabulary, dtype=torch.int32, device=keys_B.device) * _signed(0x9E3779B1, 32)
-    x = _mix(token_V ^ low_B[:, None])
+    x = _mix(indices.to(torch.int32) * _signed(0x9E3779B1, 32) ^ low_B[:, None])
     x = _mix(x.add_(high_B[:, None]))
     w = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=LARGEST_BELOW_1)
     return w.neg_().log1p_().neg_().log_().neg_()

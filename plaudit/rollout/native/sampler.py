@@ -2,17 +2,25 @@
 
     token = argmax_v (z_v / temperature + g_v),   g standard Gumbel noise of the token's key
 
-which draws from softmax(z / temperature) exactly. Top-k, top-p and min-p take tokens out of the race; the log-prob that is
-reported is of the whole softmax, as the trainer will compute it.
+draws from softmax(z / temperature) exactly: a race, which top-k, top-p and min-p take tokens out of. Noise for every token of a
+vocabulary takes longer than all else here. So where all tokens may be drawn, there are two races, and noise for some thousand:
+
+    tile  = argmax_T (log Σ_{v ∈ T} exp(z_v / temperature) + g_T),   T tiles of 4,096 tokens
+    token = argmax_{v ∈ tile} (z_v / temperature + g_v)
+
+which draws from the same distribution. The log-prob that is reported is of the whole softmax, as the trainer will compute it.
 """
 
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native.noise import gumbel
+
+TILE = 4096
 
 
 class Drawn(NamedTuple):
@@ -23,17 +31,45 @@ class Drawn(NamedTuple):
 
 def draw(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Drawn:
     """One token for each row of fp32 logits."""
-    untempered_total_B = logits_BV.logsumexp(-1)
+    tempered = sampling.temperature not in (0.0, 1.0)
+    scaled_BV = logits_BV / sampling.temperature if tempered else logits_BV
+    sums_BT = tile_sums(scaled_BV)
+    total_B = sums_BT.logsumexp(-1)
     if sampling.temperature == 0.0:
         tokens_B = logits_BV.argmax(-1)
-        logprobs_B = _at(logits_BV, tokens_B) - untempered_total_B
-        return Drawn(tokens_B, logprobs_B, logprobs_B)
-    tempered = sampling.temperature != 1.0
-    scaled_BV = logits_BV / sampling.temperature if tempered else logits_BV
-    total_B = scaled_BV.logsumexp(-1) if tempered else untempered_total_B
-    candidates_BV = keep_likely(scaled_BV, sampling.top_k, sampling.top_p, sampling.min_p)
-    tokens_B = gumbel(keys_B, logits_BV.shape[1]).add_(candidates_BV).argmax(-1)
-    return Drawn(tokens_B, _at(scaled_BV, tokens_B) - total_B, _at(logits_BV, tokens_B) - untempered_total_B)
+    elif is_truncated(sampling, logits_BV.shape[1]):
+        candidates_BV = keep_likely(scaled_BV, sampling.top_k, sampling.top_p, sampling.min_p)
+        tokens_B = gumbel(keys_B, logits_BV.shape[1]).add_(candidates_BV).argmax(-1)
+    else:
+        tokens_B = _two_races(scaled_BV, sums_BT, keys_B)
+    logprobs_B = _at(scaled_BV, tokens_B) - total_B
+    return Drawn(tokens_B, logprobs_B, _at(logits_BV, tokens_B) - logits_BV.logsumexp(-1) if tempered else logprobs_B)
+
+
+def is_truncated(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether some tokens may not be drawn."""
+    return (sampling.top_k is not None and sampling.top_k < vocabulary) or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def tile_sums(logits_BV: Tensor) -> Tensor:
+    """log Σ exp of every tile, [B, tiles]; the last may be smaller."""
+    whole = logits_BV.shape[1] // TILE * TILE
+    sums = [logits_BV[:, :whole].unflatten(1, (-1, TILE)).logsumexp(-1)] if whole else []
+    if whole < logits_BV.shape[1]:
+        sums.append(logits_BV[:, whole:].logsumexp(-1, keepdim=True))
+    return torch.cat(sums, 1)
+
+
+def tile_noise(keys_B: Tensor, tiles: int) -> Tensor:
+    return gumbel(keys_B, -1 - torch.arange(tiles, device=keys_B.device))
+
+
+def _two_races(scaled_BV: Tensor, sums_BT: Tensor, keys_B: Tensor) -> Tensor:
+    last = scaled_BV.shape[1] - 1
+    tile_B = (sums_BT + tile_noise(keys_B, sums_BT.shape[1])).argmax(-1)
+    token_BW = tile_B[:, None] * TILE + torch.arange(min(TILE, last + 1), device=keys_B.device)
+    scores_BW = scaled_BV.gather(1, token_BW.clamp(max=last)) + gumbel(keys_B, token_BW)
+    return _at(token_BW, scores_BW.masked_fill_(token_BW > last, -math.inf).argmax(-1))
 
 
 def keep_likely(logits_BV: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:

@@ -1,9 +1,11 @@
 """Logits → token, its log-probs, and the row's next state: what `plain.draw_and_advance` computes, with logits read once.
 
-`_race` reads a row's logits in tiles. The token that wins the argmax of z/τ + g (g Gumbel noise) is the
-first of a race in which token v arrives after a time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead
-of two. Top-k, top-p and min-p keep every token above some logit. So `_accept` looks whether the winner is kept; if not, no token
-below it is, and the race is run again among those above it. `_settle` brings the tiles together.
+`_read` reads a row's logits in tiles and adds them up. `_settle` brings the tiles together and draws: a tile by its sum, then one
+of its tokens, as the sampler's docstring says. Where it says argmax of z/τ + g, here is a race in which token v arrives after a
+time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead of two.
+
+Top-k, top-p and min-p keep every token above some logit. There `_read` lets all tokens race at once, and `_accept` looks whether
+the winner is kept; if not, no token below it is, and the race is run again among those above it.
 """
 
 # A launch takes more arguments than the kernel has.
@@ -16,32 +18,33 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from plaudit.models.heads import next_power_of_2
+from plaudit.rollout.native import sampler
 from plaudit.rollout.native.rows import AT_LIMIT, COLUMNS, ENDED, RUNNING, Draw
-
-TILE = 4096
 
 
 def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, draw: Draw) -> None:
     B, V = logits_BV.shape
-    tiles = -(-V // TILE)
+    tile = sampler.TILE
+    tiles = -(-V // tile)
     sums_BT4 = torch.empty(B, tiles, 4, dtype=torch.float32, device=logits_BV.device)
     tokens_BT = torch.empty(B, tiles, dtype=torch.int32, device=logits_BV.device)
     floor_B = logits_BV.topk(draw.top_k).values[:, -1].contiguous() if draw.top_k and draw.top_k < V else draw.numbers
     has_floor = floor_B is not draw.numbers
-    options = {"GREEDY": draw.greedy, "FLOOR": has_floor}
-    _race[(B, tiles)](
+    at_once = has_floor or draw.truncated
+    _read[(B, tiles)](
         logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, floor_B, sums_BT4, tokens_BT, V, tiles,
-        COLUMNS=COLUMNS, TILE=TILE, TEMPERED=draw.tempered, **options, num_warps=8,
+        COLUMNS=COLUMNS, TILE=tile, TEMPERED=draw.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=8,
     )  # fmt: skip
     if draw.truncated:
         _accept[(B,)](
             logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, floor_B, sums_BT4, tokens_BT, V, tiles,
-            COLUMNS=COLUMNS, TILE=TILE, MANY=next_power_of_2(tiles), FLOOR=has_floor, num_warps=8,
+            COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), FLOOR=has_floor, num_warps=8,
         )  # fmt: skip
     _settle[(B,)](
-        logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, sums_BT4, tokens_BT, draw.ends, results_B4, tiles,
-        COLUMNS=COLUMNS, MANY=next_power_of_2(tiles), ENDS=len(draw.ends), MANY_ENDS=next_power_of_2(len(draw.ends)),
-        TEMPERED=draw.tempered, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT, num_warps=1,
+        logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, sums_BT4, tokens_BT, draw.ends, results_B4, V, tiles,
+        COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), ENDS=len(draw.ends), MANY_ENDS=next_power_of_2(len(draw.ends)),
+        TEMPERED=draw.tempered, GREEDY=draw.greedy, AT_ONCE=at_once, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT,
+        num_warps=1 if at_once else 8,
     )  # fmt: skip
 
 
@@ -94,11 +97,19 @@ def _exponential(key, token):
 
 
 @triton.jit
-def _race(
+def _first(speeds, token, V):
+    """The token of the greatest speed; of equals the first: to look for it takes less time than an argmax. Of NaNs none is equal
+    to the greatest, and the last token of the vocabulary is as good as any."""
+    return tl.min(tl.where(speeds == tl.max(speeds, 0), tl.minimum(token, V - 1), V - 1), 0)
+
+
+@triton.jit
+def _read(
     logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr, TEMPERED: tl.constexpr, GREEDY: tl.constexpr, FLOOR: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, TEMPERED: tl.constexpr, AT_ONCE: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """For one tile of one row: its greatest logit, Σ exp of them and of the tempered ones, the time and token of its winner."""
+    """For one tile of one row: its greatest logit, Σ exp of them and of the tempered ones; if all tokens race at once, the time and
+    token of its winner."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     rows_ptr += row * COLUMNS
@@ -109,28 +120,19 @@ def _race(
     greatest = tl.max(z, 0)
     base = tl.where(greatest == -float("inf"), 0.0, greatest)  # no token of this tile may be possible
     odds = tl.exp(z - base)
-    total = tl.sum(odds, 0)
-    tempered_total = total
-    speeds = z
-    if not GREEDY:
-        if TEMPERED:
-            odds = tl.exp((z - base) / tl.load(numbers_ptr))
-            tempered_total = tl.sum(odds, 0)
+    place = (row * tiles + tile) * 4
+    tl.store(sums_ptr + place, greatest)
+    tl.store(sums_ptr + place + 1, tl.sum(odds, 0))
+    if TEMPERED:
+        odds = tl.exp((z - base) / tl.load(numbers_ptr))
+    tl.store(sums_ptr + place + 2, tl.sum(odds, 0))
+    if AT_ONCE:
         if FLOOR:
             odds = tl.where(z >= tl.load(floor_ptr + row), odds, 0.0)
         speeds = _divided(odds, _exponential(_position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3)), token))
-    first = tl.max(speeds, 0)
-    speed = first
-    if not GREEDY:
         # Compared between tiles as logarithms: tiles differ in what they are measured against.
-        speed = tl.log(first) + greatest / tl.load(numbers_ptr)
-    place = (row * tiles + tile) * 4
-    tl.store(sums_ptr + place, greatest)
-    tl.store(sums_ptr + place + 1, total)
-    tl.store(sums_ptr + place + 2, tempered_total)
-    tl.store(sums_ptr + place + 3, speed)
-    # Of equals the first: to look for it takes less time than an argmax. Of NaNs none is equal to the greatest.
-    tl.store(tokens_ptr + row * tiles + tile, tl.min(tl.where(speeds == first, tl.minimum(token, V - 1), V - 1), 0))
+        tl.store(sums_ptr + place + 3, tl.log(tl.max(speeds, 0)) + greatest / tl.load(numbers_ptr))
+        tl.store(tokens_ptr + row * tiles + tile, _first(speeds, token, V))
 
 
 @triton.jit
@@ -193,36 +195,54 @@ def _accept(
 
 @triton.jit
 def _settle(
-    logits_ptr, logits_stride, rows_ptr, numbers_ptr, sums_ptr, tokens_ptr, ends_ptr, results_ptr, tiles,
-    COLUMNS: tl.constexpr, MANY: tl.constexpr, ENDS: tl.constexpr, MANY_ENDS: tl.constexpr, TEMPERED: tl.constexpr,
+    logits_ptr, logits_stride, rows_ptr, numbers_ptr, sums_ptr, tokens_ptr, ends_ptr, results_ptr, V, tiles,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, ENDS: tl.constexpr, MANY_ENDS: tl.constexpr,
+    TEMPERED: tl.constexpr, GREEDY: tl.constexpr, AT_ONCE: tl.constexpr,
     RUNNING: tl.constexpr, ENDED: tl.constexpr, AT_LIMIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     rows_ptr += row * COLUMNS
+    # All of a row's state is read before warps wait for each other, and written after that.
     position = tl.load(rows_ptr + 1)
+    key = tl.load(rows_ptr + 2)
+    written = tl.load(rows_ptr + 3)
+    limit = tl.load(rows_ptr + 4)
     if position < 0:
         tl.store(results_ptr + row * 4, 0)
         return
+    logits_ptr += row * logits_stride
+    temperature = tl.load(numbers_ptr)
     tile = tl.arange(0, MANY)
     place = sums_ptr + (row * tiles + tile) * 4
     greatest = tl.load(place, mask=tile < tiles, other=-float("inf"))
-    all_greatest = tl.max(greatest, 0)
     total = tl.load(place + 1, mask=tile < tiles, other=0.0)
-    untempered_total = tl.sum(total * tl.exp(greatest - all_greatest), 0)
-    speed = tl.load(place + 3, mask=tile < tiles, other=-float("inf"))
-    token = tl.load(tokens_ptr + row * tiles + tl.argmax(speed, 0)).to(tl.int64)
-    above = tl.load(logits_ptr + row * logits_stride + token) - all_greatest
-    untempered = above - tl.log(untempered_total)
+    tempered = tl.load(place + 2, mask=tile < tiles, other=0.0)
+    if AT_ONCE:
+        speed = tl.load(place + 3, mask=tile < tiles, other=-float("inf"))
+        token = tl.load(tokens_ptr + row * tiles + tl.argmax(speed, 0)).to(tl.int64)
+    else:
+        noise_key = _position_key(key, written)
+        speed = greatest
+        if not GREEDY:
+            speed = tl.log(tempered) + greatest / temperature - tl.log(_exponential(noise_key, -1 - tile))
+        tile_won = tl.minimum(tl.argmax(speed, 0), tiles - 1)
+        token_W = tile_won * TILE + tl.arange(0, TILE)
+        speeds_W = tl.load(logits_ptr + token_W, mask=token_W < V, other=-float("inf"))
+        if not GREEDY:
+            base = tl.load(sums_ptr + (row * tiles + tile_won) * 4)
+            speeds_W = _divided(tl.exp((speeds_W - base) / temperature), _exponential(noise_key, token_W))
+        token = _first(speeds_W, token_W, V).to(tl.int64)
+    all_greatest = tl.max(greatest, 0)
+    above = tl.load(logits_ptr + token) - all_greatest
+    untempered = above - tl.log(tl.sum(total * tl.exp(greatest - all_greatest), 0))
     logprob = untempered
     if TEMPERED:
-        temperature = tl.load(numbers_ptr)
-        tempered = tl.load(place + 2, mask=tile < tiles, other=0.0)
         tempered_total = tl.sum(tempered * tl.exp((greatest - all_greatest) / temperature), 0)
         logprob = above / temperature - tl.log(tempered_total)
-    written = tl.load(rows_ptr + 3) + 1
+    written += 1
     end = tl.arange(0, MANY_ENDS)
     is_end = tl.max((tl.load(ends_ptr + end, mask=end < ENDS, other=-1) == token).to(tl.int32), 0) > 0
-    status = tl.where(is_end, ENDED, tl.where(written >= tl.load(rows_ptr + 4), AT_LIMIT, RUNNING))
+    status = tl.where(is_end, ENDED, tl.where(written >= limit, AT_LIMIT, RUNNING))
     tl.store(rows_ptr, token)
     tl.store(rows_ptr + 1, tl.where(status == RUNNING, position + 1, -1))
     tl.store(rows_ptr + 3, written)
