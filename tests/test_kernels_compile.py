@@ -58,7 +58,7 @@ for capability in (80, 90):
     shapes = (("bf16", 128, 28, 4), ("bf16", 64, 14, 2), ("fp32", 64, 4, 4))
     for dtype, size, heads, kv in shapes if capability == 90 else shapes[:1]:
         shape = {"HEADS": heads, "GROUP": heads // kv, "D": size, "WIDTH": size, "BLOCK": 64, "STRETCH": 256}
-        tuned = {"num_warps": attention.WARPS, "num_stages": attention.STAGES} | AS_WRITTEN
+        tuned = {"num_warps": attention.warps_for(16, size), "num_stages": attention.STAGES} | AS_WRITTEN
         for rotate, split, window in ((True, False, False), (True, True, True), (False, True, False)):
             constants = shape | {"KV": kv, "ROWS": 16, "ROTATE": rotate, "SPLIT": split, "WINDOW": window}
             parts = {"parts_ptr": "*fp32" if split else "*" + dtype, "sums_ptr": "*fp32" if split else "*" + dtype}

@@ -22,7 +22,8 @@ from plaudit.models.kernels.order import AS_WRITTEN
 from plaudit.rollout.native.cache import CacheView
 
 FEWEST_QUERY_ROWS = 16  # that tensor cores take
-WARPS, STAGES = 2, 3
+NUMBERS_OF_A_WARP = 2048  # of a program's result: all of them for 16 query heads of up to 128, so that no warp waits for another
+STAGES = 3
 MOST_PARTS = 32
 PROGRAMS, MOST_TOKENS = 512, 1024  # wanted at least; of a part
 
@@ -41,6 +42,10 @@ def split_for(sequences: int, kv_heads: int, longest: int) -> Split:
     longest = next_power_of_2(longest)
     parts = max(min(max(min(wanted, longest // STRETCH), longest // MOST_TOKENS), MOST_PARTS), 1)
     return Split(parts, longest // parts)
+
+
+def warps_for(rows: int, width: int) -> int:
+    return max(1, rows * width // NUMBERS_OF_A_WARP)
 
 
 def attend(
@@ -64,7 +69,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     B, heads, size = query_BHD.shape
     split = split_for(B, cache.kv_heads, longest)
-    group = heads // cache.kv_heads
+    rows, width = max(FEWEST_QUERY_ROWS, next_power_of_2(heads // cache.kv_heads)), next_power_of_2(size)
     out_BE = torch.empty(B, heads * size, dtype=query_BHD.dtype, device=query_BHD.device)
     stretches = -(-split.parts * split.tokens // STRETCH)
     if split.parts == 1:
@@ -73,14 +78,15 @@ def _launch(
         parts = torch.empty(B, heads, stretches, size, dtype=torch.float32, device=query_BHD.device)
         sums = torch.empty(B, heads, stretches, 2, dtype=torch.float32, device=query_BHD.device)
     turn = rotation or Rotation(query_BHD, query_BHD)  # tables that nobody reads
-    constants = {"HEADS": heads, "D": size, "WIDTH": next_power_of_2(size), "STRETCH": STRETCH, "WINDOW": window is not None}
+    constants = {"HEADS": heads, "D": size, "WIDTH": width, "STRETCH": STRETCH, "WINDOW": window is not None}
     _attend[(B, cache.kv_heads, split.parts)](
         query_BHD, query_BHD.stride(0), query_BHD.stride(1), turn.cos, turn.sin,
         cache.anchor, cache.base, cache.tables, cache.tables.stride(0),
         cache.strides[0], layer * cache.strides[1], cache.strides[2],
         positions_B, positions_B.stride(0), out_BE, parts, sums, scale * LOG2_E, window or 0, stretches, split.tokens,
-        KV=cache.kv_heads, GROUP=group, ROWS=max(FEWEST_QUERY_ROWS, next_power_of_2(group)), BLOCK=cache.block_tokens,
-        ROTATE=rotation is not None, SPLIT=split.parts > 1, **constants, num_warps=WARPS, num_stages=STAGES, **AS_WRITTEN,
+        KV=cache.kv_heads, GROUP=heads // cache.kv_heads, ROWS=rows, BLOCK=cache.block_tokens,
+        ROTATE=rotation is not None, SPLIT=split.parts > 1, **constants,
+        num_warps=warps_for(rows, width), num_stages=STAGES, **AS_WRITTEN,
     )  # fmt: skip
     if split.parts > 1:
         _combine[(B, heads)](
