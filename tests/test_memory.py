@@ -22,10 +22,10 @@ from plaudit.errors import RecipeError
 from plaudit.loops import rl
 from plaudit.models import residual
 from plaudit.models.liger import use_liger
-from plaudit.models.memory import Budget
+from plaudit.models.memory import Budget, plan_memory
 from plaudit.models.products import side_by_side, together
 from plaudit.models.weights import Visitor
-from plaudit.recipe import Optim
+from plaudit.recipe import Lora, Model, Optim
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
 from plaudit.train.checkpoint import find_checkpoint, save_checkpoint
@@ -252,6 +252,23 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
         "3 of 8", "4 of 8", "none of 8", "8 of 8",
     ]  # fmt: skip
     assert [line.endswith("which may be too much: lower train.tokens_per_micro_batch") for line in told] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_fused_layers_keep_less(tiny_models, kind):
+    """On a GPU and in half precision; with adapters layers are not fused. By the numbers that the modules of a layer have."""
+
+    def kept(device: str = "cuda", dtype: Any = "bfloat16", **settings: Any) -> float:
+        model = Model(path=str(tiny_models[kind]), dtype=dtype, **settings)
+        plan = plan_memory(model, torch.device(device), tokens_per_micro_batch=1000)
+        return plan.activations / plan.layers / (1000 * (2 if dtype == "bfloat16" else 4))
+
+    config = AutoConfig.from_pretrained(tiny_models[kind])
+    h, k, f = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
+    more = h + 2 * k if kind == "qwen3" else 0
+    assert kept() == 9 * h + 2 * k + 3 * f + more
+    assert kept(liger=True) == 9 * h + 2 * k + 3 * f
+    assert kept("cpu") == kept(dtype="float32") == kept(lora=Lora(rank=4)) == 13 * h + 2 * k + 4 * f
 
 
 def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):

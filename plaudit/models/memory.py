@@ -3,16 +3,17 @@
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
                   with optim.offload                      gradients, and what is in passing; moments and masters are the host's
-    activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys+values, f MLP
+    activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
+                  with fused layers, or with Liger        9 h + 2 k + 3 f; fused ones with norms of heads (Qwen3) h + 2 k more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
-                  with Liger                              3 f (computed, not measured; what its norms save is not counted)
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
     critic        as the policy, without logits; its updates and the policy's take turns, so only the larger one's work counts
     reward model  P · b; while it scores, a scalar one    T · b · (6 h + 2 k + 3 f), T tokens of a pass; one that writes: a cache
 
 A step samples, then scores with the models that are offloaded, one at a time, then trains. Each phase needs its own sum.
-The 13 is fitted to peaks that bench/gpu_sft.py measured: for Qwen2.5 shapes of 0.5B and 1.5B estimates are 1–5 % above them.
+13 and 9 are fitted to peaks that bench/gpu_sft.py and bench/gpu_memory.py measured: for Qwen2.5 shapes of 0.5B and 1.5B (9: of 0.5B
+alone) estimates are 1–5 % above them, where most of it is activations.
 """
 
 import json
@@ -30,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from plaudit.errors import RecipeError
 from plaudit.models.folder import INDEX, read_config
+from plaudit.models.fused import can_fuse
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.policy import resolve_dtype
 from plaudit.models.scalar import TOKENS_PER_PASS
@@ -97,6 +99,7 @@ def plan_memory(
     trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
+    is_fused = half and device.type == "cuda" and not recipe.lora and not recipe.liger and can_fuse(model)
     state = trainable * (12 if half and not recipe.lora else 8)
     shape = _shape(config)
     return MemoryPlan(
@@ -107,7 +110,7 @@ def plan_memory(
         gradients=4 * trainable,
         state=state,
         passing=_passing(trainable, state) if offload and device.type != "cpu" else 0,
-        activations=_activations(recipe, shape, size, tokens_per_micro_batch),
+        activations=_activations(recipe, shape, size * _kept_of_layer(recipe, shape, is_fused), tokens_per_micro_batch),
         logits=0
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
@@ -120,12 +123,19 @@ def _passing(trainable: int, state: float) -> float:
     return min(PARTS_UNDER_WAY, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
 
 
-def _activations(recipe: Model, shape: "_Shape", size: int, tokens: int) -> float:
+def _kept_of_layer(recipe: Model, shape: "_Shape", is_fused: bool) -> int:
+    """Numbers that a layer keeps of a token for its backward pass."""
+    if is_fused or recipe.liger:
+        norms_of_heads = shape.hidden + 2 * shape.kv if is_fused and shape.has_head_norms else 0
+        return 9 * shape.hidden + 2 * shape.kv + 3 * shape.mlp + norms_of_heads
+    return 13 * shape.hidden + 2 * shape.kv + 4 * shape.mlp
+
+
+def _activations(recipe: Model, shape: "_Shape", layer: int, tokens: int) -> float:
     wanted = recipe.gradient_checkpointing
     checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
-    layer = tokens * size * (13 * shape.hidden + 2 * shape.kv + (3 if recipe.liger else 4) * shape.mlp)
     # One of those that are computed again is there as the others are without, when these have given theirs back.
-    return checkpointed * tokens * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * layer
+    return tokens * (checkpointed * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * layer)
 
 
 def total_memory(device: torch.device) -> int:
@@ -167,6 +177,7 @@ class _Shape(NamedTuple):
     hidden: int
     kv: int
     mlp: int
+    has_head_norms: bool
 
 
 def _shape(config: PretrainedConfig) -> _Shape:
@@ -174,7 +185,8 @@ def _shape(config: PretrainedConfig) -> _Shape:
     hidden, heads = text.hidden_size, text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     kv = kv_heads * (getattr(text, "head_dim", None) or hidden // heads)
-    return _Shape(text.num_hidden_layers, hidden, kv, getattr(text, "intermediate_size", None) or 4 * hidden)
+    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    return _Shape(text.num_hidden_layers, hidden, kv, mlp, has_head_norms=text.model_type == "qwen3")
 
 
 def gigabytes(size: float) -> str:
@@ -239,8 +251,8 @@ def plan_reward_model(
     config = read_config(settings.path, trust_remote_code=settings.trust_remote_code)
     size = resolve_dtype(settings.dtype, device).itemsize
     parameters = count_parameters(settings.path, trust_remote_code=settings.trust_remote_code)
-    _, hidden, kv, mlp = _shape(config)
-    a_pass = TOKENS_PER_PASS[device.type] * size * (6 * hidden + 2 * kv + 3 * mlp)
+    shape = _shape(config)
+    a_pass = TOKENS_PER_PASS[device.type] * size * (6 * shape.hidden + 2 * shape.kv + 3 * shape.mlp)
     working = a_pass if scalar else plan_cache(config, size, sequences=sequences, tokens=tokens)
     return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)
 
