@@ -51,11 +51,11 @@ from plaudit.recipe import Algorithm, Lora, Model, Optim
 from plaudit.recipe.rl import RLTrain
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
-from plaudit.rollout.native import forward
+from plaudit.rollout.native import forward, sampler
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.rollout.native.noise import gumbel, position_keys
-from plaudit.rollout.native.sampler import keep_likely
+from plaudit.rollout.native.noise import position_keys
+from plaudit.rollout.native.sampler import standings
 from plaudit.seeding import stable_seed
 from plaudit.train.advantages import with_advantages
 from plaudit.train.experience import experiences, updates
@@ -473,13 +473,9 @@ def at(values_TV: Tensor, tokens: np.ndarray) -> Tensor:
 
 def race(right: PreTrainedModel, request: Request, index: int, tokens: np.ndarray, sampling: Sampling) -> Tensor:
     """[t, V]: what each token must have been the largest of, noise included."""
-    logits = right_logits(right, request, tokens)
-    if sampling.temperature == 0.0:
-        return logits
     key = stable_seed(sampling.seed, sampling.step, request.prompt_id, index)
     keys = torch.tensor(key - (1 << 64) if key >> 63 else key).expand(len(tokens))
-    likely = keep_likely(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    return likely + gumbel(position_keys(keys, torch.arange(len(tokens))), logits.shape[1])
+    return standings(right_logits(right, request, tokens), position_keys(keys, torch.arange(len(tokens))), sampling)
 
 
 def off(subject: Subject, drawn: list[tuple[Request, Sample]], sampling: Sampling, right: PreTrainedModel | None = None) -> Verdict:
@@ -646,6 +642,7 @@ def checks(folder: Path, device: torch.device) -> Iterator[tuple[str, Callable[[
 def check(job: dict, work: Work, report) -> None:
     """Tiny models of every kind: is what the engine samples right on this device?"""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused where torch must be deterministic
+    sampler.TILE = 128  # so that these small vocabularies have several, as large ones have
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind in KINDS:

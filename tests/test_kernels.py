@@ -729,7 +729,8 @@ def check_draws(ops: ModuleType, logits: Tensor, state: Tensor, ends: frozenset[
     after, results = (x.cpu() for x in drawn(ops, logits, state, sampling, ends))
     before = state.cpu()
     keys = position_keys(before[:, KEY], before[:, WRITTEN])
-    noise, of_tiles = exact(gumbel(keys, logits.shape[1])).numpy(), exact(sampler.tile_noise(keys, 9)).numpy()
+    noise = exact(gumbel(keys, logits.shape[1])).numpy()
+    of_tiles = exact(sampler.tile_noise(keys, -(-logits.shape[1] // sampler.TILE))).numpy()
     numbers = results[:, 2:].contiguous().view(torch.float32).tolist()
     for i, z in enumerate(exact(logits).numpy()):
         if before[i, POSITION] < 0:
@@ -878,8 +879,8 @@ def test_kernels_draw_what_plain_draws(monkeypatch):
 # The engine with kernels ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "settings"), [("qwen2", {}), ("qwen3", {"temperature": 0.8, "top_p": 0.9})], ids=str)
+def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings):
     """As on a GPU, but for graphs: the samples that torch gives, with rows that come and go and blocks that are shared."""
     from plaudit.models.policy import load_model
     from plaudit.recipe import Model
@@ -888,7 +889,8 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind):
     from plaudit.rollout.native.engine import NativeEngine
 
     requests = [Request(f"p{i}", np.arange(length) % 300, n=2, max_new_tokens=3 + i) for i, length in enumerate((20, 1, 5))]
-    sampling = Sampling(max_new_tokens=8, temperature=0.8, top_p=0.9, seed=3)
+    sampling = Sampling(max_new_tokens=8, seed=3, **settings)
+    monkeypatch.setattr(sampler, "TILE", 64)
 
     def samples(device: torch.device) -> dict:
         model = load_model(Model(path=str(tiny_models[kind]), dtype="float32"), device)

@@ -255,19 +255,22 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_fused_layers_keep_less(tiny_models, kind):
-    """On a GPU and in half precision; with adapters layers are not fused. By the numbers that the modules of a layer have."""
+@pytest.mark.parametrize("head_size", [16, 24])
+def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
+    """On a GPU and in half precision, policies and what has a head for scores; with adapters layers are not fused."""
+    config = AutoConfig.from_pretrained(tiny_models[kind])
+    config.head_dim = head_size  # so that queries together may be wider than the residual stream
+    config.save_pretrained(tmp_path)
 
-    def kept(device: str = "cuda", dtype: Any = "bfloat16", **settings: Any) -> float:
-        model = Model(path=str(tiny_models[kind]), dtype=dtype, **settings)
-        plan = plan_memory(model, torch.device(device), tokens_per_micro_batch=1000)
+    def kept(device: str = "cuda", dtype: Any = "bfloat16", *, scalar: bool = False, **settings: Any) -> float:
+        model = Model(path=str(tmp_path), dtype=dtype, **settings)
+        plan = plan_memory(model, torch.device(device), tokens_per_micro_batch=1000, scalar=scalar)
         return plan.activations / plan.layers / (1000 * (2 if dtype == "bfloat16" else 4))
 
-    config = AutoConfig.from_pretrained(tiny_models[kind])
-    h, k, f = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
-    more = h + 2 * k if kind == "qwen3" else 0
-    assert kept() == 9 * h + 2 * k + 3 * f + more
-    assert kept(liger=True) == 9 * h + 2 * k + 3 * f
+    h, f = config.hidden_size, config.intermediate_size
+    q, k = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
+    expected = 7 * h + 2 * q + 2 * k + 3 * f + (q + 2 * k if kind == "qwen3" else 0)
+    assert kept() == kept(scalar=True) == kept(liger=True) == expected
     assert kept("cpu") == kept(dtype="float32") == kept(lora=Lora(rank=4)) == 13 * h + 2 * k + 4 * f
 
 

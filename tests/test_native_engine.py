@@ -37,9 +37,9 @@ from plaudit.rollout.native.cache import CacheView, blocks_that_fit
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.graphs import Graphs
-from plaudit.rollout.native.noise import gumbel, position_keys
+from plaudit.rollout.native.noise import position_keys
 from plaudit.rollout.native.packed import packing_pays
-from plaudit.rollout.native.sampler import keep_likely
+from plaudit.rollout.native.sampler import standings
 from plaudit.rollout.native.stopping import Stopping
 from plaudit.seeding import stable_seed
 from plaudit.types import Example, Sample
@@ -128,11 +128,10 @@ def is_scarce() -> bool:
 
 def perturbed_logits(model: PreTrainedModel, request: Request, s: Sample, sampling: Sampling) -> torch.Tensor:
     """[t, V]: what each token of the sample must be the argmax of, from a whole forward pass and the sample's key."""
-    logits = whole_logits(model, request.tokens, s.tokens) / sampling.temperature
     key = stable_seed(sampling.seed, sampling.step, request.prompt_id, s.index)
     key = torch.tensor(key - (1 << 64) if key >> 63 else key)
     keys = position_keys(key.expand(len(s)), torch.arange(len(s)))
-    return keep_likely(logits, sampling.top_k, sampling.top_p, sampling.min_p) + gumbel(keys, logits.shape[1])
+    return standings(whole_logits(model, request.tokens, s.tokens), keys, sampling)
 
 
 def assert_tokens_of_keys(model: PreTrainedModel, request: Request, s: Sample, sampling: Sampling, close: float = CLOSE) -> None:

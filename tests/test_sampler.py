@@ -125,6 +125,14 @@ def test_two_races_draw_from_it_too(keys, monkeypatch, tile, direction):
     assert torch.equal(draws(logits, keys[direction], temperature=0.0), logits.argmax().expand(DRAWS))
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("vocabulary", [7, 8, 9, 16, 40])
+def test_standings_are_those_of_the_draw(keys, monkeypatch, vocabulary, settings):
+    monkeypatch.setattr(sampler, "TILE", 8)
+    asked = logits_of(vocabulary).expand(500, -1), keys["both"][:500], sampling_of(**settings)
+    assert torch.equal(sampler.standings(*asked).argmax(-1), draw(*asked).tokens_B)
+
+
 def test_a_tile_says_nothing_of_the_token_in_it(keys, monkeypatch):
     """Pairs of tile and place in it, where they are independent."""
     monkeypatch.setattr(sampler, "TILE", 6)
@@ -231,13 +239,16 @@ def test_noise_never_changes():
     """A run resumed with another version must draw what it would have drawn. (These are Python's own integers' numbers.)"""
     assert position_keys(torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 1, 2, 1000])).tolist() == GOLDEN_KEYS
     assert tile_noise(torch.tensor([0]), 3)[0].tolist() == pytest.approx(GOLDEN_TILES, abs=2e-6)
+    logits = (torch.arange(10_000) * 0.37).sin() * 4
+    assert draws(logits, torch.arange(14)).tolist() == GOLDEN_DRAWS, "by tiles of 4,096"
     for key, expected in GOLDEN_NOISE.items():
         torch.testing.assert_close(
             gumbel(torch.tensor([key]), 50_000)[0, GOLDEN_TOKENS], torch.tensor(expected), rtol=2e-6, atol=2e-6
         )
 
 
-GOLDEN_TILES = [-0.868467, 1.52728, -0.862312]
+GOLDEN_DRAWS = [5794, 2944, 3163, 5964, 3504, 1905, 2722, 3911, 6168, 7000, 5543, 89, 5727, 7628]
+GOLDEN_TILES = [-0.868467, 1.527280, -0.862312]
 GOLDEN_TOKENS = [0, 1, 2, 319, 49_999]
 GOLDEN_KEYS = [-2152535657050944081, -4689498862643123097, 4048727598324417001, 2080747228998036398]
 GOLDEN_NOISE = {

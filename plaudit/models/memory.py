@@ -4,7 +4,7 @@
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
                   with optim.offload                      gradients, and what is in passing; moments and masters are the host's
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
-                  with fused layers, or with Liger        9 h + 2 k + 3 f; fused ones with norms of heads (Qwen3) h + 2 k more
+                  with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q of queries; with norms of heads q + 2 k more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
     logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
@@ -12,8 +12,8 @@
     reward model  P · b; while it scores, a scalar one    T · b · (6 h + 2 k + 3 f), T tokens of a pass; one that writes: a cache
 
 A step samples, then scores with the models that are offloaded, one at a time, then trains. Each phase needs its own sum.
-13 and 9 are fitted to peaks that bench/gpu_sft.py and bench/gpu_memory.py measured: for Qwen2.5 shapes of 0.5B and 1.5B (9: of 0.5B
-alone) estimates are 1–5 % above them, where most of it is activations.
+13 and 7 are fitted to peaks that bench/gpu_sft.py and bench/gpu_memory.py measured: for Qwen2.5 shapes of 0.5B and 1.5B (7: of 0.5B
+alone) estimates are 1–6 % above them, where most of it is activations. What norms of heads keep (Qwen3) is counted, not measured.
 """
 
 import json
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from plaudit.errors import RecipeError
 from plaudit.models.folder import INDEX, read_config
@@ -99,7 +99,7 @@ def plan_memory(
     trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
-    is_fused = half and device.type == "cuda" and not recipe.lora and not recipe.liger and can_fuse(model)
+    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and _can_fuse(model))
     state = trainable * (12 if half and not recipe.lora else 8)
     shape = _shape(config)
     return MemoryPlan(
@@ -110,7 +110,7 @@ def plan_memory(
         gradients=4 * trainable,
         state=state,
         passing=_passing(trainable, state) if offload and device.type != "cpu" else 0,
-        activations=_activations(recipe, shape, size * _kept_of_layer(recipe, shape, is_fused), tokens_per_micro_batch),
+        activations=_activations(recipe, shape, size * _kept_of_token(shape, on_kernels), tokens_per_micro_batch),
         logits=0
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
@@ -123,19 +123,24 @@ def _passing(trainable: int, state: float) -> float:
     return min(PARTS_UNDER_WAY, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
 
 
-def _kept_of_layer(recipe: Model, shape: "_Shape", is_fused: bool) -> int:
-    """Numbers that a layer keeps of a token for its backward pass."""
-    if is_fused or recipe.liger:
-        norms_of_heads = shape.hidden + 2 * shape.kv if is_fused and shape.has_head_norms else 0
-        return 9 * shape.hidden + 2 * shape.kv + 3 * shape.mlp + norms_of_heads
-    return 13 * shape.hidden + 2 * shape.kv + 4 * shape.mlp
+def _can_fuse(model: PreTrainedModel) -> bool:
+    """What is trained of a model with a head for scores is its decoder (models/classifier.py)."""
+    return can_fuse(model) or can_fuse(getattr(model, "get_decoder", lambda: model)())
 
 
-def _activations(recipe: Model, shape: "_Shape", layer: int, tokens: int) -> float:
+def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
+    """Numbers that a layer keeps for its backward pass."""
+    if not on_kernels:
+        return 13 * shape.hidden + 2 * shape.kv + 4 * shape.mlp
+    norms_of_heads = shape.query + 2 * shape.kv if shape.has_head_norms else 0
+    return 7 * shape.hidden + 2 * shape.query + 2 * shape.kv + 3 * shape.mlp + norms_of_heads
+
+
+def _activations(recipe: Model, shape: "_Shape", bytes_of_token: int, tokens: int) -> float:
     wanted = recipe.gradient_checkpointing
     checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
     # One of those that are computed again is there as the others are without, when these have given theirs back.
-    return tokens * (checkpointed * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * layer)
+    return tokens * (checkpointed * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * bytes_of_token)
 
 
 def total_memory(device: torch.device) -> int:
@@ -175,6 +180,7 @@ def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
 class _Shape(NamedTuple):
     layers: int
     hidden: int
+    query: int
     kv: int
     mlp: int
     has_head_norms: bool
@@ -184,9 +190,9 @@ def _shape(config: PretrainedConfig) -> _Shape:
     text = config.get_text_config()
     hidden, heads = text.hidden_size, text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    kv = kv_heads * (getattr(text, "head_dim", None) or hidden // heads)
+    size = getattr(text, "head_dim", None) or hidden // heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
-    return _Shape(text.num_hidden_layers, hidden, kv, mlp, has_head_norms=text.model_type == "qwen3")
+    return _Shape(text.num_hidden_layers, hidden, heads * size, kv_heads * size, mlp, text.model_type == "qwen3")
 
 
 def gigabytes(size: float) -> str:

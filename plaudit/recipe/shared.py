@@ -52,7 +52,8 @@ class Model(Section):
     """Recompute activations in the backward pass, which saves much memory for up to a third more time: of all layers, of so many
     first ones, or (auto) of as few as leave the largest micro-batch room in the device's memory."""
     liger: bool = False
-    """Compute norms and MLPs with Liger's kernels, which keep less for the backward pass. Needs liger-kernel and a GPU."""
+    """Compute norms and MLPs with Liger's kernels, which keep less for the backward pass than modules do (plaudit's own fused
+    layers, of which they take the place, keep as little and are faster: docs/memory.md). Needs liger-kernel and a GPU."""
     lora: Lora | None = None
     """Train a low-rank update instead of all weights."""
     trust_remote_code: bool = False

@@ -20,7 +20,7 @@ from torch import Tensor
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native.noise import gumbel
 
-TILE = 4096
+TILE = 4096  # another number would draw other tokens from vocabularies that are larger
 
 
 class Drawn(NamedTuple):
@@ -37,7 +37,7 @@ def draw(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Drawn:
     total_B = sums_BT.logsumexp(-1)
     if sampling.temperature == 0.0:
         tokens_B = logits_BV.argmax(-1)
-    elif is_truncated(sampling, logits_BV.shape[1]):
+    elif is_truncated(sampling, logits_BV.shape[1]) or sums_BT.shape[1] == 1:
         candidates_BV = keep_likely(scaled_BV, sampling.top_k, sampling.top_p, sampling.min_p)
         tokens_B = gumbel(keys_B, logits_BV.shape[1]).add_(candidates_BV).argmax(-1)
     else:
@@ -65,11 +65,26 @@ def tile_noise(keys_B: Tensor, tiles: int) -> Tensor:
 
 
 def _two_races(scaled_BV: Tensor, sums_BT: Tensor, keys_B: Tensor) -> Tensor:
+    """Not for a vocabulary of one tile: the second race is all there is to it."""
     last = scaled_BV.shape[1] - 1
     tile_B = (sums_BT + tile_noise(keys_B, sums_BT.shape[1])).argmax(-1)
-    token_BW = tile_B[:, None] * TILE + torch.arange(min(TILE, last + 1), device=keys_B.device)
+    token_BW = tile_B[:, None] * TILE + torch.arange(TILE, device=keys_B.device)
     scores_BW = scaled_BV.gather(1, token_BW.clamp(max=last)) + gumbel(keys_B, token_BW)
     return _at(token_BW, scores_BW.masked_fill_(token_BW > last, -math.inf).argmax(-1))
+
+
+def standings(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Tensor:
+    """The draw as one argmax, for those who check it: what each token has, and lacks to have been drawn. [B, V]"""
+    if sampling.temperature == 0.0:
+        return logits_BV
+    scaled_BV, V = logits_BV / sampling.temperature, logits_BV.shape[1]
+    scores_BV = keep_likely(scaled_BV, sampling.top_k, sampling.top_p, sampling.min_p) + gumbel(keys_B, V)
+    if is_truncated(sampling, V) or V <= TILE:
+        return scores_BV
+    tiles_BT = tile_sums(scaled_BV)
+    tiles_BT = tiles_BT + tile_noise(keys_B, tiles_BT.shape[1])
+    within = [scores_BT - scores_BT.max(-1, keepdim=True).values for scores_BT in scores_BV.split(TILE, 1)]
+    return torch.cat([scores_BT + tiles_BT[:, i, None] for i, scores_BT in enumerate(within)], 1)
 
 
 def keep_likely(logits_BV: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:

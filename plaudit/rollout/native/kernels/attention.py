@@ -22,7 +22,7 @@ from plaudit.models.kernels.order import AS_WRITTEN
 from plaudit.rollout.native.cache import CacheView
 
 FEWEST_QUERY_ROWS = 16  # that tensor cores take
-NUMBERS_OF_A_WARP = 2048  # of a program's result: all of them for 16 query heads of up to 128, so that no warp waits for another
+BYTES_OF_A_WARP = 4096  # of a program's queries: all of them for 16 heads of up to 128 in bf16, so that no warp waits for another
 STAGES = 3
 MOST_PARTS = 32
 PROGRAMS, MOST_TOKENS = 512, 1024  # wanted at least; of a part
@@ -44,8 +44,9 @@ def split_for(sequences: int, kv_heads: int, longest: int) -> Split:
     return Split(parts, longest // parts)
 
 
-def warps_for(rows: int, width: int) -> int:
-    return max(1, rows * width // NUMBERS_OF_A_WARP)
+def warps_for(rows: int, width: int, size: int) -> int:
+    """`size`: of a number, in bytes."""
+    return max(1, rows * width * size // BYTES_OF_A_WARP)
 
 
 def attend(
@@ -86,7 +87,7 @@ def _launch(
         positions_B, positions_B.stride(0), out_BE, parts, sums, scale * LOG2_E, window or 0, stretches, split.tokens,
         KV=cache.kv_heads, GROUP=heads // cache.kv_heads, ROWS=rows, BLOCK=cache.block_tokens,
         ROTATE=rotation is not None, SPLIT=split.parts > 1, **constants,
-        num_warps=warps_for(rows, width), num_stages=STAGES, **AS_WRITTEN,
+        num_warps=warps_for(rows, width, query_BHD.element_size()), num_stages=STAGES, **AS_WRITTEN,
     )  # fmt: skip
     if split.parts > 1:
         _combine[(B, heads)](

@@ -1,8 +1,8 @@
-"""Logits → token, its log-probs, and the row's next state: what `plain.draw_and_advance` computes, with logits read once.
+"""Logits → token, its log-probs, and the row's next state: what `plain.draw_and_advance` computes.
 
-`_read` reads a row's logits in tiles and adds them up. `_settle` brings the tiles together and draws: a tile by its sum, then one
-of its tokens, as the sampler's docstring says. Where it says argmax of z/τ + g, here is a race in which token v arrives after a
-time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead of two.
+`_read` reads a row's logits once, in tiles, and adds them up. `_settle` brings the tiles together and draws: a tile by its sum,
+then one of its tokens, as the sampler's docstring says. Where it says argmax of z/τ + g, here is a race in which token v arrives
+after a time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead of two.
 
 Top-k, top-p and min-p keep every token above some logit. There `_read` lets all tokens race at once, and `_accept` looks whether
 the winner is kept; if not, no token below it is, and the race is run again among those above it.
@@ -108,8 +108,8 @@ def _read(
     logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, TEMPERED: tl.constexpr, AT_ONCE: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """For one tile of one row: its greatest logit, Σ exp of them and of the tempered ones; if all tokens race at once, the time and
-    token of its winner."""
+    """For one tile of one row: its greatest logit, Σ exp of them and of the tempered ones; if all tokens race at once, the
+    logarithm of its winner's speed, and which it is."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     rows_ptr += row * COLUMNS
@@ -200,6 +200,7 @@ def _settle(
     TEMPERED: tl.constexpr, GREEDY: tl.constexpr, AT_ONCE: tl.constexpr,
     RUNNING: tl.constexpr, ENDED: tl.constexpr, AT_LIMIT: tl.constexpr,
 ):  # fmt: skip
+    """One row: sums of its tiles → its token, log-probs and next state."""
     row = tl.program_id(0).to(tl.int64)
     rows_ptr += row * COLUMNS
     # All of a row's state is read before warps wait for each other, and written after that.
