@@ -135,6 +135,8 @@ class FaultServer:
         self.requests.append(Asked(request.path, body, request.headers.get("Authorization"), time.monotonic()))
         if self.dies_after is not None and len(self.requests) > self.dies_after:
             self._loop.create_task(self._stop())
+            if request.transport is not None:  # one that was accepted as it stopped is none of those that stopping cuts
+                request.transport.abort()
             await asyncio.sleep(60)
         self.connections.add(request.transport)
         self.under_way += 1

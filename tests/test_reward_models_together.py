@@ -436,7 +436,7 @@ def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
         file = recipe("run", server)
         began = time.monotonic()
         code, _, err = plaudit("rl", file)
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < 100.0, "nobody waits until an answer's 120 s are over"
         assert code == 2
         stopped = [line for line in err.splitlines() if "reward 'judge' failed" in line]
         assert len(stopped) == 1
