@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from plaudit.errors import RecipeError
 from plaudit.models.folder import INDEX, read_config
@@ -99,7 +99,8 @@ def plan_memory(
     trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
-    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and _can_fuse(model))
+    # (Of a model with a head for scores it is the decoder that is fused, which any other has too.)
+    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and can_fuse(model.get_decoder()))
     state = trainable * (12 if half and not recipe.lora else 8)
     shape = _shape(config)
     return MemoryPlan(
@@ -121,11 +122,6 @@ def _passing(trainable: int, state: float) -> float:
     """Whole parts of every kind of state."""
     part = min(PART_ELEMENTS, trainable)
     return min(PARTS_UNDER_WAY, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
-
-
-def _can_fuse(model: PreTrainedModel) -> bool:
-    """What is trained of a model with a head for scores is its decoder (models/classifier.py)."""
-    return can_fuse(model) or can_fuse(getattr(model, "get_decoder", lambda: model)())
 
 
 def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
