@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from textwrap import dedent
 from typing import Literal
 
 import pytest
@@ -231,6 +230,10 @@ def compute_score(solution_str, log):
     if kind == "nan": return float("nan")
     return int(number) % 5
 """
+# So that it cannot end before it is killed.
+WAITS_AT_A_GATE = """
+    while Path(log).exists() and Path(log).read_bytes().count(b"\\n") >= int(Path(log + ".gate").read_text()):
+        time.sleep(0.01)"""
 FAULTS = ("raises", "nan", "dies", "hangs")
 SAMPLES, GROUP = 2000, 8
 
@@ -293,19 +296,21 @@ def test_killed_in_the_middle_nothing_is_scored_twice(faulty, tmp_path):
     texts = [text for text in responses() if not text.startswith("hangs")][:1200]
     rows = [{"prompt": "p", "responses": texts[i : i + 6]} for i in range(0, len(texts), 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    slow = FAULTY.replace("kind, number", "time.sleep(0.004); kind, number", 1)
-    Path(faulty.path).write_text(dedent(slow))
-    (tmp_path / "r.yaml").write_text(json.dumps({"rewards": [{**faulty.model_dump(mode="json", exclude_defaults=True)}]}))
+    Path(faulty.path).write_text(FAULTY.replace("    kind, number", f"{WAITS_AT_A_GATE}\n    kind, number", 1))
+    patient = faulty.model_copy(update={"timeout_s": 60.0})
+    (tmp_path / "r.yaml").write_text(json.dumps({"rewards": [patient.model_dump(mode="json", exclude_defaults=True)]}))
     command = [sys.executable, "-m", "plaudit", "score", str(tmp_path / "rows.jsonl"), "--rewards", str(tmp_path / "r.yaml")]
     command += ["--out", str(tmp_path / "out.jsonl")]
-    calls = tmp_path / "calls.txt"
+    calls, gate = tmp_path / "calls.txt", tmp_path / "calls.txt.gate"
     for stop_after in (150, 500, 900):
+        gate.write_text(str(stop_after))
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and (not calls.exists() or calls.read_bytes().count(b"\n") < stop_after):
             time.sleep(0.01)
         assert process.poll() is None, "it ended before it could be killed"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
+    gate.write_text(str(10**9))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

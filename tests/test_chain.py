@@ -11,11 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, train_dpo, train_reward_model, train_rl, train_sft
+from conftest import REPOSITORY, signalled, train_dpo, train_reward_model, train_rl, train_sft
 
 from plaudit.prepare.pairs import make_pairs
 from plaudit.prepare.tiny_model import make_tiny_model
@@ -54,16 +53,9 @@ def start(verb: str, recipe: str, folder: Path) -> subprocess.Popen:
 
 def killed_and_started_again(verb: str, recipe: str, folder: Path) -> None:
     run, moment = folder / run_of(recipe), KILLED_BEHIND[verb]
-    process = start(verb, recipe, folder)
-    deadline = time.monotonic() + 200
-    while not (rows := metrics_of(run)) or rows[-1]["step"] < moment:
-        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    signalled(signal.SIGKILL, f"before line {moment + 1}", verb, recipe, cwd=folder)
     saved = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
-    assert 0 < saved < metrics_of(run)[-1]["step"], "steps behind the last checkpoint are lost, and done again"
+    assert 0 < saved < metrics_of(run)[-1]["step"] == moment, "steps behind the last checkpoint are lost, and done again"
     assert not (run / "model").exists()
     again = start(verb, recipe, folder)
     output, _ = again.communicate(timeout=300)

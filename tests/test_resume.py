@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import sft_recipe, train_sft, write_recipe
+from conftest import sft_recipe, signalled, train_sft, write_recipe
 
 STEPS = 24
 VARIANTS = {
@@ -82,14 +82,13 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
 
-def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file):
+@pytest.mark.parametrize("moment", ["open .step_000010.aside/state.json", "os.rename checkpoints/.step_000010.aside"])
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, moment):
     train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
     killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, {})
-    process = start(killed)
     aside = tmp_path / "killed/checkpoints/.step_000010.aside"
-    wait_for(aside.exists, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    signalled(signal.SIGKILL, moment, "sft", killed)
+    assert aside.exists()
     train_sft(killed)
     assert not aside.exists()
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
@@ -99,11 +98,7 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file):
 def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, number):
     train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
     stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
-    process = start(stopped)
-    wait_for(lambda: steps_logged(tmp_path / "stopped") > 2, process)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    output = signalled(number, "behind line 3", "sft", stopped)
     assert f"Go on with: plaudit sft {stopped}" in output
     assert "Traceback" not in output
     last = sorted((tmp_path / "stopped/checkpoints").iterdir())[-1]
