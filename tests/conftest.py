@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -297,43 +296,3 @@ def gone(*pids: int | None, within_s: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-# The command, which sends itself a signal at a moment. Whoever watches from outside may look too late on a busy machine: the moment
-# is past, or the run over.
-SENDS_ITSELF_A_SIGNAL = """
-import os, signal, sys
-from plaudit.cli import main
-from plaudit.run import Run
-
-number, moment = signal.Signals[sys.argv[1]], sys.argv[2]
-del sys.argv[1:3]
-log = Run.log
-
-def send_if(now):
-    if moment == now:
-        os.kill(os.getpid(), number)
-
-def log_and_send(self, step, metrics):
-    send_if(f"before line {step}")
-    row = log(self, step, metrics)
-    send_if(f"behind line {step}")
-    return row
-
-def send_before(event, arguments):
-    if event in ("open", "os.rename"):
-        send_if(f"{event} {'/'.join(str(arguments[0]).split('/')[-2:])}")
-
-Run.log = log_and_send
-sys.addaudithook(send_before)
-main()
-"""
-
-
-def signalled(number: signal.Signals, moment: str, *arguments: object, cwd: Path | None = None) -> str:
-    """Runs plaudit and ends it by a signal: `before line N` or `behind line N` of the metrics, or when it is about to `open` or to
-    `os.rename` FOLDER/FILE. What it says."""
-    command = [sys.executable, "-c", SENDS_ITSELF_A_SIGNAL, number.name, moment, *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, timeout=300)
-    assert done.returncode == (-number if number == signal.SIGKILL else 130), done.stdout
-    return done.stdout

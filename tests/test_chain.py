@@ -9,12 +9,11 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, signalled, train_dpo, train_reward_model, train_rl, train_sft
+from conftest import REPOSITORY, train_dpo, train_reward_model, train_rl, train_sft
+from processes import Command, signalled
 
 from plaudit.prepare.pairs import make_pairs
 from plaudit.prepare.tiny_model import make_tiny_model
@@ -46,21 +45,15 @@ def exact_metrics(run: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "judge/"))} for row in metrics_of(run)]
 
 
-def start(verb: str, recipe: str, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "plaudit", verb, recipe]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
-
-
 def killed_and_started_again(verb: str, recipe: str, folder: Path) -> None:
     run, moment = folder / run_of(recipe), KILLED_BEHIND[verb]
     signalled(signal.SIGKILL, f"before line {moment + 1}", verb, recipe, cwd=folder)
     saved = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
     assert 0 < saved < metrics_of(run)[-1]["step"] == moment, "steps behind the last checkpoint are lost, and done again"
     assert not (run / "model").exists()
-    again = start(verb, recipe, folder)
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, output
-    assert f"going on from runs/chain/{run.name}/checkpoints/step_{saved:06d}" in " ".join(output.split()), output
+    again = Command(verb, recipe, cwd=folder)
+    assert again.wait() == 0, again.output
+    assert f"going on from runs/chain/{run.name}/checkpoints/step_{saved:06d}" in " ".join(again.output.split()), again.output
 
 
 def assert_same(ours: Path, whole: Path) -> None:

@@ -4,9 +4,6 @@ import json
 import math
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +25,10 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
+from processes import Command
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_resume import exact_metrics, steps_logged, wait_for
+from test_resume import exact_metrics, steps_logged
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from plaudit.data.conversations import Source
@@ -299,11 +297,9 @@ def test_kill_9_and_the_same_result(tmp_path, tiny_model, pairs_file, stage, mod
     killed, run = recipe("killed"), tmp_path / "killed"
     early = "reference.safetensors" if stage == "dpo" else "run.json"
     for moment in (lambda: (run / early).exists(), lambda: steps_logged(run) > 8):
-        command = [sys.executable, "-m", "plaudit", stage, str(killed)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wait_for(moment, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = Command(stage, killed)
+        process.wait_for(moment)
+        process.kill()
     TRAIN[stage](killed)
     last = f"checkpoints/step_{steps:06d}"
     for file in ("model/model.safetensors", f"{last}/trainer/00000.safetensors", f"{last}/state.json"):

@@ -4,13 +4,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import sft_recipe, signalled, train_sft, write_recipe
+from conftest import sft_recipe, train_sft, write_recipe
+from processes import Command, signalled
+
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 STEPS = 24
 VARIANTS = {
@@ -21,19 +21,6 @@ VARIANTS = {
         "gradient_checkpointing": True,
     },
 }
-
-
-def start(recipe: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "plaudit", "sft", str(recipe), *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(condition, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 def steps_logged(run: Path) -> int:
@@ -74,10 +61,9 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
     print(f"PLAUDIT_TEST_SEED={seed}")
     moments = sorted(random.Random(seed).sample(range(1, STEPS), 3))
     for moment in moments:
-        process = start(killed)
-        wait_for(lambda moment=moment: steps_logged(tmp_path / "killed") > moment, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = Command("sft", killed)
+        process.wait_for(lambda moment=moment: steps_logged(tmp_path / "killed") > moment)
+        process.kill()
     train_sft(killed)
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 

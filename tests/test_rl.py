@@ -7,9 +7,7 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import time
 from decimal import Decimal
 from pathlib import Path
 from textwrap import dedent
@@ -22,6 +20,7 @@ import pytest
 import torch
 from conftest import Stopped, prompt_rows, rl_recipe, train_rl, write_jsonl, write_recipe
 from engine_contract import attention
+from processes import Command
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -213,12 +212,10 @@ from pathlib import Path
 phase, step, marker = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 del sys.argv[1:4]
 
-import plaudit.run
 from plaudit.cli import main
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train.optimiser import Optimiser
 
-plaudit.run.draw_curves = lambda *_: None
 now = 0
 generate, move = NativeEngine.generate, Optimiser.step
 
@@ -247,20 +244,6 @@ main()
 """
 
 
-def start(*arguments: object, script: str | None = None, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, *(["-c", script] if script else ["-m", "plaudit"]), *map(str, arguments)]
-    surroundings = {**os.environ, **environment}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=surroundings)
-
-
-def wait_for(condition, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     "variant", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(VARIANTS)]
 )
@@ -276,11 +259,10 @@ def test_kill_9_while_sampling_scoring_and_updating(tmp_path, recipe, prompts_fi
     steps, phases = sorted(chance.sample(range(1, STEPS + 1), 3)), chance.sample(["sampling", "scoring", "updating"], 3)
     for step, phase in zip(steps, phases, strict=True):
         marker, reached = tmp_path / phase, tmp_path / f"{phase}.reached"
-        process = start(phase, step, marker, "rl", killed, script=COMMAND_THAT_HALTS, HALT_SCORING=str(marker))
-        wait_for(reached.exists, process)
+        process = Command(phase, step, marker, "rl", killed, script=COMMAND_THAT_HALTS, HALT_SCORING=str(marker))
+        process.wait_for(reached.exists)
         assert [row["step"] for row in metrics_of(tmp_path / "killed")][-1:] == [step - 1]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
     train_rl(killed)
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
@@ -367,12 +349,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, recipe):
     train_rl(recipe("reference", run={"max_steps": 4}))
     stopped = recipe("stopped", run={"max_steps": 4})
     marker = tmp_path / "sampling"
-    process = start("sampling", 2, marker, "rl", stopped, script=COMMAND_THAT_HALTS)
-    wait_for((tmp_path / "sampling.reached").exists, process)
-    process.send_signal(signal.SIGINT)
+    process = Command("sampling", 2, marker, "rl", stopped, script=COMMAND_THAT_HALTS)
+    process.wait_for((tmp_path / "sampling.reached").exists)
+    process.send(signal.SIGINT)
     (tmp_path / "sampling.released").touch()
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 130, output
+    assert process.wait() == 130, process.output
+    output = process.output
     assert "stopping after this step" in output
     assert f"stopped after step 2 of 4, saved. Go on with: plaudit rl {stopped}" in output
     assert "Traceback" not in output

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Stopped, arithmetic_rows, sft_recipe, stop_before, train_sft, write_jsonl, write_recipe
+from processes import Command
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -536,12 +536,12 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\n"
         "Run.save = save_then_limit; main()"
     )
-    full = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=120)
+    full = Command(*command, script=script)
     run = tmp_path / "run"
-    assert full.returncode == 2, full.stderr
-    assert full.stderr.splitlines()[-1].startswith(f"{run / 'checkpoints/step_000004'}: could not be written (")
-    assert full.stderr.endswith("step_000002 is intact. Mend that, then start again with the same command.\n")
-    assert "Traceback" not in full.stderr
+    assert full.wait() == 2, full.output
+    assert full.output.splitlines()[-1].startswith(f"{run / 'checkpoints/step_000004'}: could not be written (")
+    assert full.output.endswith("step_000002 is intact. Mend that, then start again with the same command.\n")
+    assert "Traceback" not in full.output
     assert checkpoints_of(run) == [2]
     assert_whole(run / "checkpoints/step_000002")
     assert not leftovers(run)

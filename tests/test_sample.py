@@ -4,14 +4,12 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import prompt_rows, write_jsonl
+from processes import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.data.conversations import Source, read_prompts
@@ -189,15 +187,9 @@ main()
 def test_kill_9_and_again(tmp_path, sample, whole, tiny_model, prompts_file):
     out, marker = tmp_path / "out.jsonl", tmp_path / "reached"
     options = ["--out", out, "--max-new-tokens", 10, "--device", "cpu", "-n", 2]
-    command = [sys.executable, "-c", HALTS, marker, "sample", tiny_model, prompts_file, *options]
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 200
-    while not marker.exists():
-        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = Command(marker, "sample", tiny_model, prompts_file, *options, script=HALTS)
+    process.wait_for(marker.exists)
+    process.kill()
     assert len(by_id(out)) == 4, "a prompt is on disk as soon as its last response is there"
     code, _, err = sample("-n", 2)
     assert code == 0
