@@ -257,7 +257,7 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("head_size", [16, 24])
 def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
-    """On a GPU and in half precision, policies and what has a head for scores; with adapters layers are not fused."""
+    """On a GPU and in half precision, policies and what has a head for scores; with adapters or dropout layers are not fused."""
     config = AutoConfig.from_pretrained(tiny_models[kind])
     config.head_dim = head_size  # so that queries together may be wider than the residual stream
     config.save_pretrained(tmp_path)
@@ -271,7 +271,11 @@ def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
     q, k = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
     expected = 7 * h + 2 * q + 2 * k + 3 * f + (q + 2 * k if kind == "qwen3" else 0)
     assert kept() == kept(scalar=True) == kept(liger=True) == expected
-    assert kept("cpu") == kept(dtype="float32") == kept(lora=Lora(rank=4)) == 13 * h + 2 * k + 4 * f
+    whole = 13 * h + 2 * k + 4 * f
+    assert kept("cpu") == kept(dtype="float32") == kept(lora=Lora(rank=4)) == whole
+    config.attention_dropout = 0.1
+    config.save_pretrained(tmp_path)
+    assert kept() == whole
 
 
 def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):

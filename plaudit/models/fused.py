@@ -29,7 +29,7 @@ def ready_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
     keep_residual_precise(model)
     if liger:
         use_liger(model, model.device)
-    elif model.device.type == "cuda" and can_fuse(model) and is_precise(model):
+    elif model.device.type == "cuda" and can_train_fused(model) and is_precise(model):
         fuse_layers(model)
 
 
@@ -47,6 +47,11 @@ def can_fuse(model: PreTrainedModel) -> bool:
     if not is_known(model) or model.config.hidden_act != "silu":
         return False
     return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
+
+
+def can_train_fused(model: PreTrainedModel) -> bool:
+    """No kernel drops weights of attention."""
+    return can_fuse(model) and not model.config.attention_dropout
 
 
 @cache
@@ -87,8 +92,7 @@ class _FusedLayer(nn.Module):
         (q, k, v), (o,), (gate, up), (down,) = linears = linears_by_input(layer)
         attention = layer.self_attn
         packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("kv") is None and _kernels_run_on(hidden_states)
-        drops = self.training and attention.attention_dropout > 0
-        if not packed or drops or any(type(module) is not nn.Linear for modules in linears for module in modules):
+        if not packed or any(type(module) is not nn.Linear for modules in linears for module in modules):
             return super().forward(hidden_states, **kwargs)
         first, second = layer.input_layernorm, layer.post_attention_layernorm
         x_TD, starts, longest, size = hidden_states[0], kwargs["cu_seq_lens_q"], kwargs["max_length_q"], attention.head_dim

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from plaudit.errors import RecipeError
 from plaudit.models.folder import INDEX, read_config
-from plaudit.models.fused import can_fuse
+from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.policy import resolve_dtype
 from plaudit.models.scalar import TOKENS_PER_PASS
@@ -100,7 +100,7 @@ def plan_memory(
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
     # (Of a model with a head for scores it is the decoder that is fused, which any other has too.)
-    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and can_fuse(model.get_decoder()))
+    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and can_train_fused(model.get_decoder()))
     state = trainable * (12 if half and not recipe.lora else 8)
     shape = _shape(config)
     return MemoryPlan(
