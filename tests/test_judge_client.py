@@ -231,7 +231,7 @@ def test_a_deadline_ends_all_tries(server):
     answers, usage = ask(
         model(server), "hang a", "500 b", "c", writing=Writing(16, timeout_s=0.5), limits=Limits(retries=1000, backoff_s=0.01)
     )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert [cause(answer) for answer in answers] == ["timeout", "http", None]
     check_counts(usage, 3)
 
@@ -282,7 +282,7 @@ def test_a_server_that_is_not_there(server):
     began = time.monotonic()
     with pytest.raises(RecipeError, match=rf"^{server.url}/v1/models: nobody listens there \(.*\)\. Is the server still running"):
         ask(model(server), "a")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_one_that_comes_later_is_waited_for(server):
