@@ -16,6 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import pytest
+from processes import Command
 
 REPOSITORY = Path(__file__).parent.parent
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
@@ -263,6 +264,19 @@ def ctrl_c_interrupts():
     """Also where the tests were started in the background, whose processes ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is slow has more time than the rest."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
+
+
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    yield
+    Command.kill_all()
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ class FaultServer:
         self.connections: set[Any] = set()
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
+        self._held: socket.socket | None = None
 
     @property
     def url(self) -> str:
@@ -86,6 +87,8 @@ class FaultServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._held is not None:
+            self._held.close()
 
     def live(self) -> None:
         """Listen, again if it was dead."""
@@ -101,11 +104,16 @@ class FaultServer:
         app.router.add_get("/v1/models", self._models)
         for path in ("/v1/chat/completions", "/v1/completions", "/classify"):
             app.router.add_post(path, self._answer)
+        if self._held is None:
+            # Bound, not listening: whoever connects while it is dead is refused, and nobody else takes the port meanwhile.
+            self._held = socket.socket()
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.bind(("127.0.0.1", self.port))
+            self.port = self._held.getsockname()[1]
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048, reuse_address=True)
         await site.start()
-        self.port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
         runner, self._runner = self._runner, None

@@ -204,7 +204,7 @@ def serve(recipe):
     yield start
     for process in started:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=100)
 
 
 def post(url: str, payload: object) -> tuple[int, dict]:
@@ -243,7 +243,7 @@ def test_openrlhf_server_answers_as_openrlhf_asks(serve, moody):
 def test_openrlhf_server_does_not_start_with_a_broken_recipe(recipe):
     file = recipe({"kind": "exact", "wieght": 1})
     done = subprocess.run(
-        [sys.executable, "-m", "plaudit.adapters.openrlhf", file], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+        [sys.executable, "-m", "plaudit.adapters.openrlhf", file], capture_output=True, text=True, cwd=REPOSITORY, timeout=280
     )
     assert (done.returncode, "wieght is not a setting" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
 
@@ -288,7 +288,6 @@ def run_aside(environment: str, script: str, job: dict, folder: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_verls_reward_loop_runs_on_plaudit_rewards(tiny_model, recipe, moody, tmp_path):
     answers = ["nothing", "4", "nothing", "7", "nothing", "9"]
     samples = [
@@ -325,7 +324,6 @@ def test_verls_reward_loop_runs_on_plaudit_rewards(tiny_model, recipe, moody, tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_trls_grpo_trainer_runs_on_plaudit_rewards(tiny_model, reward_file, tmp_path, recipe, moody):
     # Letters and digits are paid for; a text with an "e" is one the reward fails on.
     picky = tmp_path / "picky.py"

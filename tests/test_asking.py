@@ -62,16 +62,15 @@ def ask(reward: Reward, *groups: Group, **settings) -> list[list[float | None]]:
 
 
 def test_no_more_calls_at_once_than_allowed():
-    reward = Busy(limits={"at_once": 3})
+    reward = Busy(takes_s=0.1, limits={"at_once": 3})
     ask(reward, *(group("a", id=str(i)) for i in range(12)))
     assert (reward._most, len(reward._began)) == (3, 12)
 
 
 def test_no_more_calls_a_second_than_allowed():
-    reward = Busy(takes_s=0.0, limits={"per_s": 100})
+    reward, began = Busy(takes_s=0.0, limits={"per_s": 100}), time.monotonic()
     ask(reward, *(group("a", id=str(i)) for i in range(6)))
-    began = sorted(reward._began)
-    assert began[-1] - began[0] >= 0.049  # five waits of 10 ms
+    assert all(call - began >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward._began)))
 
 
 def test_a_call_that_takes_too_long_fails_with_its_cause():
@@ -93,13 +92,13 @@ def test_a_reward_that_compares_samples_is_asked_about_the_whole_group_again():
 
 
 def test_a_dead_reward_is_given_up_and_tried_again_later():
-    reward = Busy(takes_s=0.0, limits={"at_once": 1, "give_up_after": 3, "pause_s": 0.2})
+    reward = Busy(takes_s=0.0, limits={"at_once": 1, "give_up_after": 3, "pause_s": 60})
     with RewardRunner([reward], tolerant=True) as runner:
         scored = runner.collect([group(f"f{9 + i}", id=str(i)) for i in range(8)])
         causes = [one.scores[0].failure.cause for one in scored if one.scores[0].failure]
         assert causes == ["http"] * 3 + ["given_up"] * 5
         assert "3 calls in a row had failed, the last with http: try 1" in scored[-1].scores[0].failure.message
-        time.sleep(0.25)
+        runner.askers[0]._given_up_until = 0.0  # a minute later
         again = runner.collect([group("a", id=str(i)) for i in range(4)])
         assert [values(one) for one in again] == [[1.0]] * 4  # one call found that it works again
 
@@ -199,9 +198,9 @@ def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, c
 
 
 def test_what_is_given_up_is_not_waited_for():
-    reward = Busy(takes_s=0.0, limits={"per_s": 50, "give_up_after": 3})
+    reward = Busy(takes_s=0.0, limits={"at_once": 1, "per_s": 50, "give_up_after": 3})
     ask(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
-    assert len(reward._began) < 10
+    assert len(reward._began) == 3
 
 
 def test_a_timeout_of_the_rewards_own_is_its_exception():
@@ -239,12 +238,12 @@ SAMPLES, GROUP = 2000, 8
 
 
 def responses() -> list[str]:
-    """Of every ten three are faults: mostly exceptions and NaN, every 40th a death, every 200th hangs."""
+    """Of every ten three are faults: mostly exceptions and NaN, every 40th a death, two hang."""
 
     def kind(i: int) -> str:
         if i % 10 not in (2, 5, 8):
             return "good"
-        return "hangs" if i % 200 == 15 else "dies" if i % 40 == 25 else "nan" if i % 20 >= 10 else "raises"
+        return "hangs" if i % 1000 == 15 else "dies" if i % 40 == 25 else "nan" if i % 20 >= 10 else "raises"
 
     return [f"{kind(i)} {i}" for i in range(SAMPLES)]
 
@@ -253,7 +252,7 @@ def responses() -> list[str]:
 def faulty(tmp_path) -> Function:
     path = write_function(tmp_path, FAULTY)
     arguments = {"log": str(tmp_path / "calls.txt")}
-    return Function(kind="function", path=str(path), arguments=arguments, timeout_s=0.5, workers=4, max_failure_rate=0.5)
+    return Function(kind="function", path=str(path), arguments=arguments, timeout_s=5.0, workers=4, max_failure_rate=0.5)
 
 
 def test_2000_samples_with_30_percent_faults(faulty, tmp_path):

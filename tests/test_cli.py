@@ -53,7 +53,7 @@ def recipe(tmp_path, tiny_model, rows_file) -> Path:
 
 def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment: str) -> Result:
     command = [sys.executable, *flags, "-m", "plaudit", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, **environment})
     return Result(done.returncode, done.stdout, done.stderr)
 
 

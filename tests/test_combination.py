@@ -418,7 +418,8 @@ def test_groups_that_come_while_the_device_is_taken_are_asked_together_next():
         while not Patient.log:
             await asyncio.sleep(0)
         others = [asyncio.create_task(runner.score(group(str(i)))) for i in range(2, 6)]
-        await asyncio.sleep(0.01)
+        while len(runner._in_line) < 4:
+            await asyncio.sleep(0)
         first.cancel()  # whoever has the device may go; nobody else is lost
         others[1].cancel()
         Patient.may_go.set()

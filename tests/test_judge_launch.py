@@ -148,8 +148,8 @@ def test_one_that_cannot_start_says_why(program):
 
 
 def test_one_that_takes_too_long_is_stopped(program):
-    server = launched(program, "--takes 1000", "--child", start_timeout_s=1.0)
-    with pytest.raises(RecipeError, match=r"within start_timeout_s, 1 s \(it said last: 'loading the weights'\)"):
+    server = launched(program, "--takes 1000", "--child", start_timeout_s=5.0)
+    with pytest.raises(RecipeError, match=r"within start_timeout_s, 5 s \(it said last: 'loading the weights'\)"):
         ask(server, "a")
     assert gone(*(starts(program)[0][name] for name in ("pid", "child")))
 
@@ -226,7 +226,7 @@ def test_killed_with_9_we_leave_no_process(program, takes):
     assert ours.stdout is not None
     if takes == "--takes 0":
         assert ours.stdout.readline() == b"open\n"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (program.parent / "starts.jsonl").exists() or not starts(program):
         assert time.monotonic() < deadline
         time.sleep(0.05)

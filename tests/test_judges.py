@@ -801,7 +801,7 @@ def test_a_plugin_file_runs_unchanged(tmp_path):
 
 
 def test_a_bad_response_in_a_plugin_fails_alone(tmp_path):
-    reward = plugin(tmp_path, "7 points", timeout_s=1.0)
+    reward = plugin(tmp_path, "7 points", timeout_s=3.0)
     got = scores_of(reward, "good", "raise", "hang")
     assert [score.value for score in got] == [7.0, None, None]
     assert causes(got) == [None, "exception", "timeout"]
@@ -1023,11 +1023,13 @@ def test_an_answer_may_take_as_long_as_its_tokens():
 def test_who_goes_away_leaves_the_others_in_line():
     """Groups that come by themselves, for a model that is loaded for all who wait: one batch at a time, asked once."""
     asked: list[str] = []
+    begun, may_go = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
         async def judge(self, conversations):
             asked.extend(str(conversation[-1]["content"]) for conversation in conversations)
-            await asyncio.sleep(0.05)
+            begun.set()
+            await may_go.wait()
             return [Verdict(1.0) for _ in conversations]
 
     reward = make("scalar_model", model={**MODEL, "placement": "offload"})
@@ -1035,12 +1037,13 @@ def test_who_goes_away_leaves_the_others_in_line():
 
     async def come_and_go(runner: RewardRunner) -> list[ScoredGroup]:
         tasks = [asyncio.create_task(runner.score(group(text))) for text in "ABCDE"]
-        await asyncio.sleep(0.02)  # A's batch is under way, with those who were there
+        await begun.wait()  # A's batch is under way, with those who were there
         late = [asyncio.create_task(runner.score(group(text))) for text in "FG"]
         await asyncio.sleep(0)
         for task in (*tasks[:4], late[0]):
             task.cancel()
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
+        may_go.set()
         return await asyncio.gather(tasks[4], late[1])
 
     with RewardRunner([reward], tolerant=True) as runner:

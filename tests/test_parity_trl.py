@@ -20,7 +20,6 @@ def compared(kind: str, stage: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize(("stage", "cases"), [("sft", 2), ("dpo", 4), ("reward-model", 2)])
 def test_losses_are_trls_at_every_step(kind, stage, cases):
@@ -29,7 +28,6 @@ def test_losses_are_trls_at_every_step(kind, stage, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_grpos_first_gradients_are_trls(kind):
     """Each of six losses with ratios of 1 and others, with and without KL; an entropy bonus; a temperature."""

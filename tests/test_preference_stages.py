@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,10 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
-from processes import Command
+from processes import signalled
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_resume import exact_metrics, steps_logged
+from test_resume import exact_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from plaudit.data.conversations import Source
@@ -285,7 +286,7 @@ def test_a_reference_of_another_tongue_is_refused(tmp_path, plaudit, tiny_model,
     ("stage", "model"), [("dpo", {}), ("dpo", SMALL), ("reward-model", SMALL)], ids=["dpo", "dpo lora", "rm lora"]
 )
 def test_kill_9_and_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
-    """Once before the first step, once in the middle."""
+    """Once in the first step, once in the middle."""
     steps = 16
 
     def recipe(name: str) -> Path:
@@ -296,10 +297,9 @@ def test_kill_9_and_the_same_result(tmp_path, tiny_model, pairs_file, stage, mod
     TRAIN[stage](recipe("reference"))
     killed, run = recipe("killed"), tmp_path / "killed"
     early = "reference.safetensors" if stage == "dpo" else "run.json"
-    for moment in (lambda: (run / early).exists(), lambda: steps_logged(run) > 8):
-        process = Command(stage, killed)
-        process.wait_for(moment)
-        process.kill()
+    for moment in ("before line 1", "before line 9"):
+        signalled(signal.SIGKILL, moment, stage, killed)
+        assert (run / early).exists()
     TRAIN[stage](killed)
     last = f"checkpoints/step_{steps:06d}"
     for file in ("model/model.safetensors", f"{last}/trainer/00000.safetensors", f"{last}/state.json"):

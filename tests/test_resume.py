@@ -60,10 +60,12 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
     seed = int(os.environ.get("PLAUDIT_TEST_SEED", random.SystemRandom().randrange(10**6)))
     print(f"PLAUDIT_TEST_SEED={seed}")
     moments = sorted(random.Random(seed).sample(range(1, STEPS), 3))
+    ends = []
     for moment in moments:
         process = Command("sft", killed)
         process.wait_for(lambda moment=moment: steps_logged(tmp_path / "killed") > moment)
-        process.kill()
+        ends.append(process.kill())
+    assert -signal.SIGKILL in ends
     train_sft(killed)
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
@@ -84,7 +86,7 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, m
 def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, number):
     train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
     stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
-    output = signalled(number, "behind line 3", "sft", stopped)
+    output = signalled(number, "behind line 3", "sft", stopped, forked=number != signal.SIGINT)
     assert f"Go on with: plaudit sft {stopped}" in output
     assert "Traceback" not in output
     last = sorted((tmp_path / "stopped/checkpoints").iterdir())[-1]

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -146,15 +147,24 @@ def group(*texts: str, truth: object = "4") -> Group:
     return Group(Prompt("p", [], ground_truth=truth), NONE, samples)
 
 
-@pytest.fixture(scope="module")
-def pay():
+def payer(timeout_s: float) -> Iterator[Callable[..., list[list[Score]]]]:
     """A function that scores groups, with the same two processes for all tests."""
-    reward = Math(kind="math", timeout_s=2.0)
+    reward = Math(kind="math", timeout_s=timeout_s)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(reward.open())
     yield lambda *groups: loop.run_until_complete(reward.score(groups))
     loop.run_until_complete(reward.close())
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def pay():
+    yield from payer(60.0)
+
+
+@pytest.fixture(scope="module")
+def pay_soon():
+    yield from payer(2.0)
 
 
 def test_groups_keep_their_order(pay):
@@ -207,15 +217,15 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_nothing_in_an_answer_can_hang_or_break_it(pay):
+def test_nothing_in_an_answer_can_hang_or_break_it(pay_soon):
     texts = [f"So \\boxed{{{answer}}}" for answer in HOSTILE] + HOSTILE + ["answer" * 3000, "answer: " + "\\(" * 9000]
-    [scores] = pay(group(*texts, truth="4"))
+    [scores] = pay_soon(group(*texts, truth="4"))
     for text, score in zip(texts, scores, strict=True):
         assert score.value is not None
         if "boxed" in text and "4\0" not in text:
             assert score.value == 0.0, text[:80]
     # math-verify reads this reference, with sympy.
-    [scores] = pay(
+    [scores] = pay_soon(
         group(*(f"\\boxed{{{answer}}}" for answer in HOSTILE[:8]), "\\boxed{\\sum_{k=1}^{99999} k^k}", truth="\\sum_{k=1}^n k")
     )
     assert {score.value for score in scores} == {0.0}
@@ -264,8 +274,8 @@ def test_the_same_answer_is_right_and_its_place_is_found(answer):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ANY, min_size=4, max_size=4), ANY)
-def test_any_text_has_a_finite_score_or_a_failure(pay, answers, truth):
-    [scores] = pay(group(*answers, *(f"\\boxed{{{answer}}}" for answer in answers), truth=truth))
+def test_any_text_has_a_finite_score_or_a_failure(pay_soon, answers, truth):
+    [scores] = pay_soon(group(*answers, *(f"\\boxed{{{answer}}}" for answer in answers), truth=truth))
     for score in scores:
         if score.value is None:
             assert score.failure is not None

@@ -525,7 +525,7 @@ def same_result(run: Path, reference: Path) -> None:
 
 
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
-    """The real command, whose files may become no longer once its first checkpoint stands."""
+    """A command whose files may become no longer once its first checkpoint stands."""
     settings = {"max_steps": 4, "save_every": 2}
     train_sft(recipe("reference", run=settings))
     command = ["sft", str(recipe(run=settings))]

@@ -12,7 +12,6 @@ from plaudit.prepare.smollm2 import make_smollm2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_grpo_on_smollm2(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)  # the recipe names its reward from there
     model = Path(os.environ.get("PLAUDIT_SMOLLM2", REPOSITORY / "models/smollm2"))

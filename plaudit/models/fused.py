@@ -50,7 +50,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 
 def can_train_fused(model: PreTrainedModel) -> bool:
-    """No kernel drops weights of attention."""
+    """As `can_fuse`; and attention drops nothing, which no kernel does."""
     return can_fuse(model) and not model.config.attention_dropout
 
 

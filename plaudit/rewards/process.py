@@ -16,6 +16,8 @@ from typing import Any
 WORKER = Path(__file__).with_name("worker.py")
 OUTPUT_KEPT = 8192
 """Bytes of what a process printed last."""
+LAST_WORDS_S = 2.0
+"""How long a process that hangs may take to say where, and one that has closed its pipes to end."""
 
 Answer = dict[str, Any]
 """`value` with `parts`, `malformed` and `trace`; or `cause` and `message`."""
@@ -120,7 +122,7 @@ class Process:
     def where(self) -> str:
         """', at reward.py:12': the line that it runs, if it can still say so."""
         self._process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 0.2
+        deadline = time.monotonic() + LAST_WORDS_S
         while not self._line() and (left := deadline - time.monotonic()) > 0 and self._printed(left):
             self._read_output()
         return self._line()
@@ -128,7 +130,7 @@ class Process:
     def epitaph(self) -> str:
         """How it ended: 'killed by SIGSEGV, at reward.py:12'."""
         try:
-            code = self._process.wait(0.2)
+            code = self._process.wait(LAST_WORDS_S)
         except subprocess.TimeoutExpired:
             return "it stopped answering"
         if self._printed(0.0):
