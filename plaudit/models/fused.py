@@ -25,7 +25,7 @@ from plaudit.models.residual import is_known, is_precise, keep_residual_precise
 
 def ready_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
     """As plaudit trains them from here on; weights stay what they are, and are saved as they were. Layers are fused on a GPU, in
-    half precision, if they are of a kind that we know and the recipe does not want Liger's kernels."""
+    half precision, if they are of a kind that we know, drop nothing of attention, and the recipe does not want Liger's kernels."""
     keep_residual_precise(model)
     if liger:
         use_liger(model, model.device)
