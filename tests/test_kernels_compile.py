@@ -94,6 +94,8 @@ for capability in (80, 90):
 print(json.dumps(found))
 """
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:

@@ -1,10 +1,8 @@
 """Two processes that train together (gloo) make the update that one makes: for every loss, and with dropout.
 
-This file is also the program of the two processes.
+`main` is the program of the two processes.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY
+from processes import Command
 from test_algorithms import EVERYTHING, samples_by_hand
 from test_critic import critic_of, shared_of
 from test_critic import samples_by_hand as valued_samples
@@ -107,12 +105,9 @@ def outcome(case: Case, folder: Path, pairs: Path, ranks: Ranks) -> dict:
 def of_two(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
     """Every case in two processes: what came out of each."""
     scratch = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, __file__, tiny_models["qwen2"], pairs_file, scratch]
-    processes = [subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+    given, script = (tiny_models["qwen2"], pairs_file, scratch), "import test_ranks; test_ranks.main()"
+    for process in [Command(*given, rank, script=script) for rank in (0, 1)]:
+        assert process.wait() == 0, process.output
     return [torch.load(scratch / f"{rank}.pt") for rank in (0, 1)]
 
 
@@ -161,7 +156,3 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{scratch / 'meeting'}", rank=rank, world_size=2)
     torch.save({name: outcome(case, folder, pairs, Ranks.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

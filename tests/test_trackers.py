@@ -22,6 +22,7 @@ from plaudit.errors import RunError
 from plaudit.trackers import TRACKERS, Trackers
 
 STEPS = 6
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(autouse=True)
