@@ -46,10 +46,11 @@ demo: .venv/installed
 	@touch $@
 
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
+# Then half of the files for each core (worksteal), so that most of what the tests of a file share is made once.
 QUICK := tests/test_config.py tests/test_rooms.py
 test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
-	$(BIN)/pytest -n 2 -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
 test-all: test lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
 	$(BIN)/pytest -m slow $(ARGS)

@@ -488,7 +488,7 @@ def test_2000_questions_with_30_percent_faults():
     contents = [content(i) for i in range(2000)]
     assert sum(not one.startswith("good") for one in contents) == 600
     # Two servers count their tries apart, so that a fault may take four tries to pass.
-    limits = Limits(at_once=128, backoff_s=0.002, retries=5, call_timeout_s=6.0)
+    limits = Limits(at_once=128, backoff_s=0.002, retries=5, call_timeout_s=4.0)
     with FaultServer() as one, FaultServer() as other:
         answers, usage = ask(model(one, other), *contents, limits=limits)
         requests = len(one.requests) + len(other.requests)

@@ -892,7 +892,7 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings
     from plaudit.rollout.native import forward
     from plaudit.rollout.native.engine import NativeEngine
 
-    requests = [Request(f"p{i}", np.arange(length) % 300, n=2, max_new_tokens=3 + i) for i, length in enumerate((20, 1, 5))]
+    requests = [Request(f"p{i}", np.arange(length) % 300, n=2, max_new_tokens=2 + i) for i, length in enumerate((18, 1, 5))]
     sampling = Sampling(max_new_tokens=8, seed=3, **settings)
     monkeypatch.setattr(sampler, "TILE", 64)
 

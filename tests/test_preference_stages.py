@@ -288,7 +288,7 @@ def test_a_reference_of_another_tongue_is_refused(tmp_path, plaudit, tiny_model,
 )
 def test_kill_9_and_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
     """Once in the first step, once in the middle."""
-    steps = 16
+    steps = 12
 
     def recipe(name: str) -> Path:
         sections = {"model": model, "data": {"val": str(pairs_file)}}

@@ -12,7 +12,7 @@ from processes import Command, signalled
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
-STEPS = 24
+STEPS = 16
 VARIANTS = {
     "float32": {},
     "bfloat16, LoRA with dropout, gradient checkpointing": {
