@@ -32,7 +32,7 @@ from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy
+from plaudit.models.trainable import Policy
 from plaudit.models.weights import Visitor, Weights
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim, SFTRecipe

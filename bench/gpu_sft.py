@@ -23,7 +23,7 @@ from plaudit.data.pack import micro_batches, pack
 from plaudit.models import attention
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy
+from plaudit.models.trainable import Policy
 from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim

@@ -44,11 +44,14 @@ from plaudit.models import attention
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import merged_weights
-from plaudit.models.policy import Policy, load_model, load_policy
+from plaudit.models.trainable import Policy, load_model, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import Algorithm, Lora, Model, Optim
 from plaudit.recipe.rl import RLTrain
+from plaudit.rl.estimators import with_advantages
+from plaudit.rl.experience import experiences, updates
+from plaudit.rl.policy_loss import policy_loss
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native import forward, sampler
@@ -57,9 +60,6 @@ from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.noise import position_keys
 from plaudit.rollout.native.sampler import standings
 from plaudit.seeding import stable_seed
-from plaudit.train.advantages import with_advantages
-from plaudit.train.experience import experiences, updates
-from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Trainer
 from plaudit.types import Example, Experience, Group, Prompt, Sample, Score, ScoredGroup
 

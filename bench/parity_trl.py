@@ -42,8 +42,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import plaudit.rl.estimators
 import plaudit.run
-import plaudit.train.advantages
 from plaudit.data.conversations import Source
 from plaudit.data.examples import load_examples
 from plaudit.data.order import RowOrder
@@ -53,9 +53,9 @@ from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
 from plaudit.inputs import load_checked
 from plaudit.loops import dpo, reward_model, rl, sft
 from plaudit.models.classifier import load_classifier
-from plaudit.models.policy import load_policy
 from plaudit.models.reference import Reference
 from plaudit.models.scalar import Transcript
+from plaudit.models.trainable import load_policy
 from plaudit.objectives.advantages import grpo
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import Model, RLRecipe
@@ -466,7 +466,7 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
         for number, case in enumerate(cases.values())
     ]
     log = run_trl(trl_python, jobs, folder)
-    plaudit.train.advantages.grpo = partial(grpo, eps=TRL_STD_EPS)
+    plaudit.rl.estimators.grpo = partial(grpo, eps=TRL_STD_EPS)
     lengths = [len(sample["completion_ids"]) for sample in samples]
     print(f"\ngrpo, {kind}: the gradients of the first step")
     print(f"  plaudit   {listed({package: version(package) for package in ('transformers', 'torch')})}")

@@ -38,9 +38,9 @@ from typing import Any
 from pyarrow.parquet import read_table
 
 from plaudit.prepare.scored_groups import Columns, read_groups
-from plaudit.rewards.candidates import LETTERS
-from plaudit.rewards.pointwise_score import REWARD
-from plaudit.rewards.ranking_lines import (
+from plaudit.rewards.judges.candidates import LETTERS
+from plaudit.rewards.rules.pointwise_score import REWARD
+from plaudit.rewards.rules.ranking_lines import (
     SCORE_PART,
     Tiers,
     letters_of,

@@ -145,7 +145,7 @@ def native(model_folder: str, prompts: list[list[int]], new_tokens: int, setting
     import torch
 
     from plaudit.data.templates import template_of
-    from plaudit.models.policy import load_model
+    from plaudit.models.trainable import load_model
     from plaudit.recipe import Model
     from plaudit.rollout.engine import Request, Sampling
     from plaudit.rollout.native.engine import NativeEngine

@@ -13,17 +13,24 @@ import plaudit
 
 
 @cache
+def _modules(room: str) -> dict[str, str]:
+    """By kind, the module that defines it: a file of the room whose class has the file's name."""
+    package = Path(plaudit.__file__).parent
+    return {
+        file.stem: ".".join(("plaudit", *file.relative_to(package).with_suffix("").parts))
+        for file in sorted((package / room).rglob("*.py"), key=lambda file: file.stem)
+        if re.search(rf"^class {_class_name(file.stem)}\((?:\w*Reward|Rule)\):", file.read_text("utf-8"), re.M)
+    }
+
+
 def kinds(room: str) -> tuple[str, ...]:
-    """What may stand behind `kind:` in a room (`rewards`): its files with a class of their own name that takes settings."""
-    files = sorted((Path(plaudit.__file__).parent / room).glob("*.py"))
-    return tuple(
-        f.stem for f in files if re.search(rf"^class {_class_name(f.stem)}\((?:\w*Reward|Rule)\):", f.read_text("utf-8"), re.M)
-    )
+    """The values that `kind:` takes in a room (`rewards`)."""
+    return tuple(_modules(room))
 
 
 def kind(room: str, name: str) -> Any:
-    """The class behind `kind: name`: `PointwiseScore` of `pointwise_score.py`."""
-    return getattr(importlib.import_module(f"plaudit.{room}.{name}"), _class_name(name))
+    """The class behind `kind: name`: `PointwiseScore` of `pointwise_score.py`, in whichever folder of the room it is."""
+    return getattr(importlib.import_module(_modules(room)[name]), _class_name(name))
 
 
 def _class_name(file: str) -> str:

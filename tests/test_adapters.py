@@ -17,7 +17,7 @@ import pytest
 from conftest import REPOSITORY, prompt_rows, write_recipe
 
 from plaudit.adapters import openrlhf, trl, verl
-from plaudit.adapters.shared import ScoreMissing, shared_scorer
+from plaudit.adapters.scorer import ScoreMissing, shared_scorer
 from plaudit.errors import PlauditError
 
 # Fails on every text that holds a "7"; else 1 for the ground truth, and how long the text is.

@@ -22,14 +22,14 @@ from plaudit.doctor.rewards import check_algorithm
 from plaudit.errors import RecipeError
 from plaudit.loops import rl
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import load_model
+from plaudit.models.trainable import load_model
 from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import Algorithm, KLReward, Model, RLRecipe
+from plaudit.rl.estimators import token_advantages, with_advantages
+from plaudit.rl.experience import updates, weighted
+from plaudit.rl.kl_penalty import KLPenalty
+from plaudit.rl.policy_loss import policy_loss
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.train.advantages import token_advantages, with_advantages
-from plaudit.train.experience import updates, weighted
-from plaudit.train.kl_penalty import KLPenalty
-from plaudit.train.policy_loss import policy_loss
 from plaudit.types import Experience
 
 # Without a critic; ppo is tested in test_critic.py.

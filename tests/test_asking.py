@@ -18,7 +18,7 @@ from test_rewards import group, values, write_function
 
 from plaudit.objectives.advantages import grpo
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
-from plaudit.rewards.function import Function
+from plaudit.rewards.functions.function import Function
 from plaudit.rewards.reward import Reward, failed
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score
@@ -162,7 +162,7 @@ def test_scores_belong_to_settings_and_files_not_to_how_they_are_used(tmp_path):
 
 
 def test_a_quick_rule_keeps_nothing_unless_asked_to(tmp_path):
-    from plaudit.rewards.exact import Exact
+    from plaudit.rewards.rules.exact import Exact
 
     for setting, kept in ((None, 0), (True, 1)):
         file = tmp_path / f"{setting}.sqlite"

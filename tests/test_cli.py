@@ -17,7 +17,7 @@ from plaudit.config import load
 from plaudit.errors import DataError, Interrupted, PlauditError, RecipeError, RunError, TrainingStopped
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.memory import MemoryPlan, plan_memory
-from plaudit.models.policy import load_policy
+from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
 from plaudit.recipe import Model
 

@@ -11,8 +11,8 @@ from test_rewards import BROKEN, collect, group, values
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import ScoreRecipe
-from plaudit.rewards.cascade import Cascade
 from plaudit.rewards.combine import Running
+from plaudit.rewards.judges.cascade import Cascade
 from plaudit.rewards.reward import Reward, Rule
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Prompt, Sample, Score, ScoredGroup

@@ -24,20 +24,20 @@ from plaudit.loops import rl
 from plaudit.models import attention
 from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import target_states
-from plaudit.models.policy import Policy, load_policy
 from plaudit.models.scalar import load_scalar
+from plaudit.models.trainable import Policy, load_policy
 from plaudit.objectives.advantages import gae
 from plaudit.objectives.value import clipped_value, explained_variance
 from plaudit.recipe import Algorithm, Critic, KLReward, Lora, Model
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rl import CriticOptim
-from plaudit.train.advantages import critic_advantages, with_advantages
-from plaudit.train.experience import updates
-from plaudit.train.kl_penalty import KLPenalty
+from plaudit.rl.estimators import critic_advantages, with_advantages
+from plaudit.rl.experience import updates
+from plaudit.rl.kl_penalty import KLPenalty
+from plaudit.rl.policy_loss import policy_loss
+from plaudit.rl.value_loss import shared_loss, value_loss, value_metrics
 from plaudit.train.memory_plan import plan_devices
-from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Loss, Trainer
-from plaudit.train.value_loss import shared_loss, value_loss, value_metrics
 from plaudit.types import Experience
 
 CPU = torch.device("cpu")
@@ -473,7 +473,7 @@ def test_one_pass_gives_old_log_probs_and_values(recipe, monkeypatch):
     """Two updates a step, so both are wanted before the first; each update then has one pass for both losses."""
     passes = []
     monkeypatch.setattr(rl, "target_states", lambda *given: passes.append("before") or target_states(*given))
-    monkeypatch.setattr("plaudit.train.value_loss.target_states", lambda *given: passes.append("update") or target_states(*given))
+    monkeypatch.setattr("plaudit.rl.value_loss.target_states", lambda *given: passes.append("update") or target_states(*given))
     many = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 100_000}
     train_rl(recipe(critic={"shared": True}, train=many, run={"max_steps": 1}))
     assert passes == ["before", "update", "update"]

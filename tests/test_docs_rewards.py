@@ -21,8 +21,8 @@ from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.recipe.reward_models import CallLimits, JudgeSampling, RewardModel
 from plaudit.recipe.section import Section
 from plaudit.rewards.combine import combine
-from plaudit.rewards.judge import JsonField
-from plaudit.rewards.rubric_judge import Criterion
+from plaudit.rewards.judges.judge import JsonField
+from plaudit.rewards.judges.rubric_judge import Criterion
 from plaudit.scoring import Scorer
 
 TEXT = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
@@ -265,7 +265,7 @@ def test_a_split_group_by_hand():
 
 
 def _candidates(texts: list[str]) -> list[Any]:
-    from plaudit.rewards.candidates import candidates_of
+    from plaudit.rewards.judges.candidates import candidates_of
 
     return candidates_of(group(*texts), shared=True)
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_template, load_tokenizer
-from plaudit.models.policy import load_policy
+from plaudit.models.trainable import load_policy
 from plaudit.recipe import Model
 from plaudit.rollout.native.engine import NativeEngine
 

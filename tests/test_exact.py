@@ -9,7 +9,7 @@ from plaudit.data.pack import pack
 from plaudit.models.attention import NAME, packed_arguments
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import load_model
+from plaudit.models.trainable import load_model
 from plaudit.recipe import Model
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine

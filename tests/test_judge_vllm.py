@@ -28,7 +28,7 @@ from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
 from plaudit.reward_models.client import Client
 from plaudit.reward_models.launch import Launched, ServerProcess
-from plaudit.rewards.asking_models import ModelReward
+from plaudit.rewards.judges.model_backed import ModelReward
 from plaudit.scoring import Scorer
 
 PYTHON = Path(os.environ.get("PLAUDIT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))

@@ -23,9 +23,9 @@ from plaudit.data.conversations import prompt_of
 from plaudit.errors import RecipeError
 from plaudit.recipe import ScoreRecipe
 from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
-from plaudit.rewards.asking_models import ModelReward, shortened
 from plaudit.rewards.cache import reward_digest
-from plaudit.rewards.candidates import candidates_of, shuffled
+from plaudit.rewards.judges.candidates import candidates_of, shuffled
+from plaudit.rewards.judges.model_backed import ModelReward, shortened
 from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Message, Prompt, Score, ScoredGroup
@@ -408,7 +408,7 @@ def shown_in(prompt: str) -> dict[str, str]:
 
 def by_content(worth: Callable[[str], int], form: str = "ranking_score") -> Callable[[str], str]:
     """A judge that scores by content, however candidates are shown."""
-    from plaudit.rewards.ranking_lines import rank, write_ranking
+    from plaudit.rewards.rules.ranking_lines import rank, write_ranking
 
     def say(prompt: str) -> str:
         scores = {letter: worth(text) for letter, text in shown_in(prompt).items()}

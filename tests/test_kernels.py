@@ -562,7 +562,7 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     """Hidden states and every gradient are those of the model's own modules; also of one whose weights lie apart again."""
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
-    from plaudit.models.policy import load_model
+    from plaudit.models.trainable import load_model
     from plaudit.recipe import Model
     from plaudit.types import Example
 
@@ -886,7 +886,7 @@ def test_kernels_draw_what_plain_draws(monkeypatch):
 @pytest.mark.parametrize(("kind", "settings"), [("qwen2", {}), ("qwen3", {"temperature": 0.8, "top_p": 0.9})], ids=str)
 def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings):
     """As on a GPU, but for graphs: the samples that torch gives, with rows that come and go and blocks that are shared."""
-    from plaudit.models.policy import load_model
+    from plaudit.models.trainable import load_model
     from plaudit.recipe import Model
     from plaudit.rollout.engine import Request
     from plaudit.rollout.native import forward
@@ -919,7 +919,7 @@ def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
     """Hidden states of packed sequences: on kernels and in torch, those of the model's own modules."""
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
-    from plaudit.models.policy import load_model
+    from plaudit.models.trainable import load_model
     from plaudit.recipe import Model
     from plaudit.rollout.native import whole
     from plaudit.types import Example

@@ -26,8 +26,8 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models import fused
 from plaudit.models.attention import NAME, attend_packed, packed_attention
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy
 from plaudit.models.residual import is_precise, keep_residual_precise
+from plaudit.models.trainable import Policy, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import Lora, Model
 from plaudit.rollout.engine import Request, Sampling

@@ -21,7 +21,7 @@ from plaudit.data.pack import micro_batches, pack
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models import attention
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy
+from plaudit.models.trainable import Policy, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Lora, Model
 from plaudit.types import Batch, Example

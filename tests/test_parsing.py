@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.rewards.parsing import (
+from plaudit.rewards.judges.parsing import (
     FieldRule,
     Found,
     behind_thoughts,

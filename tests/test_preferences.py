@@ -21,8 +21,8 @@ from plaudit.data.pairs import load_pairs, read_pairs
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import DataError
 from plaudit.models.classifier import load_classifier
-from plaudit.models.policy import load_policy
 from plaudit.models.scalar import Transcript
+from plaudit.models.trainable import load_policy
 from plaudit.objectives.preference import (
     bradley_terry_loss,
     calibration_error,
@@ -31,8 +31,8 @@ from plaudit.objectives.preference import (
     share_preferred,
     sigmoid_loss,
 )
+from plaudit.preference.losses import answer_logprobs, answer_scores, dpo_loss, measure, reward_model_loss
 from plaudit.recipe import DPOLoss, Lora, Model, RewardModelLoss
-from plaudit.train.preference_loss import answer_logprobs, answer_scores, dpo_loss, measure, reward_model_loss
 from plaudit.types import Pair
 
 CPU = torch.device("cpu")

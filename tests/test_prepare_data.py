@@ -206,7 +206,7 @@ def test_smollm2_is_a_model_that_answers_and_can_be_trained(tmp_path, capfd):
     import torch
 
     from plaudit.data.templates import load_template, load_tokenizer
-    from plaudit.models.policy import load_policy
+    from plaudit.models.trainable import load_policy
     from plaudit.recipe import Model
     from plaudit.types import Conversation
 

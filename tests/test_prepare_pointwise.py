@@ -13,9 +13,9 @@ from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.prepare.cli import prepare_pointwise_rl, prepare_pointwise_sft
 from plaudit.prepare.pointwise import Rule, make_pointwise_rl, make_pointwise_sft
 from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
-from plaudit.rewards.grade import Grade
-from plaudit.rewards.judge import Judge
-from plaudit.rewards.pointwise_score import PointwiseScore
+from plaudit.rewards.judges.judge import Judge
+from plaudit.rewards.rules.grade import Grade
+from plaudit.rewards.rules.pointwise_score import PointwiseScore
 from plaudit.types import Prompt
 
 RULES: list[Rule] = ["pointwise_score", "grade"]

@@ -16,8 +16,8 @@ from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.prepare.cli import prepare_ranking_rl, prepare_ranking_sft
 from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
 from plaudit.prepare.scored_groups import Columns
-from plaudit.rewards.parsing import read_letters
-from plaudit.rewards.ranking import Ranking
+from plaudit.rewards.judges.parsing import read_letters
+from plaudit.rewards.rules.ranking import Ranking
 from plaudit.types import Prompt
 
 MINI = REPOSITORY / "recipes/grrm"

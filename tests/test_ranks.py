@@ -22,16 +22,16 @@ from plaudit.data.pack import micro_batches, pair_micro_batches
 from plaudit.models.critic import target_values
 from plaudit.models.logprobs import target_logprobs
 from plaudit.objectives.supervised import nll
+from plaudit.preference.losses import dpo_loss, reward_model_loss
 from plaudit.recipe import Algorithm, Critic, Optim
 from plaudit.recipe.preference import RewardModelLoss
-from plaudit.train.experience import weighted
+from plaudit.rl.experience import weighted
+from plaudit.rl.policy_loss import policy_loss
+from plaudit.rl.value_loss import shared_loss, value_loss
 from plaudit.train.optimiser import Optimiser
-from plaudit.train.policy_loss import policy_loss
-from plaudit.train.preference_loss import dpo_loss, reward_model_loss
-from plaudit.train.ranks import Ranks
 from plaudit.train.trainer import Trained, Trainer
-from plaudit.train.value_loss import shared_loss, value_loss
 from plaudit.types import Batch
+from plaudit.world import World
 
 UPDATES = 2
 Case = Callable[[Path, Path], tuple[Trained | tuple[Trained, Trained], Callable, Sequence[Batch]]]
@@ -81,11 +81,11 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def outcome(case: Case, folder: Path, pairs: Path, ranks: Ranks) -> dict:
+def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
     """What updates return, what the first one's gradients were (Adam's first moment), and the weights after the last."""
     models, loss, batches = case(folder, pairs)
     models = models if isinstance(models, tuple) else (models,)
-    trainers = [Trainer(model, Optim(lr=1e-3), seed=3, max_skipped_steps=0, ranks=ranks) for model in models]
+    trainers = [Trainer(model, Optim(lr=1e-3), seed=3, max_skipped_steps=0, world=world) for model in models]
     told, first = [], {}
     for _ in range(UPDATES):
         for i, trainer in enumerate(trainers):
@@ -113,7 +113,7 @@ def of_two(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_make_the_update_of_one(tiny_models, pairs_file, of_two, name):
-    alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, Ranks())
+    alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, World.alone())
     one, other = (result[name] for result in of_two)
     assert one["told"] == other["told"]
     for parameter, weight in one["weights"].items():
@@ -137,14 +137,14 @@ def test_a_weight_without_a_gradient_anywhere_is_left_alone(monkeypatch):
     optimiser = Optimiser({"here": here, "there": there, "nowhere": nowhere}.items(), Optim())
     here.grad = torch.tensor([1.0, 2.0])
 
-    def all_reduce(tensor: torch.Tensor, op=None) -> None:
+    def all_reduce(tensor: torch.Tensor, op=None, group=None) -> None:
         if op == dist.ReduceOp.MAX:
             tensor.copy_(torch.maximum(tensor, torch.tensor([0, 1, 0], dtype=tensor.dtype)))
         else:
             tensor += torch.tensor([0.0, 0.0, 5.0, 6.0])
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    Ranks(0, 2).add_up_gradients(optimiser)
+    optimiser.sum_gradients(World(0, 2, torch.device("cpu")))
     assert here.grad.tolist() == [1, 2]
     assert there.grad is not None
     assert there.grad.tolist() == [5, 6]
@@ -154,5 +154,5 @@ def test_a_weight_without_a_gradient_anywhere_is_left_alone(monkeypatch):
 def main() -> None:
     folder, pairs, scratch, rank = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"file://{scratch / 'meeting'}", rank=rank, world_size=2)
-    torch.save({name: outcome(case, folder, pairs, Ranks.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
+    torch.save({name: outcome(case, folder, pairs, World.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
     dist.destroy_process_group()

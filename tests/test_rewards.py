@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RLRecipe
 from plaudit.rewards.combine import combine
-from plaudit.rewards.exact import Exact
-from plaudit.rewards.function import Function
+from plaudit.rewards.functions.function import Function
 from plaudit.rewards.metrics import metrics
 from plaudit.rewards.reward import Reward, Rule
+from plaudit.rewards.rules.exact import Exact
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Prompt, Sample, Score, ScoredGroup
 
@@ -690,7 +690,10 @@ def test_a_wrong_entry_of_rewards_is_told_with_its_place(entry, place, message):
 
 
 def test_rewards_do_not_import_torch():
-    files = sorted((Path(__file__).parent.parent / "plaudit" / "rewards").glob("*.py"))
-    modules = ", ".join(f"plaudit.rewards.{file.stem}" for file in files if file.stem != "__init__")
+    package = Path(__file__).parent.parent / "plaudit"
+    files = sorted(
+        file.relative_to(package.parent) for file in (package / "rewards").rglob("*.py") if file.stem not in ("__init__", "worker")
+    )
+    modules = ", ".join(".".join(file.with_suffix("").parts) for file in files)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 0

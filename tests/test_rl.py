@@ -30,15 +30,15 @@ from plaudit.data.templates import load_tokenizer
 from plaudit.errors import DataError, Interrupted, PlauditError, RecipeError, RunError, TrainingStopped
 from plaudit.loops import rl
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import load_model, load_policy
 from plaudit.models.reference import Reference
+from plaudit.models.trainable import load_model, load_policy
 from plaudit.recipe import Algorithm, Model, RLTrain
+from plaudit.rl.experience import updates
+from plaudit.rl.policy_loss import policy_loss
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.stopping import Stopping
 from plaudit.run import Run
-from plaudit.train.experience import updates
 from plaudit.train.optimiser import Optimiser
-from plaudit.train.policy_loss import policy_loss
 from plaudit.train.trainer import Trainer
 from plaudit.types import Experience
 

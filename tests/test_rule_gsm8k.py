@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaudit.rewards.gsm8k import Gsm8k
+from plaudit.rewards.rules.gsm8k import Gsm8k
 from plaudit.types import Prompt, Sample, Score
 
 NONE = np.zeros(0)

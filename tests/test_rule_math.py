@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plaudit.rewards.math import Math, references
-from plaudit.rewards.maths import worker as math_worker
-from plaudit.rewards.maths.answers import compare_plainly, find_answer, normalise
+from plaudit.rewards.rules.math import Math, references
+from plaudit.rewards.rules.maths import worker as math_worker
+from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample, Score
 
@@ -197,7 +197,8 @@ def test_without_a_ground_truth_it_is_the_datas_fault(pay, truth):
 
 
 def test_reading_a_recipe_imports_no_algebra():
-    code = "import sys, plaudit.rewards.math; print([m for m in ('sympy', 'mpmath', 'math_verify', 'torch') if m in sys.modules])"
+    heavy = ("sympy", "mpmath", "math_verify", "torch")
+    code = f"import sys, plaudit.rewards.rules.math; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

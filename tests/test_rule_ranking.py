@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from plaudit.rewards.ranking import Ranking
-from plaudit.rewards.ranking_lines import (
+from plaudit.rewards.rules.ranking import Ranking
+from plaudit.rewards.rules.ranking_lines import (
     pairwise_share,
     rank,
     read_integer,

@@ -18,8 +18,8 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.models import attention, logprobs
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy
 from plaudit.models.residual import keep_residual_precise
+from plaudit.models.trainable import Policy, load_policy
 from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Lora, Model, Optim

@@ -27,7 +27,7 @@ from typing import Any
 
 from aiohttp import web
 
-from plaudit.adapters.shared import Result, SharedScorer, refuse_groups, shared_scorer, value_of
+from plaudit.adapters.scorer import Result, SharedScorer, refuse_groups, shared_scorer, value_of
 from plaudit.errors import PlauditError
 
 END_TOKENS = (

@@ -18,7 +18,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from plaudit.adapters.shared import shared_scorer
+from plaudit.adapters.scorer import shared_scorer
 
 GROUND_TRUTHS = ("ground_truth", "solution", "answer")
 """Columns that may hold it, where there is no `reward_model`."""

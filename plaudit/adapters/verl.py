@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.adapters.shared import Result, SharedScorer, refuse_groups, shared_scorer, value_of
+from plaudit.adapters.scorer import Result, SharedScorer, refuse_groups, shared_scorer, value_of
 
 
 def compute_score(

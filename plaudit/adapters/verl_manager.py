@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # pyright: ignore[reportMissingImports]
 
-from plaudit.adapters.shared import refuse_groups, shared_scorer
+from plaudit.adapters.scorer import refuse_groups, shared_scorer
 from plaudit.adapters.verl import as_verl_wants, plain
 from plaudit.errors import PlauditError
 

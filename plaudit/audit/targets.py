@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plaudit.rewards.ground_truth import plain
+from plaudit.rewards.rules.ground_truth import plain
 from plaudit.rewards.view import last_boxed
 from plaudit.types import Prompt
 

@@ -16,8 +16,8 @@ from plaudit.doctor.rewards import pretended
 from plaudit.doctor.watched import Asked, Notes
 from plaudit.recipe import RLRecipe, View
 from plaudit.reward_models.backend import Backend, Question
-from plaudit.rewards.asking_models import ModelReward
-from plaudit.rewards.group_judge import GroupJudge
+from plaudit.rewards.judges.group_judge import GroupJudge
+from plaudit.rewards.judges.model_backed import ModelReward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rewards.view import see
 from plaudit.types import Prompt

@@ -15,9 +15,9 @@ from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
-from plaudit.models.policy import resolve_device, resolve_dtype
+from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe import Model, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
-from plaudit.rewards.asking_models import ModelReward
+from plaudit.rewards.judges.model_backed import ModelReward
 from plaudit.train.memory_plan import RESIDENT, models_asked, plan_critic, plan_policy, settle_checkpointing
 
 VLLM_SHARE = 0.9

@@ -35,8 +35,8 @@ from plaudit.recipe import (
     SFTRecipe,
     TrainingRecipe,
 )
-from plaudit.rewards.asking_models import models_of
 from plaudit.rewards.combine import has_reward
+from plaudit.rewards.judges.model_backed import models_of
 from plaudit.train.memory_plan import plan_devices, settle_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 

@@ -18,15 +18,15 @@ from plaudit.doctor.watched import SLOW, Asked, Watched
 from plaudit.errors import PlauditError, RecipeError, redact
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
-from plaudit.models.policy import resolve_device, resolve_dtype
 from plaudit.models.scalar import Transcript
+from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe.rewards import Limits
 from plaudit.reward_models.backend import Backend, Question, Reading
 from plaudit.reward_models.choose import backend_for
-from plaudit.rewards.asking import ROWS_FAULTS
-from plaudit.rewards.asking_models import ModelReward, rewards_inside, shortened
+from plaudit.rewards.client import ROWS_FAULTS
+from plaudit.rewards.judges.model_backed import ModelReward, rewards_inside, shortened
+from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rewards.templates import question_of
 from plaudit.types import Prompt, Score
 
 MOST_RETRIES = 1

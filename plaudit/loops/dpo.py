@@ -21,13 +21,13 @@ from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import digest_of, sketch
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.folder import require_same_tokens
-from plaudit.models.policy import Policy, load_policy, resolve_device
+from plaudit.models.trainable import Policy, load_policy, resolve_device
+from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
+from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe, PairData
 from plaudit.report.progress import counted, say
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
-from plaudit.train.preference_loss import answer_logprobs, dpo_loss, dpo_shares, measure
-from plaudit.train.reference import with_reference
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
 

@@ -21,14 +21,14 @@ from plaudit.data.templates import template_of
 from plaudit.files import digest_of
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
-from plaudit.models.policy import Policy, resolve_device
 from plaudit.models.scalar import Transcript
+from plaudit.models.trainable import Policy, resolve_device
 from plaudit.objectives.preference import calibration_error
+from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelData, RewardModelRecipe
 from plaudit.report.progress import counted, say
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
-from plaudit.train.preference_loss import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
 

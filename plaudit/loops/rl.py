@@ -35,8 +35,8 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.files import sketch
 from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
-from plaudit.models.policy import load_policy, resolve_device
 from plaudit.models.reference import Reference
+from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.models.weights import Visitor, is_apart_from_host
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, counted, say
@@ -44,18 +44,18 @@ from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
+from plaudit.rl.estimators import with_advantages
+from plaudit.rl.experience import Prediction, baseline_apart, experiences, updates, with_predictions
+from plaudit.rl.kl_penalty import KLPenalty
+from plaudit.rl.policy_loss import policy_loss
+from plaudit.rl.value_loss import shared_loss, value_loss, value_metrics
 from plaudit.rollout.engine import Engine, Sampling
 from plaudit.rollout.groups import sample_groups, sample_groups_and_greedy
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.run import Run
-from plaudit.train.advantages import with_advantages
-from plaudit.train.experience import Prediction, baseline_apart, experiences, updates, with_predictions
-from plaudit.train.kl_penalty import KLPenalty
 from plaudit.train.memory_plan import settle_checkpointing
-from plaudit.train.policy_loss import policy_loss
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
-from plaudit.train.value_loss import shared_loss, value_loss, value_metrics
 from plaudit.types import Batch, Experience, ScoredGroup
 
 Check = Callable[..., tuple[list[ScoredGroup], dict[str, float]]]

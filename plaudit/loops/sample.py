@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from plaudit.continued import ContinuedFile, continued
 from plaudit.data.conversations import Source
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import digest_of, fingerprint, sketch
-from plaudit.models.policy import load_policy, resolve_device
+from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import Model
 from plaudit.report.progress import StepProgress, counted, say
+from plaudit.resumable import ContinuedFile, continued
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.groups import sample_groups
 from plaudit.rollout.native.engine import NativeEngine

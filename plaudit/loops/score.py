@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from plaudit.continued import continued
 from plaudit.data.conversations import Source
 from plaudit.data.rollouts import counted, group_of, token_counter
 from plaudit.data.rows import read_rows
@@ -20,9 +19,10 @@ from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import StepProgress, say
-from plaudit.reward_models.shared import Amounts, said
-from plaudit.rewards.asking import GIVEN_UP
+from plaudit.resumable import continued
+from plaudit.reward_models.pool import Amounts, said
 from plaudit.rewards.cache import HARMLESS, settings_without
+from plaudit.rewards.client import GIVEN_UP
 from plaudit.rewards.combine import NO_REWARD
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import result_of

@@ -21,7 +21,7 @@ from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import digest_of
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_policy, resolve_device
+from plaudit.models.trainable import Policy, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
 from plaudit.report.progress import counted, say

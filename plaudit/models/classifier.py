@@ -21,8 +21,8 @@ from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
 from plaudit.models.fused import ready_layers
 from plaudit.models.lora import attach_lora
-from plaudit.models.policy import Policy, load_pretrained, resolve_dtype
 from plaudit.models.scalar import read_value_head
+from plaudit.models.trainable import Policy, load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe import Model
 from plaudit.seeding import stable_seed

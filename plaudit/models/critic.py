@@ -20,8 +20,8 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.models.classifier import load_classifier, scores_of, set_pad_token
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_states
-from plaudit.models.policy import Policy
 from plaudit.models.scalar import VALUE_HEAD, read_value_head
+from plaudit.models.trainable import Policy
 from plaudit.recipe import Model
 from plaudit.types import Batch
 

@@ -33,8 +33,8 @@ from plaudit.errors import RecipeError
 from plaudit.models.folder import INDEX, read_config
 from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
-from plaudit.models.policy import resolve_dtype
 from plaudit.models.scalar import TOKENS_PER_PASS
+from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import Lora, Model
 from plaudit.recipe.reward_models import RewardModel
 

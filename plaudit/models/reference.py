@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.policy import Policy, load_model
+from plaudit.models.trainable import Policy, load_model
 from plaudit.models.weights import Weights
 from plaudit.recipe import Model
 from plaudit.types import Batch

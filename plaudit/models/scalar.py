@@ -30,8 +30,8 @@ from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
 from plaudit.errors import DataError, RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
-from plaudit.models.policy import load_pretrained, resolve_dtype
 from plaudit.models.residual import keep_residual_precise
+from plaudit.models.trainable import load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.types import Batch, Conversation, Example, Message

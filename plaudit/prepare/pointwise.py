@@ -35,9 +35,9 @@ from plaudit.prepare.scored_groups import (
     write_rows,
 )
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.rewards.candidates import LETTERS
-from plaudit.rewards.judge import Judge
-from plaudit.rewards.templates import OURS, JudgeTemplate
+from plaudit.rewards.judges.candidates import LETTERS
+from plaudit.rewards.judges.judge import Judge
+from plaudit.rewards.judges.templates import OURS, JudgeTemplate
 from plaudit.types import Message
 
 Rule = Literal["pointwise_score", "grade"]

@@ -37,9 +37,9 @@ from plaudit.prepare.scored_groups import (
     rl_schema,
     write_rows,
 )
-from plaudit.rewards.candidates import LETTERS
-from plaudit.rewards.ranking_lines import rank, write_ranking
-from plaudit.rewards.templates import OURS, JudgeTemplate
+from plaudit.rewards.judges.candidates import LETTERS
+from plaudit.rewards.judges.templates import OURS, JudgeTemplate
+from plaudit.rewards.rules.ranking_lines import rank, write_ranking
 from plaudit.types import Message
 
 Format = Literal["ranking_score", "ranking", "score"]

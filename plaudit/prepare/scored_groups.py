@@ -17,9 +17,9 @@ from plaudit.data.conversations import kind_of
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.files import file_written_aside
-from plaudit.rewards.candidates import LETTERS
-from plaudit.rewards.ranking_lines import read_ranking, read_scores
-from plaudit.rewards.templates import JudgeTemplate, Unrenderable
+from plaudit.rewards.judges.candidates import LETTERS
+from plaudit.rewards.judges.templates import JudgeTemplate, Unrenderable
+from plaudit.rewards.rules.ranking_lines import read_ranking, read_scores
 from plaudit.types import Message, Prompt
 
 LOWEST, HIGHEST = 0, 10

@@ -30,7 +30,7 @@ from plaudit.recipe.rl import (
 )
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
-from plaudit.recipe.shared import Lora, Model, Optim, Run
+from plaudit.recipe.training import Lora, Model, Optim, Run
 
 __all__ = [
     "STAGES", "Algorithm", "Audit", "Critic", "DPOLoss", "DPORecipe", "DynamicSampling", "Importance", "KLReward", "Lora", "Model",

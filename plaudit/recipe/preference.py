@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
-from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
+from plaudit.recipe.training import HARMLESS, ROUNDING, Model, Optim, Run
 
 
 class PairData(Section):

@@ -17,7 +17,7 @@ from pydantic import (
 from plaudit.recipe.audit import Audit
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
-from plaudit.recipe.shared import HARMLESS, ROUNDING, Checkpointing, Lora, Model, Optim, Placement, Run
+from plaudit.recipe.training import HARMLESS, ROUNDING, Checkpointing, Lora, Model, Optim, Placement, Run
 
 
 class RLData(Section):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
-from plaudit.recipe.shared import HARMLESS, ROUNDING, Model, Optim, Run
+from plaudit.recipe.training import HARMLESS, ROUNDING, Model, Optim, Run
 
 
 class SFTData(Section):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from plaudit.errors import PlauditError, RecipeError
-from plaudit.models.policy import resolve_device
+from plaudit.models.trainable import resolve_device
 from plaudit.models.weights import Weights
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, template_of
 from plaudit.errors import RecipeError
 from plaudit.models.folder import architecture, require_matching_tokenizer
-from plaudit.models.policy import load_policy
+from plaudit.models.trainable import load_policy
 from plaudit.recipe import Model
 from plaudit.reward_models.backend import Answer, Question, Writing
 from plaudit.reward_models.halves import failure_of, in_halves

@@ -21,10 +21,10 @@ from typing import Any, Self, TypeVar
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.shared import Amounts, compute_apart
-from plaudit.reward_models.shared import amounts as amounts_of
-from plaudit.rewards.asking import Asker
+from plaudit.reward_models.pool import Amounts, compute_apart
+from plaudit.reward_models.pool import amounts as amounts_of
 from plaudit.rewards.cache import ScoreCache
+from plaudit.rewards.client import Asker
 from plaudit.rewards.combine import Running, combine, counted_value, counted_values, has_reward, missing_values
 from plaudit.rewards.reward import Loadable, Reward
 from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup

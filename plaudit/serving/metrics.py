@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from plaudit.rewards.asking import Asker
+from plaudit.rewards.client import Asker
 from plaudit.types import Score
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

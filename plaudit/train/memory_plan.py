@@ -25,11 +25,11 @@ from plaudit.models.memory import (
     plan_reward_model,
     total_memory,
 )
-from plaudit.models.policy import resolve_device, resolve_dtype
+from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.models.weights import is_apart_from_host
 from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.report.progress import say
-from plaudit.rewards.asking_models import ModelReward, all_models_of
+from plaudit.rewards.judges.model_backed import ModelReward, all_models_of
 from plaudit.rollout.engine import MAX_SEQUENCES
 
 RESIDENT = ": weights, resident"

@@ -18,6 +18,7 @@ from plaudit.errors import RunError
 from plaudit.models.weights import is_apart_from_host
 from plaudit.recipe import Optim
 from plaudit.train.offload import HostState, Piece
+from plaudit.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -72,8 +73,17 @@ class Optimiser:
         )
         self._publish()
 
-    def begin_gradient(self, name: str) -> Tensor:
-        """One of zeros, for a parameter that has none."""
+    def sum_gradients(self, world: World) -> None:
+        """Over processes, in place. A parameter without a gradient in any process keeps none, or its weight would decay; one
+        without a gradient in this process alone (fewer micro-batches than processes) counts as zero here."""
+        if world.size == 1:
+            return
+        own, names = self.gradients(), list(self.parameters)
+        somewhere = world.any_true([name in own for name in names])
+        wanted = [name for name, present in zip(names, somewhere, strict=True) if present]
+        world.sum_in_place([own[name] if name in own else self._zero_gradient(name) for name in wanted])
+
+    def _zero_gradient(self, name: str) -> Tensor:
         parameter = self.parameters[name]
         zeros = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         if self.masters[name] is parameter:

@@ -14,8 +14,8 @@ from plaudit.errors import TrainingStopped
 from plaudit.recipe import Optim
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
-from plaudit.train.ranks import Ranks
 from plaudit.types import Batch
+from plaudit.world import World
 
 Loss = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
 """A micro-batch's share of the update's loss, and of metrics beside it: already divided by what the whole update is divided by, so
@@ -28,9 +28,6 @@ def compute_repeatably(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore (a debugging aid that costs time)
-
-
-ALONE = Ranks()
 
 
 class Trained(Protocol):
@@ -48,8 +45,8 @@ class Trained(Protocol):
 class Trainer:
     """A policy with its optimiser. `updates` counts those done; everything random in one is keyed by its number."""
 
-    def __init__(self, policy: Trained, optim: Optim, *, seed: int, max_skipped_steps: int, ranks: Ranks = ALONE):
-        self.policy, self.ranks = policy, ranks
+    def __init__(self, policy: Trained, optim: Optim, *, seed: int, max_skipped_steps: int, world: World | None = None):
+        self.policy, self.world = policy, world or World.alone(policy.device)
         self.beside: dict[str, Trainer] = {}
         """Models that learn beside the policy (a critic), by name. Saved, resumed and finished with it."""
         self.optimiser = Optimiser(policy.trainable(), optim)
@@ -59,7 +56,7 @@ class Trainer:
 
     def like_it(self, other: Trained, optim: Optim) -> "Trainer":
         """One for another model, with the same seed and patience."""
-        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps, ranks=self.ranks)
+        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps, world=self.world)
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
         """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went.
@@ -69,16 +66,16 @@ class Trainer:
         self.policy.model.train()
         total = torch.zeros((), device=self.policy.device)
         sums: dict[str, Tensor] = {}
-        for i, batch in self.ranks.share(micro_batches):
+        for i, batch in self.world.shard(micro_batches):
             torch.manual_seed(stable_seed("step", self.seed, self.updates, i))  # dropout: resumed or shared out, the same
             share, others = loss(batch)
             share.backward()
             total += share.detach()
             for name, value in others.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
-        self.ranks.add_up_gradients(self.optimiser)
+        self.optimiser.sum_gradients(self.world)
         norm = self.optimiser.clip()
-        told = self.ranks.add_up({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
+        told = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
         finite = math.isfinite(told["loss"]) and bool(torch.isfinite(norm))
         if finite:
             self.optimiser.step(lr)

@@ -1,0 +1,1 @@
+"""What DPO and reward-model training share."""

@@ -1,0 +1,82 @@
+"""DPO's reference: log-probs of every pair's answers under the model that training starts from, taken once and kept.
+
+The policy as it is loaded is the reference, and under LoRA it is so without its adapters: no second model is loaded, unless the
+recipe names another one, which is gone again before training. The file belongs to the reference and to the pairs' tokens; a run
+that goes on reads it, so that its numbers are those it began with.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from plaudit.files import file_written_aside, sketch_all
+from plaudit.models.trainable import Policy, load_model
+from plaudit.preference.losses import answer_logprobs, measure
+from plaudit.recipe import DPORecipe
+from plaudit.report.progress import counted, say
+from plaudit.train.checkpoint import clear_write_errors
+from plaudit.types import Pair
+
+FILE = "reference.safetensors"
+
+
+def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: Policy, folder: Path) -> list[Pair]:
+    """The pairs with the reference's log-probs: from the run's folder, or computed and put there. The policy has not moved yet."""
+    file, key = folder / FILE, _key(pairs, recipe)
+    known = _read(file, key)
+    if known is None:
+        with _reference(recipe, policy) as model:
+            budget = recipe.train.tokens_per_micro_batch
+            chosen, rejected = measure(model, pairs, answer_logprobs, budget, lambda groups: counted(groups, "reference: batches"))
+        known = {"chosen": chosen, "rejected": rejected}
+        with clear_write_errors(file, folder / "checkpoints"), file_written_aside(file) as aside:
+            save_file(known, aside, metadata={"of": key})
+        say(f"reference: log-probs of {len(pairs):,} pairs under {recipe.loss.reference or 'the model as it begins'}")
+    columns = known["chosen"].tolist(), known["rejected"].tolist()
+    return [replace(pair, ref_chosen=c, ref_rejected=r) for pair, c, r in zip(pairs, *columns, strict=True)]
+
+
+def _key(pairs: Sequence[Pair], recipe: DPORecipe) -> str:
+    """Changes when the reference or any token does."""
+    path = Path(recipe.loss.reference or recipe.model.path)
+    digest = hashlib.blake2b(f"{path if not path.is_dir() else sketch_all(path)} {recipe.model.dtype}".encode(), digest_size=16)
+    for pair in pairs:
+        for example in (pair.chosen, pair.rejected):
+            digest.update(len(example).to_bytes(8, "little"))
+            digest.update(example.tokens.tobytes())
+            digest.update(example.loss_mask.tobytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path, key: str) -> dict[str, Tensor] | None:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            if (tensors.metadata() or {}).get("of") == key:
+                return {name: tensors.get_tensor(name) for name in ("chosen", "rejected")}
+    except (OSError, SafetensorError):
+        pass
+    return None
+
+
+@contextmanager
+def _reference(recipe: DPORecipe, policy: Policy) -> Iterator[PreTrainedModel]:
+    if recipe.loss.reference is None:
+        with policy.peft.disable_adapter() if policy.peft is not None else nullcontext():
+            yield policy.model
+        return
+    settings = recipe.model.model_copy(update={"path": recipe.loss.reference, "lora": None})
+    model = load_model(settings, policy.device).requires_grad_(False)
+    try:
+        yield model
+    finally:
+        del model
+        if policy.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Your own functions as rewards, and the processes they run in."""

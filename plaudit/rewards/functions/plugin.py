@@ -1,0 +1,174 @@
+"""A plugin file of VeRL-with-RMs, unchanged: `rm_preprocess` makes the reward model's inputs, `rm_postprocess` reads its answers.
+
+    inputs = rm_preprocess(text_prompts, text_responses, tgt_tokenizer)       lists of texts in, a list of texts out
+    scores = rm_postprocess(results)                                          a list of the model's answers in, numbers out
+
+text_prompts are the rows' `rm_prompt` (which may be empty), or what the user said last where a row has none; text_responses are
+what the reward sees of the responses; tgt_tokenizer is the reward model's. An input is the model's whole prompt, special tokens and
+all; messages are rendered with its chat template. Both functions get the samples of one group at a time.
+
+Differs from its source: they run in worker processes with a time limit, as every function of a user's does. Where a call for
+several samples raises or hangs, each sample is tried alone, so that one bad response fails by itself. A sample whose score is no
+number is asked for again at `retry_temperature`. A file that remembers something from one function to the other needs
+`limits: {at_once: 1}`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt, PrivateAttr
+
+from plaudit.errors import RecipeError, did_you_mean
+from plaudit.files import digest_of
+from plaudit.recipe.reward_models import JudgeSampling
+from plaudit.reward_models.backend import Question
+from plaudit.rewards.functions.function import python_file
+from plaudit.rewards.functions.workers import CannotStart, Workers
+from plaudit.rewards.judges.model_backed import ModelReward, Reply, shown, writing
+from plaudit.rewards.judges.templates import question_of
+from plaudit.rewards.reward import failed
+from plaudit.types import Failure, Group, Prompt, Score
+
+FUNCTIONS = ("rm_preprocess", "rm_postprocess")
+Entry = dict[str, Any]
+"""One entry of a list that came back: `text`, `messages` or `value`; or `cause` and `message`."""
+
+
+class Plugin(ModelReward):
+    kind: Literal["plugin"]
+    """A file with rm_preprocess and rm_postprocess, around a generating reward model."""
+    path: str
+    """The Python file. What lies beside it can be imported from it."""
+    sampling: JudgeSampling = JudgeSampling()
+    """How the model writes."""
+    timeout_s: PositiveFloat = 60.0
+    """The longest that one call of a function may take; then its process is killed."""
+    workers: PositiveInt = 1
+    """Processes that call the functions side by side."""
+
+    _workers: Workers | None = PrivateAttr(None)
+
+    @property
+    def files(self) -> list[Path]:
+        return [Path(self.path).expanduser(), *super().files]
+
+    async def open(self) -> None:
+        path = python_file(self.path, self.label)
+        lists = {
+            "functions": list(FUNCTIONS),
+            "tokenizer": self._tokenizer(),
+            "trust_remote_code": self.model.trust_remote_code,
+        }
+        self._workers = Workers(path, "", {}, count=self.workers, timeout_s=self.timeout_s, lists=lists)
+        try:
+            await self._workers.ready()
+        except CannotStart as error:
+            raise RecipeError(f"reward '{self.label}': {self._explain(path, error.answer)}") from None
+        await super().open()
+
+    def _tokenizer(self) -> str | None:
+        """The reward model's; a server's model has none here, unless it is said where."""
+        if self.model.tokenizer is not None or self.model.placement != "server":
+            return self.model.tokenizer or self.model.path
+        return self.model.path if self.model.path is not None and Path(self.model.path).is_dir() else None
+
+    def _explain(self, path: Path, answer: dict[str, Any]) -> str:
+        match answer.get("problem"):
+            case "import":
+                return f"{path} cannot be imported: {answer['message']}"
+            case "missing":
+                name, here = answer["missing"][0], ", ".join(answer["functions"]) or "none"
+                return f"{path} has no function {name} (it has: {here}).{did_you_mean(name, answer['functions'])}"
+            case "tokenizer":
+                return f"no tokenizer could be loaded from {self._tokenizer()} for {path.name}: {answer['message']}"
+            case _:
+                return f"{answer.get('message')}"
+
+    async def close(self) -> None:
+        if self._workers is not None:
+            await asyncio.to_thread(self._workers.close)
+            self._workers = None
+        await super().close()
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._score, groups)))
+
+    async def _score(self, group: Group) -> list[Score]:
+        prompts = [_rm_prompt(group.prompt)] * len(group.samples)
+        inputs = await self._call("rm_preprocess", prompts, [sample.text for sample in group.samples], with_tokenizer=True)
+        scores: dict[int, Score] = {}
+        questions: dict[int, Question] = {}
+        for i, (entry, sample) in enumerate(zip(inputs, group.samples, strict=True)):
+            question = _question(entry, group.prompt, self.sampling.seed)
+            if isinstance(question, Failure):
+                scores[i] = failed(question.cause, f"rm_preprocess: {question.message}", sample.text)
+            else:
+                questions[i] = question
+        for attempt in range(self.sampling.retry + 1):
+            left = {i: question for i, question in questions.items() if i not in scores or scores[i].failure is not None}
+            if not left:
+                break
+            scores |= await self._ask(group, left, attempt)
+        return [scores[i] for i in range(len(group.samples))]
+
+    async def _ask(self, group: Group, questions: dict[int, Question], attempt: int) -> dict[int, Score]:
+        asked = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
+        answers = dict(zip(questions, await self.backend.write(asked, writing(self.sampling, attempt)), strict=True))
+        readable = {i: answer.text for i, answer in answers.items() if answer.text is not None and answer.failure is None}
+        entries = dict(zip(readable, await self._call("rm_postprocess", list(readable.values())), strict=True))
+        scores: dict[int, Score] = {}
+        for i, answer in answers.items():
+            reply: Reply[Any] = Reply(
+                shown(questions[i]), None, answer.text, answer.failure, answer.too_long, answer.refused, attempt + 1
+            )
+            view = group.samples[i].text
+            if i not in entries:
+                scores[i] = reply.unfit(view)
+            elif "value" in (entry := entries[i]):
+                scores[i] = Score(entry["value"], entry.get("parts", {}), entry.get("malformed", False), None, view, reply.trace)
+            else:
+                cause, message = entry.get("cause", "not_a_number"), entry.get("message", f"it gave {entry.get('text')!r:.100}")
+                failure = Failure(cause, f"rm_postprocess: {message}")
+                scores[i] = Score(None, failure=failure, view=view, trace=reply.trace)
+        return scores
+
+    async def _call(self, function: str, *lists: Sequence[Any], with_tokenizer: bool = False) -> list[Entry]:
+        """An entry for each; where the call for all of them goes wrong, each is tried alone."""
+        if not lists[0]:
+            return []
+        answer = await self._called(function, *lists, with_tokenizer=with_tokenizer)
+        entries: list[Entry] | None = answer.get("entries")
+        if entries is not None and len(entries) == len(lists[0]):
+            return entries
+        if entries is not None:
+            answer = {"cause": "bad_result", "message": f"it gave {len(entries)} entries for {len(lists[0])}"}
+        if len(lists[0]) == 1:
+            return [answer]
+        alone = [
+            self._call(function, *([item] for item in items), with_tokenizer=with_tokenizer) for items in zip(*lists, strict=True)
+        ]
+        return [entry for entries in await asyncio.gather(*alone) for entry in entries]
+
+    async def _called(self, function: str, *lists: Sequence[Any], with_tokenizer: bool) -> dict[str, Any]:
+        assert self._workers is not None, "a reward is opened before it scores"
+        call = self._workers.call(name=function, given=[list(one) for one in lists], with_tokenizer=with_tokenizer)
+        return await asyncio.wrap_future(call)
+
+
+def _rm_prompt(prompt: Prompt) -> str:
+    given = prompt.extra_info.get("rm_prompt")
+    if isinstance(given, list):
+        return "\n".join(str(message.get("content", "")) if isinstance(message, dict) else str(message) for message in given)
+    return question_of(prompt) if given is None else str(given)
+
+
+def _question(entry: Entry, prompt: Prompt, seed: int) -> Question | Failure:
+    if "cause" in entry:
+        return Failure(entry["cause"], entry["message"])
+    text, messages = entry.get("text"), entry.get("messages")
+    if text is None and messages is None:
+        return Failure("bad_result", f"it gave {entry.get('value')!r}, not a text")
+    return Question(messages or [], text, digest_of(f"{seed}/{text}/{messages}"), affinity=digest_of(prompt.id))

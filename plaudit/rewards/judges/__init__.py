@@ -1,0 +1,1 @@
+"""Judges: rewards that query a model."""

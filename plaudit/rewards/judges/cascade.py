@@ -1,0 +1,187 @@
+"""A cheap rule and a judge that costs something, in one value.
+
+    only     the judge alone
+    addon    1 where the rule passes; where it does not, judge_weight · judge, which is asked about these samples alone
+    mixed    judge_weight · judge + (1 − judge_weight) · rule
+
+A rule passes if it gives more than `pass_above`. Where the judge fails, so does the sample: the rule's verdict does not stand in
+for it. Where the rule fails, the judge is not asked, unless `on_failure` of the rule gives a value to go on with.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import PrivateAttr, model_validator
+
+from plaudit.recipe import RewardSettings
+from plaudit.recipe.rewards import OneReward
+from plaudit.rewards.cache import keys
+from plaudit.rewards.client import NOT_ASKED, Asker
+from plaudit.rewards.combine import counted_value
+from plaudit.rewards.reward import PREPARED, Loadable, Reward, failed
+from plaudit.types import Group, Score
+
+OUTSIDE = ("when", "gate", "normalise", "weight", "combine", "cache", "max_failure_rate")
+"""Settings that the whole cascade has."""
+
+
+class Cascade(Reward):
+    kind: Literal["cascade"]
+    """A rule first, a judge where it is needed."""
+    rule: OneReward | None = None
+    """The rule: a reward of any kind. Not for mode: only."""
+    judge: OneReward
+    """The judge: a reward of any kind."""
+    mode: Literal["only", "addon", "mixed"] = "addon"
+    """How they become one value."""
+    judge_weight: float = 1.0
+    """What the judge's value is multiplied by; in mixed, its share."""
+    pass_above: float = 0.5
+    """A rule's value above this is a pass."""
+
+    _askers: tuple[Asker | None, Asker] | None = PrivateAttr(None)
+    _kept: dict[tuple[str, str], Score] = PrivateAttr(default_factory=dict)
+    """What passes before the last have found out, by what it is (`ruled`, `rule`, `judge`: failures of these two) and sample."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Cascade":
+        if (self.rule is None) != (self.mode == "only"):
+            raise ValueError("mode: only has no rule; addon and mixed need one")
+        if self.mode == "mixed" and not 0.0 <= self.judge_weight <= 1.0:
+            raise ValueError(f"mode: mixed shares 1 between judge and rule; judge_weight is {self.judge_weight:g}")
+        for inner in self.inner:
+            changed = [name for name in OUTSIDE if getattr(inner, name) != type(inner).model_fields[name].get_default()]
+            if changed or inner.on_failure == "stop":
+                names = ", ".join(changed) or "on_failure: stop"
+                raise ValueError(f"{names}: a rule or judge inside a cascade cannot have that; the cascade can")
+        return self
+
+    @property
+    def inner(self) -> list[RewardSettings]:
+        return [reward for reward in (self.rule, self.judge) if reward is not None]
+
+    @property
+    def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(reward.scores_alone for reward in self.inner if isinstance(reward, Reward))
+
+    @property
+    def rounded_together(self) -> bool:
+        return any(reward.rounded_together for reward in self.inner if isinstance(reward, Reward))
+
+    async def open(self) -> None:
+        askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
+        assert askers[1] is not None, "settings become rewards when a recipe is read"
+        self._askers = askers[0], askers[1]
+        await asyncio.gather(*(asker.reward.open() for asker in askers if asker is not None))
+
+    @property
+    def waits_for_all(self) -> bool:
+        return any(isinstance(reward, Reward) and reward.waits_for_all for reward in (self.rule, self.judge))
+
+    @property
+    def served_names(self) -> list[str]:
+        return [name for reward in self.inner if isinstance(reward, Reward) for name in reward.served_names]
+
+    async def close(self) -> None:
+        for reward in (self.rule, self.judge):
+            if isinstance(reward, Reward):
+                await reward.close()
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._score, groups)))
+
+    async def _score(self, group: Group) -> list[Score]:
+        assert self._askers is not None, "a reward is opened before it scores"
+        ruled = await self._ruled(group)
+        judged = await self._askers[1].ask(group, [self._needs_judge(score) for score in ruled], self._recall("judge", group))
+        return [self._together(*both) for both in zip(ruled, judged, strict=True)]
+
+    async def _ruled(self, group: Group) -> list[Score]:
+        assert self._askers is not None
+        rule = self._askers[0]
+        if rule is None:
+            return [NOT_ASKED] * len(group.samples)
+        known = self._recall("ruled", group)
+        ruled = [score for score in known if score is not None]
+        return ruled if len(ruled) == len(known) else list(await rule.ask(group, None, self._recall("rule", group)))
+
+    # Models that share the device: the rule's passes, then the judge's ------------------------------------------------
+
+    @property
+    def _passes(self) -> list[tuple[Loadable | None, list[tuple[str, int]]]]:
+        """What is on the device in each, and what is done then: (`rule` or `judge`, its phase)."""
+        passes: list[tuple[Loadable | None, list[tuple[str, int]]]] = []
+        for name, reward in (("rule", self.rule), ("judge", self.judge)):
+            for phase, needed in enumerate(reward.phases) if isinstance(reward, Reward) else ():
+                if not passes or passes[-1][0] is not needed:
+                    passes.append((needed, []))
+                passes[-1][1].append((name, phase))
+        return passes
+
+    @property
+    def phases(self) -> list[Loadable | None]:
+        return [needed for needed, _ in self._passes]
+
+    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
+        _, parts = self._passes[phase]
+        await asyncio.gather(*(self._prepare(group, parts) for group in groups))
+        return [[PREPARED] * len(group.samples) for group in groups]  # what failed is told with the scores
+
+    async def _prepare(self, group: Group, parts: Sequence[tuple[str, int]]) -> None:
+        assert self._askers is not None
+        rule, judge = self._askers
+        for name, phase in parts:
+            before = self._recall(name, group)
+            if name == "judge":
+                wanted = [self._needs_judge(score) for score in await self._ruled(group)]
+                self._keep(name, group, await judge.prepare(group, wanted, phase, before))
+            elif rule is not None and phase < len(rule.reward.phases) - 1:
+                self._keep(name, group, await rule.prepare(group, None, phase, before))
+            elif rule is not None:
+                self._keep("ruled", group, await rule.ask(group, None, before))
+
+    def _keep(self, name: str, group: Group, found: Sequence[Score | None]) -> None:
+        names = keys("", group, scores_alone=self.scores_alone)
+        self._kept |= {(name, key): score for key, score in zip(names, found, strict=True) if score is not None}
+
+    def _recall(self, name: str, group: Group) -> list[Score | None]:
+        return [self._kept.get((name, key)) for key in keys("", group, scores_alone=self.scores_alone)]
+
+    def forget(self) -> None:
+        self._kept.clear()
+        for reward in self.inner:
+            if isinstance(reward, Reward):
+                reward.forget()
+
+    # Both, in one value -----------------------------------------------------------------------------------------------
+
+    def _needs_judge(self, ruled: Score) -> bool:
+        if self.rule is None:
+            return True
+        value = counted_value(self.rule, ruled)
+        return value is not None and not (self.mode == "addon" and value > self.pass_above)
+
+    def _together(self, ruled: Score, judged: Score) -> Score:
+        parts: dict[str, float] = {}
+        values: dict[str, float | None] = {"rule": None, "judge": None}
+        for name, reward, score in (("rule", self.rule, ruled), ("judge", self.judge, judged)):
+            if reward is None or not score.asked:
+                continue
+            values[name] = counted_value(reward, score)
+            if values[name] is None:
+                assert score.failure is not None
+                return failed(score.failure.cause, f"{name}: {score.failure.message}", score.view)
+            parts |= {name: values[name]} | {f"{name}/{part}": x for part, x in score.parts.items()}  # pyright: ignore
+        rule, judge = values["rule"], values["judge"]
+        if judge is None:
+            assert rule is not None
+            assert rule > self.pass_above, "without a judge's value the rule has passed it"
+            value = 1.0
+        elif self.mode == "mixed":
+            assert rule is not None
+            value = self.judge_weight * judge + (1.0 - self.judge_weight) * rule
+        else:
+            value = self.judge_weight * judge
+        deciding = judged if judge is not None else ruled
+        return Score(value, parts=parts, malformed=deciding.malformed, view=deciding.view, trace=deciding.trace)

@@ -1,0 +1,137 @@
+"""Critique, then score: one model writes a critique of the response, another reward scores response and critique together.
+
+The second reward is a `scalar_model` (critique-then-BT) or a `judge`. What it scores is the response, then `join`, then the
+critique, as if the policy had written all of it; that string is kept as the score's view, the critique in its trace. Where the
+first call fails, so does the sample: a score without its critique would be on another scale.
+
+Two models that share the device take turns: all critiques of a step are written with the critic there, then all scores are given
+with the scorer there.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import PrivateAttr, model_validator
+
+from plaudit.recipe.rewards import OneReward, RewardSettings
+from plaudit.rewards.cache import keys
+from plaudit.rewards.judges.judge import Judge
+from plaudit.rewards.judges.model_backed import JudgeReward, Reply, shortened
+from plaudit.rewards.judges.scalar_model import ScalarModel
+from plaudit.rewards.judges.templates import Unrenderable
+from plaudit.rewards.reward import PREPARED, Loadable, Reward
+from plaudit.types import Group, Score
+
+
+class CritiqueThenScore(JudgeReward):
+    kind: Literal["critique_then_score"]
+    """A critique first, then a score of response and critique."""
+    scorer: OneReward
+    """What scores them: a reward of kind scalar_model or judge, with a model of its own."""
+    join: str = "\n\nCritique:\n"
+    """What stands between response and critique."""
+
+    _critiques: dict[str, Reply[str]] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CritiqueThenScore":
+        inner = self.scorer
+        if not isinstance(inner, ScalarModel | Judge):
+            raise ValueError(f"scorer should be of kind scalar_model or judge, not {inner.kind}")
+        common = {name: info.default for name, info in RewardSettings.model_fields.items() if name not in ("kind", "name")}
+        around = [name for name, default in common.items() if getattr(inner, name) != default]
+        if around:
+            raise ValueError(f"scorer has no {', '.join(around)} of its own; set it on the reward around it")
+        return self
+
+    @property
+    def own_template(self) -> str:
+        return "critique"
+
+    @property
+    def files(self) -> list[Path]:
+        return [*self.scorer.files, *super().files]
+
+    @property
+    def own_files(self) -> list[Path]:
+        return [*self.scorer.own_files, *super().own_files]
+
+    @property
+    def models(self) -> list[str]:
+        return [*self.scorer.models, *super().models]
+
+    @property
+    def served_names(self) -> list[str]:
+        return [*self._second.served_names, *super().served_names]
+
+    @property
+    def _second(self) -> Reward:
+        assert isinstance(self.scorer, Reward)
+        return self.scorer
+
+    @property
+    def waits_for_all(self) -> bool:
+        return super().waits_for_all or self._second.waits_for_all
+
+    @property
+    def rounded_together(self) -> bool:
+        return self._second.rounded_together
+
+    async def open(self) -> None:
+        for error in await asyncio.gather(super().open(), self._second.open(), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    @property
+    def phases(self) -> list[Loadable | None]:
+        [critic], [scorer] = super().phases, self._second.phases
+        return [critic] if critic is scorer else [critic, scorer]
+
+    async def close(self) -> None:
+        await asyncio.gather(super().close(), self._second.close())
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._score, groups)))
+
+    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._prepare, groups)))
+
+    async def _prepare(self, group: Group) -> list[Score]:
+        try:
+            critiques = await self._criticise(group)
+        except Unrenderable as error:
+            return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
+        self._critiques |= zip(keys("", group, scores_alone=True), critiques, strict=True)
+        pairs = zip(critiques, group.samples, strict=True)
+        return [PREPARED if reply.failure is None else reply.unfit(sample.text) for reply, sample in pairs]
+
+    def forget(self) -> None:
+        self._critiques.clear()
+
+    async def _criticise(self, group: Group) -> list[Reply[str]]:
+        questions = [self.question(group.prompt, response=sample.text) for sample in group.samples]
+        # A critique that was cut is still one.
+        return await self.ask(questions, lambda _, text: text, whole=False)
+
+    async def _score(self, group: Group) -> list[Score]:
+        known = [self._critiques.get(key) for key in keys("", group, scores_alone=True)]
+        critiques = [reply for reply in known if reply is not None]
+        if len(critiques) < len(known):
+            try:
+                critiques = await self._criticise(group)
+            except Unrenderable as error:
+                return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
+        scores = {i: reply.unfit(group.samples[i].text) for i, reply in enumerate(critiques) if reply.found is None}
+        left = [i for i in range(len(critiques)) if i not in scores]
+        if left:
+            joined = [
+                dataclasses.replace(group.samples[i], text=f"{group.samples[i].text}{self.join}{critiques[i].found}") for i in left
+            ]  # fmt: skip
+            [scored] = await self._second.score([dataclasses.replace(group, samples=tuple(joined))])
+            for i, score in zip(left, scored, strict=True):
+                trace = {**score.trace, "critique": shortened(critiques[i].found or "")}
+                scores[i] = dataclasses.replace(score, trace=trace)
+        return [scores[i] for i in range(len(group.samples))]

@@ -1,0 +1,165 @@
+"""A judge that sees a whole group at once (GRRM): it compares all candidates, then ranks and scores them.
+
+Candidates are shown as A, B, C … in an order that is shuffled anew for each call; the answer's letters are taken back to the
+samples they stand for. A response without an extract is malformed and not shown (`view`); identical candidates share a letter; a
+group with fewer than two candidates left is not judged. The answer's end is read (`plaudit/rewards/rules/ranking_lines.py`):
+
+    ranking_score   B > A = D > C, then B: 9, A: 7, D: 7, C: 2     worth the scores; the ranking must be the one they imply
+    score           A: 7, B: 9, C: 2, D: 7                         worth the scores
+    ranking         B > A = D > C                                  worth the share of the others that it beats, ties half
+
+With several `votes` the value is the mean over the calls that could be read; every other one shows the order before it backwards,
+for judges favour a place. A group with more candidates than `max_candidates` is
+split: the first `overlap` of the shuffled order (the anchors) are in every call, the others in one each. Calls differ in how strict
+they are, so with s(c, i) the score of candidate i in call c, a(c) the mean of the anchors in call c, and a the mean of all a(c):
+
+    value(i) = mean over the calls c that show i of s(c, i) − (a(c) − a)
+
+which may leave the scale of the scores by a little (`clip` bounds it). A call that fails, or cannot be read after all retries,
+fails the samples that no other call has judged. A call that is too long for the judge makes the whole group malformed.
+
+Differs from GRRM: its calls show the samples in their order, and are not split; in training it does not ask again.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from plaudit.reward_models.backend import Question
+from plaudit.rewards.judges.candidates import LETTERS, Candidate, candidates_of, shuffled, unjudged
+from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.rewards.judges.parsing import read_letters, within
+from plaudit.rewards.judges.templates import Unrenderable
+from plaudit.types import Group, Prompt, Score
+
+
+@dataclass(frozen=True)
+class Call:
+    """One question about several candidates: LETTERS[i] stands for the i-th."""
+
+    vote: int
+    shown: tuple[Candidate, ...]
+    anchors: frozenset[Candidate]
+
+
+Judged = tuple[Call, Reply[dict[str, float]]]
+
+
+class GroupJudge(JudgeReward):
+    kind: Literal["group_judge"]
+    """A judge that compares all responses to a prompt."""
+    answer: Literal["ranking_score", "score", "ranking"] = "ranking_score"
+    """What its answer ends with: ranking and scores, scores alone, or the ranking alone."""
+    lowest: int = 0
+    """A lower score is an answer that cannot be read."""
+    highest: int = 10
+    """A higher score is, too."""
+    votes: PositiveInt = 1
+    """Calls for each group, each with an order of its own; the value is the mean."""
+    share_letters: bool = True
+    """Identical candidates are shown once, and have the same value."""
+    max_candidates: Annotated[int, Field(ge=3, le=len(LETTERS))] = 8
+    """Most candidates in one call; a larger group is split."""
+    overlap: PositiveInt = 2
+    """Candidates that all calls of a split group have in common, to bring their scores to one scale."""
+    not_judged: float | None = None
+    """Value (before scale) in a group with fewer than two candidates; default: what `malformed` states, else 0."""
+
+    scores_alone: ClassVar[bool] = False
+    variables: ClassVar[frozenset[str]] = frozenset({"candidates", "answer", "lowest", "highest"})
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "GroupJudge":
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest ({self.lowest}) should be less than highest ({self.highest})")
+        if self.overlap >= self.max_candidates:
+            raise ValueError(f"overlap ({self.overlap}) should be less than max_candidates ({self.max_candidates})")
+        return self
+
+    @property
+    def own_template(self) -> str:
+        return "group"
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._score, groups)))
+
+    async def _score(self, group: Group) -> list[Score]:
+        candidates = candidates_of(group, shared=self.share_letters)
+        if len(candidates) < 2:
+            return [unjudged(self.not_judged, sample.text) for sample in group.samples]
+        calls = [call for vote in range(self.votes) for call in self.calls(candidates, vote)]
+        try:
+            questions = [self._question(group.prompt, call) for call in calls]
+        except Unrenderable as error:
+            return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
+        replies = await self.ask(questions, lambda i, text: self._read(text, len(calls[i].shown)))
+        too_long = next((reply for reply in replies if reply.too_long), None)
+        if too_long is not None:  # for all of them: who shares a call with a long one is a matter of luck
+            return [too_long.unfit(sample.text) for sample in group.samples]
+        scores: dict[int, Score] = {}
+        for candidate in candidates:
+            about = [(call, reply) for call, reply in zip(calls, replies, strict=True) if candidate in call.shown]
+            score = self._of(candidate, about, list(zip(calls, replies, strict=True)))
+            scores |= dict.fromkeys(candidate.samples, score)
+        return [scores[i] for i in range(len(group.samples))]
+
+    def calls(self, candidates: Sequence[Candidate], vote: int) -> list[Call]:
+        """One call for all of them, or several that have the anchors in common; each shuffled for itself."""
+        order = shuffled(candidates, self.sampling.seed, vote // 2)
+        if vote % 2:
+            order.reverse()
+        if len(order) <= self.max_candidates:
+            return [Call(vote, tuple(order), frozenset())]
+        anchors, rest = order[: self.overlap], order[self.overlap :]
+        count = -(-len(rest) // (self.max_candidates - self.overlap))
+        calls = []
+        for c in range(count):
+            shown = [*anchors, *rest[c::count]]
+            calls.append(Call(vote, tuple(shuffled(shown, self.sampling.seed, vote, c)), frozenset(anchors)))
+        return calls
+
+    def _question(self, prompt: Prompt, call: Call) -> Question:
+        shown = [{"letter": letter, "text": candidate.text} for letter, candidate in zip(LETTERS, call.shown, strict=False)]
+        return self.question(
+            prompt, call.vote, candidates=shown, answer=self.answer, lowest=self.lowest, highest=self.highest
+        )  # fmt: skip
+
+    def _read(self, text: str, count: int) -> dict[str, float] | None:
+        scores = read_letters(text, LETTERS[:count], self.answer)
+        if scores is None or (self.answer != "ranking" and not all(within(x, self.lowest, self.highest) for x in scores.values())):
+            return None
+        return scores
+
+    def _of(self, candidate: Candidate, about: Sequence[Judged], judged: Sequence[Judged]) -> Score:
+        read = [(call, reply, reply.found) for call, reply in about if reply.found is not None]
+        if not read:
+            failed = next((reply for _, reply in about if reply.failure is not None), about[-1][1])
+            return failed.unfit(candidate.text)
+        offsets = {vote: _offsets([one for one in judged if one[0].vote == vote]) for vote in {call.vote for call, _, _ in read}}
+        values: dict[int, list[float]] = {}
+        for call, _, found in read:
+            values.setdefault(call.vote, []).append(found[_letter(call, candidate)] - offsets[call.vote][call])
+        votes = [fmean(some) for some in values.values()]
+        call, reply, _ = read[0]
+        trace = {**reply.trace, "letter": _letter(call, candidate)}
+        parts = {"judged": 1.0} | ({"votes": float(len(votes))} if self.votes > 1 else {})
+        return Score(fmean(votes), parts, view=candidate.text, trace=trace)
+
+
+def _letter(call: Call, candidate: Candidate) -> str:
+    return LETTERS[call.shown.index(candidate)]
+
+
+def _offsets(judged: Sequence[Judged]) -> Mapping[Call, float]:
+    """How much kinder than the others each call of a vote was to the anchors: a(c) − a."""
+    kindness = {
+        call: fmean(reply.found[_letter(call, anchor)] for anchor in call.anchors) if call.anchors else 0.0
+        for call, reply in judged
+        if reply.found is not None
+    }
+    mean = fmean(kindness.values()) if kindness else 0.0
+    return {call: kind - mean for call, kind in kindness.items()}

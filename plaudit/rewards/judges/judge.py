@@ -1,0 +1,163 @@
+"""A generative judge, asked about one response at a time.
+
+The prompt comes from a template, the score from the answer, by one of these parsers (`plaudit/rewards/judges/parsing.py`):
+
+    last_number_line   8                           a number alone on the last line (GRRM's pointwise model)
+    tag                <score>8</score>            or a line `score: 8`
+    regex              what `pattern` finds last: its first group
+    json               {"score": 8, "style": 3}    `field`; its other numbers become parts
+    true_false         True                        worth 1 or 0 (TinyV's verifier: question, reference and final answer)
+    total_score        Total Score: 8/10           worth score / 10 (the rubric reward model)
+
+With several `votes` the value is the mean of those that could be read; a sample fails if none could.
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveInt, field_validator, model_validator
+
+from plaudit.recipe.section import Section
+from plaudit.reward_models.backend import Question
+from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.rewards.judges.parsing import (
+    FieldRule,
+    Found,
+    read_json,
+    read_last_number,
+    read_pattern,
+    read_tagged,
+    read_total_score,
+    read_true_false,
+    within,
+)
+from plaudit.types import Group, Prompt, Sample, Score
+
+SCALES_OF_THEIR_OWN = ("true_false", "total_score")
+
+
+class JsonField(Section):
+    """What a field of the judge's JSON must be."""
+
+    name: str
+    """Its name."""
+    type: Literal["number", "integer", "boolean", "string"] = "number"
+    """What it holds."""
+    minimum: float | None = None
+    """The least number."""
+    maximum: float | None = None
+    """The greatest number."""
+
+
+class Judge(JudgeReward):
+    kind: Literal["judge"]
+    """A generative judge of single responses."""
+    parser: Literal["last_number_line", "tag", "regex", "json", "true_false", "total_score"] = "last_number_line"
+    """How the score is read from its answer."""
+    tag: str = "score"
+    """parser: tag. The tag's name."""
+    pattern: str | None = None
+    """parser: regex. A regular expression; its first group is the score."""
+    field: str = "score"
+    """parser: json. The field that is the score."""
+    fields: tuple[JsonField, ...] = ()
+    """parser: json. Fields that must be there, and what they must be: JSON Schema's type, minimum and maximum."""
+    lowest: float | None = None
+    """A lower score is an answer that cannot be read. Default: 0 with our template, which asks for 0 to 10; else none."""
+    highest: float | None = None
+    """A higher score is, too. Default: 10 with our template; else none."""
+    votes: PositiveInt = 1
+    """How often it is asked about each response; the value is the mean."""
+
+    variables: ClassVar[frozenset[str]] = frozenset({"response", "parser", "tag", "field", "lowest", "highest"})
+
+    @field_validator("pattern")
+    @classmethod
+    def _can_be_read(cls, pattern: str | None) -> str | None:
+        import regex
+
+        try:
+            regex.compile(pattern or "")
+        except (regex.error, RecursionError) as error:
+            raise ValueError(f"is not a regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Judge":
+        if (self.parser == "regex") != (self.pattern is not None):
+            raise ValueError("parser: regex needs a pattern, and no other parser has one")
+        if self.parser == "regex" and self.template is None:
+            raise ValueError("parser: regex needs a template: ours cannot ask for an answer that your pattern finds")
+        if self.fields and self.parser != "json":
+            raise ValueError("fields belong to parser: json")
+        if self.parser in SCALES_OF_THEIR_OWN and (self.lowest, self.highest) != (None, None):
+            raise ValueError(f"parser: {self.parser} has a scale of its own, from 0 to 1: lowest and highest are for other parsers")
+        low, high = self.bounds
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"lowest ({low:g}) should be less than highest ({high:g})")
+        if self.votes > 1 and self.sampling.temperature == 0:
+            raise ValueError("votes at temperature 0 are all the same; set sampling.temperature")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """Of what the judge is asked for: another number is not its score."""
+        if self.template is not None or self.parser in SCALES_OF_THEIR_OWN:
+            return self.lowest, self.highest
+        return 0.0 if self.lowest is None else self.lowest, 10.0 if self.highest is None else self.highest
+
+    @property
+    def own_template(self) -> str:
+        return "verifier" if self.parser == "true_false" else "pointwise"
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        read = self.reader()
+        return await self.ask_each(groups, range(self.votes), self._question, lambda _, text: read(text), self._score)
+
+    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> Question:
+        return self.question(prompt, vote, **self.about(sample.text))
+
+    def about(self, response: str) -> dict[str, Any]:
+        """What its template is told besides the row."""
+        lowest, highest = self.bounds
+        own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": lowest, "highest": highest}
+        return {"response": response, **own}
+
+    def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
+        found = [reply.found for reply in replies if reply.found is not None]
+        if not found:
+            return replies[-1].unfit(view)
+        trace = next(reply.trace for reply in replies if reply.found is not None)
+        names = list(dict.fromkeys(name for one in found for name in one.parts))
+        parts = {name: fmean(one.parts[name] for one in found if name in one.parts) for name in names}
+        if self.votes > 1:
+            trace = {**trace, "votes": [one.value for one in found]}
+            parts["votes"] = float(len(found))
+        return Score(fmean(one.value for one in found), parts, view=view, trace=trace)
+
+    def reader(self) -> Callable[[str], Found | None]:
+        """What an answer says, or None."""
+        rules = {one.name: FieldRule(one.type, one.minimum, one.maximum) for one in self.fields}
+        lowest, highest = self.bounds
+
+        def read(text: str) -> Found | None:
+            match self.parser:
+                case "last_number_line":
+                    found = read_last_number(text)
+                case "tag":
+                    found = read_tagged(text, self.tag, highest)
+                case "regex":
+                    found = read_pattern(text, self.pattern or "")
+                case "json":
+                    found = read_json(text, self.field, rules)
+                case "true_false":
+                    found = read_true_false(text)
+                case "total_score":
+                    found = read_total_score(text)
+            if found is None:
+                return None
+            found = found if isinstance(found, Found) else Found(found)
+            return found if within(found.value, lowest, highest) else None
+
+        return read

@@ -1,0 +1,87 @@
+"""A judge that scores a response by named criteria: each is a part, and the value is their weighted mean.
+
+    value = Σ weight · score / Σ weight                      scores from `lowest` to `highest`, as the judge gives them
+
+`calls: one` asks for all criteria at once; `calls: each` asks about one criterion at a time, so that none colours the next. The
+answer is a JSON object of criterion → score, or lines `criterion: score`. A response has a value only if every criterion has a
+score: a mean of those that happened to be read would not be comparable.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from plaudit.recipe.section import Section
+from plaudit.reward_models.backend import Question
+from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.rewards.judges.parsing import read_criteria, within
+from plaudit.types import Group, Prompt, Sample, Score
+
+
+class Criterion(Section):
+    name: Annotated[str, Field(pattern=r"^[^\s:{}\"'<>*_`~#-][^:{}\"'<>*`\n]*$")]
+    """What it is called in the judge's answer and among the parts."""
+    description: str = ""
+    """What it means, for the judge."""
+    weight: PositiveFloat = 1.0
+    """Its share of the value."""
+
+
+class RubricJudge(JudgeReward):
+    kind: Literal["rubric_judge"]
+    """A judge that scores by criteria."""
+    criteria: Annotated[tuple[Criterion, ...], Field(min_length=1)]
+    """What responses are judged by."""
+    calls: Literal["one", "each"] = "one"
+    """One call for all criteria, or one for each."""
+    answer: Literal["json", "lines"] = "json"
+    """How the judge writes scores: a JSON object, or lines `criterion: score`."""
+    lowest: float = 0.0
+    """The least score; a lower one is an answer that cannot be read."""
+    highest: float = 10.0
+    """The greatest score."""
+
+    variables: ClassVar[frozenset[str]] = frozenset({"response", "criteria", "answer", "lowest", "highest"})
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RubricJudge":
+        names = [criterion.name.casefold() for criterion in self.criteria]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two criteria are called {twice}")
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest ({self.lowest:g}) should be less than highest ({self.highest:g})")
+        return self
+
+    @property
+    def own_template(self) -> str:
+        return "rubric"
+
+    @property
+    def _asked_together(self) -> list[list[Criterion]]:
+        return [list(self.criteria)] if self.calls == "one" else [[criterion] for criterion in self.criteria]
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return await self.ask_each(
+            groups, self._asked_together, self._question, lambda some, text: self._read(text, some), self._score
+        )
+
+    def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> Question:
+        shown: list[dict[str, Any]] = [{"name": one.name, "description": one.description, "weight": one.weight} for one in criteria]
+        own = {"answer": self.answer, "lowest": self.lowest, "highest": self.highest}
+        return self.question(prompt, response=sample.text, criteria=shown, **own)
+
+    def _read(self, text: str, criteria: Sequence[Criterion]) -> dict[str, float] | None:
+        scores = read_criteria(text, [criterion.name for criterion in criteria], self.answer, self.highest)
+        return scores if scores and all(within(score, self.lowest, self.highest) for score in scores.values()) else None
+
+    def _score(self, replies: Sequence[Reply[dict[str, float]]], view: str) -> Score:
+        unread = next((reply for reply in replies if reply.found is None), None)
+        if unread is not None:
+            return unread.unfit(view)
+        parts = {name: score for reply in replies for name, score in (reply.found or {}).items()}
+        weights = {criterion.name: criterion.weight for criterion in self.criteria}
+        value = sum(weights[name] * score for name, score in parts.items()) / sum(weights.values())
+        answers = {"answers": [reply.trace["answer"] for reply in replies]} if len(replies) > 1 else {}
+        return Score(value, parts, view=view, trace={**replies[0].trace, **answers})

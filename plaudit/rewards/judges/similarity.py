@@ -1,0 +1,90 @@
+"""Semantic similarity: the cosine of the embeddings of response and ground truth, from −1 to 1.
+
+The embedding model is one of sentence-transformers', in this process. Of several accepted truths the nearest counts. An empty
+response has no meaning to compare: 0, and malformed.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import PositiveInt, PrivateAttr
+
+from plaudit.errors import RecipeError
+from plaudit.rewards.reward import Reward
+from plaudit.rewards.rules.ground_truth import no_truth, read_texts
+from plaudit.types import Group, Score
+
+Encode = Callable[[list[str]], Any]
+"""Texts → an array of one vector each."""
+
+
+class Similarity(Reward):
+    kind: Literal["similarity"]
+    """How near the response's meaning is to the ground truth's (sentence-transformers)."""
+    path: str
+    """The embedding model: a folder, or a name on the hub."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it computes."""
+    batch_size: PositiveInt = 32
+    """Texts at a time."""
+
+    _encode: Encode | None = PrivateAttr(None)
+    _one_at_a_time: asyncio.Lock | None = PrivateAttr(None)
+
+    @property
+    def rounded_together(self) -> bool:
+        return True
+
+    @property
+    def models(self) -> list[str]:
+        return [self.path]
+
+    async def open(self) -> None:
+        self._one_at_a_time = asyncio.Lock()
+        self._encode = await asyncio.to_thread(self._load)
+
+    async def close(self) -> None:
+        self._encode = self._one_at_a_time = None
+
+    def _load(self) -> Encode:
+        try:
+            from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            needs = "pip install 'plaudit[similarity]'"
+            raise RecipeError(f"reward '{self.label}': kind: similarity needs sentence-transformers: {needs}") from None
+        try:
+            model = SentenceTransformer(self.path, device=None if self.device == "auto" else self.device)
+        except (OSError, ValueError, RuntimeError) as error:
+            told = " ".join(str(error).split())[:300]
+            raise RecipeError(f"reward '{self.label}': no embedding model could be loaded from {self.path}: {told}") from None
+        return partial(model.encode, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True)
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return [await self._score(group) for group in groups]
+
+    async def _score(self, group: Group) -> list[Score]:
+        assert self._encode is not None, "a reward is opened before it scores"
+        assert self._one_at_a_time is not None
+        truths = list(dict.fromkeys(read_texts(group.prompt.ground_truth)))
+        if not truths:
+            return [no_truth(group.prompt, sample, "similarity", "a text or a list of them") for sample in group.samples]
+        responses = [sample.text for sample in group.samples]
+        async with self._one_at_a_time:
+            vectors = _unit(await asyncio.to_thread(self._encode, [*truths, *responses]))
+        cosines = vectors[len(truths) :] @ vectors[: len(truths)].T
+        scores = []
+        for response, row in zip(responses, cosines, strict=True):
+            if response.strip():
+                trace = {"nearest": truths[int(row.argmax())]} if len(truths) > 1 else {}
+                scores.append(Score(float(row.max()), view=response, trace=trace))
+            else:
+                scores.append(Score(0.0, malformed=True, view=response, trace={"malformed": "it is empty"}))
+        return scores
+
+
+def _unit(vectors: Any) -> np.ndarray:
+    vectors = np.asarray(vectors, dtype=np.float64)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

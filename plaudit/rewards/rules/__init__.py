@@ -1,0 +1,1 @@
+"""Rules: rewards that are plain functions of a sample."""

@@ -1,0 +1,42 @@
+"""Contains: 1 if a text stands in the response, else 0. The text is a setting, or else the ground truth."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, field_validator
+
+from plaudit.recipe.section import any_number
+from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.ground_truth import no_truth, plain, read_texts
+from plaudit.types import Prompt, Sample, Score
+
+
+class Contains(Rule):
+    kind: Literal["contains"]
+    """A text that stands in the response."""
+    text: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
+    """What is looked for: a text or a list of texts; default: the ground truth."""
+    need: Literal["any", "all"] = "any"
+    """Of several texts: whether one is enough, or all must be there."""
+    ignore_case: bool = False
+    """Upper and lower case are the same."""
+
+    @field_validator("text")
+    @classmethod
+    def _not_empty(cls, text: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(text):
+            raise ValueError("an empty text is in every response")
+        return text
+
+    def value(self, prompt: Prompt, sample: Sample) -> float | Score:
+        wanted = [{text} for text in self.text] or _spellings(prompt)
+        if not wanted or not all(wanted):
+            return no_truth(prompt, sample, "contains", "a text, a number or a list of them, where no `text` is set")
+        response = sample.text.casefold() if self.ignore_case else sample.text
+        found = (any((text.casefold() if self.ignore_case else text) in response for text in spellings) for spellings in wanted)
+        return float(all(found) if self.need == "all" else any(found))
+
+
+def _spellings(prompt: Prompt) -> list[set[str]]:
+    """The texts of a ground truth, each as all that it may be written as."""
+    truth = plain(prompt.ground_truth)
+    return [set(read_texts(one)) for one in (truth if isinstance(truth, list | tuple) else [truth])]

@@ -1,0 +1,23 @@
+"""Exact match: 1 if the response is the ground truth, else 0. White space around either does not count."""
+
+from typing import Literal
+
+from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.ground_truth import no_truth, read_texts
+from plaudit.types import Prompt, Sample, Score
+
+
+class Exact(Rule):
+    kind: Literal["exact"]
+    """Exact match with the ground truth."""
+    ignore_case: bool = False
+    """Upper and lower case are the same."""
+
+    def value(self, prompt: Prompt, sample: Sample) -> float | Score:
+        truths = set(read_texts(prompt.ground_truth))
+        if not truths:
+            return no_truth(prompt, sample, "exact", "a text, a number or a list of them")
+        response = sample.text.strip()
+        if self.ignore_case:
+            return float(response.casefold() in {truth.casefold() for truth in truths})
+        return float(response in truths)

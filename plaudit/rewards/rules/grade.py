@@ -1,0 +1,46 @@
+"""Grade (the rubric reward model's training): the total score that an answer gives against the ground truth.
+
+    reward = (1 − |min(10, s) / 10 − truth|)²                     truth in [0, 1]
+
+s is the text behind the last `Total Score`, without `:`, `[`, `points`, `point`, `*`, `|` and `'`, up to the first `/`. Where that
+is not a number, the reward is 0 and the answer malformed. Differs from its source: so it is where s is negative or not finite
+(there, `-100` pays 81 to 100), where `Total Score` is absent (there, the whole answer is s), and where s is not written in ASCII
+digits (there, `1_0` and the digits of every script are numbers too).
+"""
+
+import math
+import re
+from typing import Literal
+
+from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.ground_truth import no_truth, read_number
+from plaudit.types import Prompt, Sample, Score
+
+HEADING = "Total Score"
+_DECORATION = re.compile(r"points?|[:\[*|']")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+class Grade(Rule):
+    kind: Literal["grade"]
+    """The answer's `Total Score` (out of 10) against the ground truth (out of 1)."""
+
+    def value(self, prompt: Prompt, sample: Sample) -> Score:
+        truth = read_number(prompt.ground_truth)
+        if truth is None or not 0.0 <= truth <= 1.0:
+            return no_truth(prompt, sample, "grade", "a number from 0 to 1")
+        total = read_total(sample.text)
+        if total is None:
+            return Score(0.0, malformed=True, view=sample.text)
+        error = abs(min(10.0, total) / 10 - truth)
+        return Score((1 - error) ** 2, {"error": error}, view=sample.text)
+
+
+def read_total(text: str) -> float | None:
+    """The total score that an answer states: finite and not negative, or None."""
+    _, heading, behind = text.rpartition(HEADING)
+    number = _DECORATION.sub("", behind.partition("/")[0]).strip()
+    if not heading or len(number) > 100 or not _NUMBER.fullmatch(number):
+        return None
+    total = float(number)
+    return total if math.isfinite(total) and total >= 0 else None

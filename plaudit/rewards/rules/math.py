@@ -1,0 +1,138 @@
+r"""The answer is the reference, mathematically: 1 if so, else 0. No answer to be found: 0, malformed.
+
+The answer is what stands in the last `\boxed{}`, else behind the last 'the answer is', 'Answer:' or `####`, else the last line or
+the last formula in it. Most answers are decided here, as text or as exact numbers; the rest is read and compared in worker
+processes (`maths/worker.py`). In doubt the answer is wrong: a wrong answer that is paid is worse than a right one missed.
+
+    reference           right                                     wrong
+    1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
+    50\%                50, 0.5, 1/2                              5, 50 cm
+    50                  50\%, 50 cm, x = 50                       0.5
+    0.5                 50\%, \frac{5}{10}                        50, 0.5\%
+    5 cm                5, 5 centimeters                          5 m, 50 mm (no conversions)
+    45°                 45, \pi/4                                 45 for a reference of \pi/4
+    x = 5               5, 2x = 10                                y = 5
+    f(x) = x^2          f(t) = t^2, y = x^2, x^2                  g(x) = x^2
+    2, -8               -8 or 2, \{2, -8\}, x = 2 or x = -8       2, (2, -8)
+    (1, 2)              (x, y) = (1, 2), x = 1, y = 2             (2, 1), [1, 2], 1, 2
+    (0, 2)              0 < x < 2                                 0 \le x < 2
+    A                   (A), A. 5 cm                              B, a, A or B
+    Possible            possible.                                 Yes
+
+Differs from math-verify: forms are read with their names, units and brackets, formulas are compared by value at random points, no
+rounding; differs from verl, where an answer that takes too long is a hidden zero: here it is malformed, and the trace says why.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
+
+from plaudit.errors import RecipeError
+from plaudit.rewards.functions.process import Answer
+from plaudit.rewards.functions.workers import CannotStart, Workers
+from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.rules.ground_truth import no_truth, plain
+from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
+from plaudit.types import Group, Prompt, Sample, Score
+
+LONGEST_ANSWER = 1000
+"""Characters of an answer that is more than compared as text: a real one is short."""
+LONGEST_READ = 4000
+"""And of one that is looked at all."""
+WORKER = Path(__file__).with_name("maths") / "worker.py"
+
+
+class Math(Reward):
+    kind: Literal["math"]
+    """The final answer equals the reference, mathematically."""
+    tolerance: NonNegativeFloat = 0.0
+    """Numbers that differ by at most this share of the reference are equal too; 0: exactly equal only."""
+    timeout_s: PositiveFloat = 5.0
+    """The longest that one answer may take to compare; one that takes longer is malformed."""
+    workers: PositiveInt = 2
+    """Processes that compare formulas side by side."""
+
+    cached: ClassVar[bool] = False  # quicker than looking it up
+
+    _workers: Workers | None = PrivateAttr(None)
+
+    async def open(self) -> None:
+        arguments = {"tolerance": self.tolerance}
+        self._workers = Workers(WORKER, "compare", arguments, count=self.workers, timeout_s=self.timeout_s)
+        try:
+            await self._workers.ready()
+        except CannotStart as error:
+            raise RecipeError(f"reward '{self.label}': {error.answer.get('message', error.answer)}") from None
+
+    async def close(self) -> None:
+        if self._workers is not None:
+            await asyncio.to_thread(self._workers.close)
+            self._workers = None
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        assert self._workers is not None, "a reward is opened before it scores"
+        asked: dict[tuple[str, str], asyncio.Future[Answer]] = {}  # samples of a group often agree: each answer is compared once
+        judged = [[self._judge(group.prompt, sample, asked) for sample in group.samples] for group in groups]
+        await asyncio.gather(*asked.values())
+        return [
+            [one if isinstance(one, Score) else _as_score([each.result() for each in one], sample.text) for one, sample in pairs]
+            for pairs in (zip(row, group.samples, strict=True) for row, group in zip(judged, groups, strict=True))
+        ]
+
+    def _judge(
+        self, prompt: Prompt, sample: Sample, asked: dict[tuple[str, str], asyncio.Future[Answer]]
+    ) -> Score | list[asyncio.Future[Answer]]:
+        """The score, or the comparisons that it waits for."""
+        truths = references(prompt.ground_truth)
+        if not truths:
+            return no_truth(prompt, sample, "math", "a text, a number or a list of them")
+        found = find_answer(sample.text)
+        answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
+        if not answer:
+            return Score(0.0, malformed=True, view=sample.text, trace={"answer": "none found" if not found else "too long"})
+        verdicts = [compare_plainly(answer, truth, self.tolerance) for truth in truths]
+        if any(verdicts) or None not in verdicts or len(answer) > LONGEST_ANSWER:
+            return Score(float(any(verdicts)), view=sample.text, trace={"answer": answer[:LONGEST_ANSWER]})
+        undecided = [truth for truth, verdict in zip(truths, verdicts, strict=True) if verdict is None]
+        return [self._compare(answer, truth, asked) for truth in undecided]
+
+    def _compare(self, answer: str, truth: str, asked: dict[tuple[str, str], asyncio.Future[Answer]]) -> asyncio.Future[Answer]:
+        assert self._workers is not None
+        if (answer, truth) not in asked:
+            asked[answer, truth] = asyncio.wrap_future(self._workers.call(solution_str=answer, ground_truth=truth))
+        return asked[answer, truth]
+
+
+def references(truth: Any) -> tuple[str, ...]:
+    """All answers that a ground truth accepts, in one spelling: a text, a number, any entry of a list. Blank text is none.
+
+    A worked solution counts by its final answer, if it has one in a box or behind ####.
+    """
+    truth = plain(truth)
+    if isinstance(truth, list | tuple):
+        return tuple(text for one in truth for text in references(one))
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        return ()
+    return _reference(str(truth))
+
+
+@lru_cache(maxsize=4096)
+def _reference(text: str) -> tuple[str, ...]:
+    if "\\boxed" in text or "####" in text:
+        text = find_answer(text) or text
+    text = normalise(text)
+    return (text,) if text else ()
+
+
+def _as_score(answers: list[Answer], text: str) -> Score:
+    """The best of the comparisons. One that ran out of time or killed its process is the answer's doing."""
+    best = max(answers, key=lambda answer: answer.get("value", -1.0))
+    if "value" in best:
+        return Score(best["value"], malformed=best.get("malformed", False), view=text, trace=best.get("trace", {}))
+    if best["cause"] in ("timeout", "died"):
+        return Score(0.0, malformed=True, view=text, trace={"cause": best["cause"], "message": best["message"]})
+    return failed(best["cause"], best["message"], view=text)

@@ -1,0 +1,48 @@
+"""Overlong: a soft cost for responses near a length limit (DAPO).
+
+    reward = −penalty · clip((l − (L − B)) / B, 0, 1)        l: the response's tokens, L: max_tokens, B: buffer_tokens
+
+Differs from DAPO: the cost stops growing at `penalty`, unless `clip: false` leaves the upper end open.
+"""
+
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
+
+from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.length import no_tokens
+from plaudit.types import Prompt, Sample, Score
+
+
+class Overlong(Rule):
+    kind: Literal["overlong"]
+    """A soft cost for responses near a length limit."""
+    max_tokens: PositiveInt
+    """The length that costs the whole penalty: often, but not always, the rollout's max_new_tokens."""
+    buffer_tokens: PositiveInt
+    """The cost begins so many tokens before that."""
+    penalty: NonNegativeFloat = 1.0
+    """The cost at max_tokens."""
+    capped: bool = True
+    """It does not grow beyond that. `clip: false` says the same as `capped: false`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_is_capped(cls, given: Any) -> Any:
+        # `clip` with two numbers is what every reward has: bounds of its value.
+        if isinstance(given, dict) and isinstance(given.get("clip"), bool) and "capped" not in given:
+            return {name: setting for name, setting in given.items() if name != "clip"} | {"capped": given["clip"]}
+        return given
+
+    @model_validator(mode="after")
+    def _begins_at_a_length(self) -> "Overlong":
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens ({self.buffer_tokens}) is greater than max_tokens ({self.max_tokens})")
+        return self
+
+    def value(self, prompt: Prompt, sample: Sample) -> float | Score:
+        length = sample.num_tokens
+        if length is None:
+            return no_tokens("overlong", sample)
+        over = max(0.0, (length - (self.max_tokens - self.buffer_tokens)) / self.buffer_tokens)
+        return 0.0 - self.penalty * (min(over, 1.0) if self.capped else over)

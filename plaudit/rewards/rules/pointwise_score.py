@@ -1,0 +1,32 @@
+"""Pointwise score (GRRM): the integer on the answer's last line against the ground truth's.
+
+    |error|   0   1     2     3     more
+    reward    1   0.8   0.4   0.2   0
+
+The last line that is not blank is the integer and nothing else; any other answer has reward 0 and is malformed. Differs from GRRM's
+code: `7.5` is not read (there it is 7), and an answer of one line is read whole (there, its last character).
+"""
+
+from typing import Literal
+
+from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.ground_truth import no_truth, read_number
+from plaudit.rewards.rules.ranking_lines import read_integer
+from plaudit.types import Prompt, Sample, Score
+
+REWARD = {0: 1.0, 1: 0.8, 2: 0.4, 3: 0.2}
+
+
+class PointwiseScore(Rule):
+    kind: Literal["pointwise_score"]
+    """The integer on the last line against the ground truth's."""
+
+    def value(self, prompt: Prompt, sample: Sample) -> Score:
+        truth = read_number(prompt.ground_truth)
+        if truth is None or not truth.is_integer():
+            return no_truth(prompt, sample, "pointwise_score", "an integer")
+        score = read_integer(sample.text.strip().rpartition("\n")[2])
+        if score is None:
+            return Score(0.0, malformed=True, view=sample.text)
+        error = abs(score - int(truth))
+        return Score(REWARD.get(error, 0.0), {"error": float(error)}, view=sample.text)

@@ -1,0 +1,116 @@
+"""Ranking accuracy (GRRM): how well an answer ranks and scores the candidates that its prompt shows.
+
+    reward = score_scale · (ranking part + score part)            both in [0, 1]; formulas in `ranking_lines.py`
+
+An answer is read from its end; what its format does not allow has reward 0, `valid` 0, and is malformed. Formats:
+
+    ranking_score   analysis, heading, ranking line, heading, scores line; blank lines do not count
+    ranking         analysis, ranking line; that ranking stands nowhere else in the answer. The ranking part alone
+    zero            as `ranking`, with at least 50 characters of analysis per candidate: for base models
+    no_analysis     the ranking line alone (the ranking part), or the ranking line and the scores line (both parts)
+
+Differs from GRRM's code: `ranking` reads an answer that has an analysis (there, the whole answer is taken for the ranking line);
+what an item of the scores line may be is narrower (`ranking_lines.py`); blank lines do not count in `no_analysis` either.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import PositiveFloat
+
+from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.ground_truth import no_truth, plain
+from plaudit.rewards.rules.ranking_lines import (
+    RankedAnswer,
+    Tiers,
+    letters_of,
+    pairwise_share,
+    rank,
+    read_ranked,
+    read_ranked_scores,
+    read_ranking,
+    score_part,
+)
+from plaudit.types import Prompt, Sample, Score
+
+ANALYSIS_PER_CANDIDATE = 50
+"""Characters; white space at its ends does not count."""
+
+
+class Ranking(Rule):
+    kind: Literal["ranking"]
+    """Ranking and scores of candidates against the ground truth's."""
+    format: Literal["ranking_score", "ranking", "zero", "no_analysis"] = "ranking_score"
+    """What an answer is: analysis, ranking and scores; analysis and ranking; the same, a long analysis; or no analysis."""
+    score_scale: PositiveFloat = 1.0
+    """The reward is multiplied by this; its parts are not."""
+
+    def value(self, prompt: Prompt, sample: Sample) -> Score:
+        scores = _true_scores(prompt.ground_truth)
+        tiers = rank(scores) if scores else _true_ranking(prompt.ground_truth)
+        needs_scores = self.format == "ranking_score"
+        if tiers is None or (needs_scores and scores is None):
+            needs = 'the score of each candidate, as JSON: {"A": 9, "B": 7}' + ("" if needs_scores else ", or their ranking: A > B")
+            return no_truth(prompt, sample, "ranking", needs)
+
+        parts = {"ranking": 0.0}
+        if needs_scores or (self.format == "no_analysis" and scores):
+            parts["score"] = 0.0
+        answer = self._read(sample.text, len(letters_of(tiers)), scored=scores is not None)
+        valid = answer is not None and letters_of(answer.tiers) == letters_of(tiers)
+        if answer is not None and valid:
+            parts["ranking"] = pairwise_share(answer.tiers, tiers)
+            if answer.scores and scores:
+                parts["score"] = score_part(answer.scores, scores)
+        total = self.score_scale * sum(parts.values())
+        return Score(total, parts | {"valid": float(valid)}, malformed=not valid, view=sample.text)
+
+    def _read(self, text: str, candidates: int, *, scored: bool) -> RankedAnswer | None:
+        """The answer, if it has the format. Where the truth has no scores, a scores line is not part of any."""
+        match self.format:
+            case "ranking_score":
+                return read_ranked_scores(text)
+            case "ranking":
+                return read_ranked(text)
+            case "zero":
+                answer = read_ranked(text)
+                return answer if answer and len(answer.analysis) >= ANALYSIS_PER_CANDIDATE * candidates else None
+            case "no_analysis":
+                return read_ranked(text, analysis=False) or (read_ranked_scores(text, analysis=False) if scored else None)
+
+
+# The ground truth ----------------------------------------------------------------------------------------------------
+
+
+def _true_scores(truth: Any) -> dict[str, int] | None:
+    """Letter → score: of a dict, or of its JSON text."""
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except (ValueError, RecursionError):
+            return None
+    elif isinstance(truth, Mapping):
+        # parquet gives every row of a column the same letters; those that a row does not have are None.
+        truth = {letter: score for letter, score in truth.items() if score is not None}
+    if not isinstance(truth, Mapping) or not truth:
+        return None
+    scores = {letter: _whole(score) for letter, score in truth.items() if _is_letter(letter)}
+    known = {letter: score for letter, score in scores.items() if score is not None}
+    return known if len(known) == len(truth) else None
+
+
+def _true_ranking(truth: Any) -> Tiers | None:
+    return read_ranking(truth) if isinstance(truth, str) else None
+
+
+def _is_letter(key: Any) -> bool:
+    return isinstance(key, str) and len(key) == 1 and "A" <= key <= "Z"
+
+
+def _whole(score: Any) -> int | None:
+    """A whole number; a column of them with a gap in it is read as floats."""
+    score = plain(score)
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return None
+    return int(score) if isinstance(score, int) or score.is_integer() else None

@@ -1,0 +1,1 @@
+"""The RL step, whoever runs it."""
