@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 import plaudit
 from plaudit.data.pack import micro_batches
 from plaudit.data.templates import load_template, load_tokenizer, template_of
-from plaudit.files import digest_of
+from plaudit.files import text_digest
 from plaudit.models import attention
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
@@ -670,7 +670,7 @@ SECTIONS = {
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     files = sorted(Path(native.__file__).parent.rglob("*.py"))
-    code = digest_of("".join(file.read_text(encoding="utf-8") for file in files))[:8]
+    code = text_digest("".join(file.read_text(encoding="utf-8") for file in files))[:8]
     device = torch.cuda.get_device_name() if job["device"] == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     about = f"{device}, plaudit {plaudit.__version__} (engine {code}), {versions}"

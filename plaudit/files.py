@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
-    with file_written_aside(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def file_written_aside(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A file to write; it becomes `path` when the block ends well, and is gone when it does not."""
     aside = path.with_name(f".{path.name}.aside")
     try:
@@ -29,7 +29,7 @@ def file_written_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_written_aside(final: Path) -> Iterator[Path]:
+def atomic_folder(final: Path) -> Iterator[Path]:
     """A new folder to fill; it becomes `final` when the block ends well, and is gone when it does not."""
     aside = final.with_name(f".{final.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)
@@ -86,7 +86,7 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sketch(folder: Path) -> str:
+def weights_fingerprint(folder: Path) -> str:
     """Changes when a model in a folder does: names, sizes and both ends of each file, for whole weights take too long to read."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
@@ -103,7 +103,7 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """Weights, config, tokenizer, chat template, code."""
 
 
-def sketch_all(path: Path) -> str:
+def model_fingerprint(path: Path) -> str:
     """Changes when anything does that a model's answers depend on: small files by their content, larger ones by size, time and both
     ends. `path`: a model's folder, or one of its files."""
     digest = hashlib.blake2b(digest_size=16)
@@ -118,7 +118,7 @@ def sketch_all(path: Path) -> str:
     return digest.hexdigest()
 
 
-def digest_of(text: str) -> str:
+def text_digest(text: str) -> str:
     """Of any text: rows may hold half of a surrogate pair."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

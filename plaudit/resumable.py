@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 from plaudit.errors import RunError
 from plaudit.files import write_atomic
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 
 
 @dataclass(frozen=True)
-class ContinuedFile:
+class ResumableJsonl:
     file: TextIO
     done: list[str]
     """The ids of the lines it has already, in order."""
@@ -33,7 +33,9 @@ class ContinuedFile:
 
 
 @contextmanager
-def continued(out: Path, about: dict[str, Any], verb: str, *, may_change: dict[str, Any] | None = None) -> Iterator[ContinuedFile]:
+def open_resumable(
+    out: Path, about: dict[str, Any], verb: str, *, may_change: dict[str, Any] | None = None
+) -> Iterator[ResumableJsonl]:
     """The output, open to be added to, for this process alone. `verb`: the command that makes it. `may_change`: what it depends on
     too, but may be mended on the way, with a line that says so."""
     try:
@@ -47,7 +49,7 @@ def continued(out: Path, about: dict[str, Any], verb: str, *, may_change: dict[s
         except OSError:
             raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file") from None
         about, may_change = json.loads(json.dumps([about, may_change or {}], default=str))
-        yield ContinuedFile(file, _done(out, about, may_change or {}, verb))
+        yield ResumableJsonl(file, _done(out, about, may_change or {}, verb))
 
 
 def _done(out: Path, about: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
@@ -60,7 +62,7 @@ def _done(out: Path, about: dict[str, Any], may_change: dict[str, Any], verb: st
         before = _same_or_refuse(out, about_file, about, verb)
         for name in may_change:
             if before.get(name) != may_change[name]:
-                say(f"{name} changed since the first lines of {out} were made", "yellow")
+                print_line(f"{name} changed since the first lines of {out} were made", "yellow")
                 write_atomic(about_file, json.dumps(about | may_change, indent=1))
         return _finished_lines(out, verb)
     except OSError as error:

@@ -35,10 +35,10 @@ from plaudit import __version__
 from plaudit.config import LoadedRecipe, flatten, settings_of, to_yaml
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError, Interrupted, RunError, TrainingStopped, redact
-from plaudit.files import digest_of, fingerprint, folder_written_aside, remove_leftovers, sketch, write_atomic
+from plaudit.files import atomic_folder, fingerprint, remove_leftovers, text_digest, weights_fingerprint, write_atomic
 from plaudit.recipe import ScoreRecipe, TrainingRecipe
 from plaudit.report.curves import draw_curves
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.report.samples import write_samples
 from plaudit.trackers import Trackers
 from plaudit.train.checkpoint import (
@@ -170,7 +170,7 @@ class Run:
         rounding = [described[name] for name in differ if _matches(name, self.recipe.RESUME_CHANGES_ROUNDING)]
         if rounding and self._has_results():
             note = "  so its result is not that of an uninterrupted run to the last bit"
-            say("\n".join([f"{self.folder} goes on with", *rounding, note]), "yellow")
+            print_line("\n".join([f"{self.folder} goes on with", *rounding, note]), "yellow")
         allowed = self.recipe.RESUME_MAY_CHANGE + self.recipe.RESUME_CHANGES_ROUNDING
         changed = [described[name] for name in differ if not _matches(name, allowed)]
         changed += [
@@ -180,7 +180,9 @@ class Run:
         ]
         mended = [path for path in sorted(self._scorers & before["inputs"].keys()) if before["inputs"][path] != inputs[path]]
         if mended and not changed and self._has_results():
-            say(f"{self.folder} goes on with another {', '.join(mended)} than it began with: what it scored before stays", "yellow")
+            print_line(
+                f"{self.folder} goes on with another {', '.join(mended)} than it began with: what it scored before stays", "yellow"
+            )
         if not changed:
             return {**about, "trackers": before["trackers"]}
         if not self._has_results():  # it stopped before it began; the change may well be what mends it
@@ -200,7 +202,7 @@ class Run:
         if warnings and checkpoint is None:
             raise RunError("\n".join([*warnings, "No checkpoint is left to go on from. To begin again, delete them."]))
         for warning in warnings:
-            say(f"{warning}; going back to the one before", "yellow")
+            print_line(f"{warning}; going back to the one before", "yellow")
         step = -1
         if checkpoint is not None:
             checkpoint.load_into(trainer)
@@ -208,7 +210,7 @@ class Run:
                 companion.load_state(checkpoint.state.get(name, {}))
             self.best, self._saved_step = checkpoint.state["best"], checkpoint.step
             step, self.unvalidated = checkpoint.step, checkpoint.state.get("unvalidated")
-            say(f"going on from {checkpoint.folder}")
+            print_line(f"going on from {checkpoint.folder}")
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the process before this one may have been killed between checkpoint and link
@@ -276,7 +278,7 @@ class Run:
         """A warning that would come with every step: the first is enough."""
         if not self._warned:
             self._warned = True
-            say(text, "yellow")
+            print_line(text, "yellow")
 
     def due(self, every: int | None, step: int, total: int) -> bool:
         return step == total or (every is not None and step % every == 0)
@@ -321,13 +323,13 @@ class Run:
         try:
             draw_curves(self.metrics(), self.folder / "curves.png")
         except Exception as error:  # a picture is no reason to lose a training run, nor to hide why it stopped
-            say(f"{self.folder / 'curves.png'} could not be drawn: {error}", "yellow")
+            print_line(f"{self.folder / 'curves.png'} could not be drawn: {error}", "yellow")
         self._drawn_at = time.monotonic()
 
     def finish(self, trainer: Trainer) -> Path:
         """The trained model, where the next stage looks for it; and what has learnt beside it."""
         for name, one in {**trainer.beside, "model": trainer}.items():
-            with clear_write_errors(self.folder / name, self.checkpoints), folder_written_aside(self.folder / name) as folder:
+            with clear_write_errors(self.folder / name, self.checkpoints), atomic_folder(self.folder / name) as folder:
                 one.policy.save(folder)
         return self.folder / "model"
 
@@ -357,7 +359,7 @@ class Run:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        say("stopping after this step (once more to stop at once, without saving)", "yellow")
+        print_line("stopping after this step (once more to stop at once, without saving)", "yellow")
 
     def stop_if_interrupted(self, step: int, total: int, trainer: Trainer) -> None:
         if self.interrupted:
@@ -392,9 +394,9 @@ def _model_digests(recipe: TrainingRecipe, template: ChatTemplate | None) -> dic
     if template is None:
         return {}
     return {
-        "the model": sketch(Path(recipe.model.path)),
-        "the tokenizer": digest_of(template.tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
-        "the chat template": digest_of(template.text),
+        "the model": weights_fingerprint(Path(recipe.model.path)),
+        "the tokenizer": text_digest(template.tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
+        "the chat template": text_digest(template.text),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from plaudit.config import flatten
 from plaudit.errors import RunError
 from plaudit.recipe import TrainingRecipe
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 
 
 class Tracker(Protocol):
@@ -136,7 +136,7 @@ class Trackers:
             try:
                 tracker.log(step, metrics)
             except Exception as error:  # a tracker's network is no reason to lose a training run
-                say(f"{name} failed at step {step} and gets no more metrics (metrics.jsonl has them all): {error}", "yellow")
+                print_line(f"{name} failed at step {step} and gets no more metrics (metrics.jsonl has them all): {error}", "yellow")
                 del self.open[name]
                 with suppress(Exception):
                     tracker.close()
@@ -146,5 +146,7 @@ class Trackers:
             try:
                 tracker.close()
             except Exception as error:
-                say(f"{name} could not be closed, its last metrics may be missing (metrics.jsonl has them all): {error}", "yellow")
+                print_line(
+                    f"{name} could not be closed, its last metrics may be missing (metrics.jsonl has them all): {error}", "yellow"
+                )
         self.open.clear()

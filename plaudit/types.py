@@ -25,7 +25,7 @@ class Conversation:
 
     messages: list[Message]
     tools: list[Any] | None = None
-    learnt_from: int = 0
+    train_from: int = 0
     """Assistants' turns before this message are not learnt: of a pair, what both have in common."""
 
 
@@ -72,11 +72,11 @@ class Sample:
 class SavedSample(Sample):
     """A response read from a file: its text, and how many tokens it had if the file says so."""
 
-    counted: int | None = None
+    token_count: int | None = None
 
     @property
     def num_tokens(self) -> int | None:
-        return self.counted
+        return self.token_count
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,9 @@ class Batch:
     @property
     def target_lengths_S(self) -> torch.Tensor:
         """How many learnt tokens each sequence has."""
-        learnt_T = self.loss_mask_T.long()
-        before_T1 = learnt_T.new_zeros(len(learnt_T) + 1)
-        before_T1[1:] = learnt_T.cumsum(0)
+        targets_T = self.loss_mask_T.long()
+        before_T1 = targets_T.new_zeros(len(targets_T) + 1)
+        before_T1[1:] = targets_T.cumsum(0)
         return before_T1[self.starts_S1.long()].diff()
 
     @property

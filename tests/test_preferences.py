@@ -263,7 +263,7 @@ def test_a_pair_in_every_form(tmp_path, row):
     [pair] = read(tmp_path, row)
     assert pair.chosen.messages == [USER, GOOD]
     assert pair.rejected.messages == [USER, BAD]
-    assert pair.chosen.learnt_from == pair.rejected.learnt_from == 1
+    assert pair.chosen.train_from == pair.rejected.train_from == 1
 
 
 def test_what_both_conversations_share_is_prompt(tmp_path, tiny_model):
@@ -273,7 +273,7 @@ def test_what_both_conversations_share_is_prompt(tmp_path, tiny_model):
     chosen = [*shared, {"role": "assistant", "content": "6"}, more, {"role": "assistant", "content": "3 + 3"}]
     rejected = [*shared, {"role": "assistant", "content": "7"}, more, {"role": "assistant", "content": "4 + 3"}]
     [pair] = read(tmp_path, {"chosen": chosen, "rejected": rejected})
-    assert pair.chosen.learnt_from == 3
+    assert pair.chosen.train_from == 3
     template = load_template(load_tokenizer(str(tiny_model)), None)
     example = template.example(pair.chosen, "row")
     learnt = template.tokenizer.decode(example.tokens[example.loss_mask])

@@ -345,7 +345,7 @@ def test_without_a_number_of_tokens_there_is_no_value(kind, settings):
     assert got.failure is not None
     assert got.failure.cause == "no_tokens"
     assert got.failure.message == f"{kind} needs the number of tokens: give rows with `tokens`, or a tokenizer"
-    assert scored(reward, SavedSample("p", 0, NONE, "one two", "finished", NONE, NONE, 0, counted=6)).value is not None
+    assert scored(reward, SavedSample("p", 0, NONE, "one two", "finished", NONE, NONE, 0, token_count=6)).value is not None
 
 
 # Overlong ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from plaudit.audit.responses import Panel, Response, flatten, tokens_per_charact
 from plaudit.errors import DataError
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.audit import Audit
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.rewards.reward import Reward, Rule
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import ScoredGroup
@@ -94,7 +94,7 @@ def _raw(reward: RewardSettings) -> RewardSettings:
 
 
 def _measure(panel: Panel, rollouts: Sequence[Rollout], settings: Audit, *, compares: bool) -> dict[str, Any]:
-    say(f"scoring {sum(map(len, rollouts)):,} responses to {len(rollouts):,} prompts")
+    print_line(f"scoring {sum(map(len, rollouts)):,} responses to {len(rollouts):,} prompts")
     scored = panel.score([(rollout.prompt, rollout.responses, rollout.tokens) for rollout in rollouts])
     responses = flatten(rollouts, scored)
     _require_some_value(responses)

@@ -84,7 +84,7 @@ class Panel:
     def _group(self, prompt: Prompt, texts: Sequence[str], tokens: Sequence[int | None] | None) -> Group:
         counted = tokens if tokens is not None else [self._estimate(text) for text in texts]
         samples = (
-            SavedSample(prompt.id, i, NOTHING, text, "finished", NOTHING, NOTHING, 0, counted=count)
+            SavedSample(prompt.id, i, NOTHING, text, "finished", NOTHING, NOTHING, 0, token_count=count)
             for i, (text, count) in enumerate(zip(texts, counted, strict=True))
         )
         return Group(prompt, NOTHING, tuple(samples))

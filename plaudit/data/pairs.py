@@ -151,8 +151,8 @@ def _behind_common_messages(preference: Preference, where: str) -> Preference:
         )
     return replace(
         preference,
-        chosen=replace(preference.chosen, learnt_from=common),
-        rejected=replace(preference.rejected, learnt_from=common),
+        chosen=replace(preference.chosen, train_from=common),
+        rejected=replace(preference.rejected, train_from=common),
     )
 
 

@@ -65,11 +65,11 @@ def load_prompts(
         raise DataError(
             f"{names}: no prompt is left of {result.rows:,}; all are longer than data.max_prompt_tokens = {max_prompt_tokens:,}"
         )
-    result.prompts = distinct(result.prompts)
+    result.prompts = with_unique_ids(result.prompts)
     return result
 
 
-def distinct(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
+def with_unique_ids(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
     """The prompts with an id each. One that comes again (its file is named twice, or a step begins in one epoch and ends in the
     next) is sampled anew, so its id says which time it is."""
     taken: set[str] = set()

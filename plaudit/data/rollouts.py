@@ -58,12 +58,14 @@ def token_counter(tokenizer: str | None) -> Callable[[str], int] | None:
     return lambda text: len(encode(text, add_special_tokens=False)["input_ids"]) + 1  # pyright: ignore
 
 
-def counted(group: Group, count: Callable[[str], int] | None) -> Group:
+def with_token_counts(group: Group, count: Callable[[str], int] | None) -> Group:
     """With the number of tokens of each response that comes without it, if somebody counts."""
     if count is None:
         return group
     samples = [
-        replace(sample, counted=count(sample.text)) if isinstance(sample, SavedSample) and sample.counted is None else sample
+        replace(sample, token_count=count(sample.text))
+        if isinstance(sample, SavedSample) and sample.token_count is None
+        else sample
         for sample in group.samples
     ]
     return replace(group, samples=tuple(samples))

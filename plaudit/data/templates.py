@@ -191,7 +191,7 @@ class ChatTemplate:
         tools = conversation.tools
         try:
             messages = self._keep_last_thoughts(conversation.messages, tools)
-            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= conversation.learnt_from]
+            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= conversation.train_from]
             return self._spans(messages, turns if train_on == "all" else turns[-1:], tools)
         except RENDER_ERRORS as error:
             raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None

@@ -16,7 +16,7 @@ from plaudit.loops import rl, sft
 from plaudit.prepare.sorting import make_sorting
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.report.demo import draw_demo
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 
 RECIPES = ("recipes/demo/sft.yaml", "recipes/demo/rl.yaml")
 
@@ -29,7 +29,7 @@ def run_demo(out: Path, seed: int) -> dict[str, float]:
         make_sorting(data, demonstrations=2000, prompts=4000, val=200, letters=(3, 6), careless=0.5, seed=seed)
     if not (base / "config.json").exists():
         size = make_tiny_model([data / "sft.jsonl"], base, hidden_size=96, layers=2, vocabulary=300, seed=seed)
-        say(f"{base}: a Llama with {size:,} random weights and a tokenizer of its own")
+        print_line(f"{base}: a Llama with {size:,} random weights and a tokenizer of its own")
 
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
     before = rl.evaluate(*load_checked(rl_recipe, [*prompts, f"model.path={base}"], "rl"))["val/reward"]

@@ -18,14 +18,14 @@ from plaudit.data.conversations import Source
 from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import ChatTemplate, template_of
-from plaudit.files import digest_of, sketch
+from plaudit.files import text_digest, weights_fingerprint
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.trainable import Policy, load_policy, resolve_device
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe, PairData
-from plaudit.report.progress import counted, say
+from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -41,12 +41,12 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         compute_repeatably(device)
     template = template_of(recipe.model)
     files = [source for part in sources.values() for source in part]
-    inputs = {"the columns' names": digest_of(repr([source.schema for source in files]))}
+    inputs = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     if recipe.loss.reference is not None:
         require_same_tokens(
             recipe.loss.reference, template.tokenizer, "reference", trust_remote_code=recipe.model.trust_remote_code
         )
-        inputs["the reference"] = sketch(Path(recipe.loss.reference))
+        inputs["the reference"] = weights_fingerprint(Path(recipe.loss.reference))
     with Run(loaded, [source.path for source in files], template, inputs) as run:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
@@ -79,7 +79,7 @@ def _pairs(part: str, sources: list[Source], template: ChatTemplate, data: PairD
         max_tokens=data.max_tokens,
         too_long=data.too_long,
         equal=data.equal,
-        progress=lambda rows: counted(rows, f"reading {part} pairs"),
+        progress=lambda rows: show_progress(rows, f"reading {part} pairs"),
     )
-    say(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
+    print_line(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
     return result.pairs

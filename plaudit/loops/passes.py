@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from plaudit.data.order import RowOrder
-from plaudit.report.progress import StepProgress, say
+from plaudit.report.progress import StepProgress, print_line
 from plaudit.run import Run
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Loss, Trainer
@@ -34,7 +34,7 @@ def train_in_passes(
     total_steps = min(order.num_steps, settings.max_steps or order.num_steps)
     done = run.resume(trainer)
     if done == total_steps:
-        say(f"this run is finished: all {total_steps} steps are done")
+        print_line(f"this run is finished: all {total_steps} steps are done")
     if done == 0 and validate is not None:
         run.log(0, validate())
 

@@ -18,7 +18,7 @@ from plaudit.data.conversations import Source
 from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import template_of
-from plaudit.files import digest_of
+from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
 from plaudit.models.scalar import Transcript
@@ -26,7 +26,7 @@ from plaudit.models.trainable import Policy, resolve_device
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelData, RewardModelRecipe
-from plaudit.report.progress import counted, say
+from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -43,7 +43,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     template = template_of(recipe.model)
     transcript = Transcript(template.tokenizer, template.text)
     files = [source for part in sources.values() for source in part]
-    columns = {"the columns' names": digest_of(repr([source.schema for source in files]))}
+    columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, [source.path for source in files], template, columns) as run:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
@@ -80,7 +80,7 @@ def _pairs(part: str, sources: list[Source], transcript: Transcript, data: Rewar
         too_long=data.too_long,
         equal=data.equal,
         margin_column=data.margin_column,
-        progress=lambda rows: counted(rows, f"reading {part} pairs"),
+        progress=lambda rows: show_progress(rows, f"reading {part} pairs"),
     )
-    say(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
+    print_line(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
     return result.pairs

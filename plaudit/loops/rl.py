@@ -29,17 +29,17 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.pack import micro_batches
-from plaudit.data.prompts import EncodedPrompt, distinct, load_prompts
+from plaudit.data.prompts import EncodedPrompt, load_prompts, with_unique_ids
 from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.errors import RecipeError, TrainingStopped
-from plaudit.files import sketch
+from plaudit.files import weights_fingerprint
 from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.models.weights import Visitor, is_apart_from_host
 from plaudit.recipe import RLData, RLRecipe
-from plaudit.report.progress import StepProgress, counted, say
+from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal
 from plaudit.rewards.metrics import metrics as reward_metrics
@@ -115,7 +115,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         critic_present = Visitor(trainer.beside["critic"].policy.model, device).present if critic_leaves else nullcontext
         engine.sync(done)
         if done == total_steps:
-            say(f"this run is finished: all {total_steps} steps are done")
+            print_line(f"this run is finished: all {total_steps} steps are done")
 
         check = partial(validate, engine, rewards, validation, recipe) if validation else None
         greedy = recipe.algorithm.kind == "remax"
@@ -127,7 +127,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
                 rows = order.rows(step - 1)
                 with run.nothing_lost(f"step {step}", step - 1, trainer):
                     if stream is None:
-                        asked = distinct(prompts[row] for row in rows)
+                        asked = with_unique_ids(prompts[row] for row in rows)
                         groups, metrics = sample(engine, rewards, asked, recipe.rollout.n, sampling_of(recipe, step), greedy)
                     else:
                         groups, metrics = sample_until_full(engine, rewards, prompts, stream, len(rows), recipe, step)
@@ -212,7 +212,9 @@ def sample_until_full(
         count = wanted if not groups else min(wanted, max(likely, math.ceil(wanted / 4)))
         asked += [prompts[row] for row in stream.ahead(len(asked), count)]
         try:
-            more, a_round_s, waited_s = draw(engine, rewards, distinct(asked)[-count:], recipe.rollout.n, sampling_of(recipe, step))
+            more, a_round_s, waited_s = draw(
+                engine, rewards, with_unique_ids(asked)[-count:], recipe.rollout.n, sampling_of(recipe, step)
+            )
         except TrainingStopped:
             rewards.load_state(means)  # the step is not done, so its first rounds have left no trace
             raise
@@ -400,7 +402,9 @@ def require_room(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], max_n
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:
     """What the result depends on besides the policy and its data."""
-    return {} if recipe.critic is None or recipe.critic.path is None else {"the critic": sketch(Path(recipe.critic.path))}
+    return (
+        {} if recipe.critic is None or recipe.critic.path is None else {"the critic": weights_fingerprint(Path(recipe.critic.path))}
+    )
 
 
 def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLData) -> list[EncodedPrompt]:
@@ -409,7 +413,7 @@ def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLD
         template,
         max_prompt_tokens=data.max_prompt_tokens,
         too_long=data.too_long,
-        progress=lambda rows: counted(rows, f"reading {part} prompts"),
+        progress=lambda rows: show_progress(rows, f"reading {part} prompts"),
     )
-    say(f"{part}: {result.summary(data.too_long, data.max_prompt_tokens)}")
+    print_line(f"{part}: {result.summary(data.too_long, data.max_prompt_tokens)}")
     return result.prompts

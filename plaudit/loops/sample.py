@@ -13,11 +13,11 @@ from typing import Any, Literal
 from plaudit.data.conversations import Source
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, template_of
-from plaudit.files import digest_of, fingerprint, sketch
+from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import Model
-from plaudit.report.progress import StepProgress, counted, say
-from plaudit.resumable import ContinuedFile, continued
+from plaudit.report.progress import StepProgress, print_line, show_progress
+from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.groups import sample_groups
 from plaudit.rollout.native.engine import NativeEngine
@@ -47,22 +47,22 @@ def sample(job: SampleJob) -> int:
         template,
         max_prompt_tokens=job.max_prompt_tokens,
         too_long=job.too_long,
-        progress=lambda rows: counted(rows, "reading prompts"),
+        progress=lambda rows: show_progress(rows, "reading prompts"),
     )
     prompts = found.prompts[: job.max_prompts]
-    say(found.summary(job.too_long, job.max_prompt_tokens))
-    with continued(job.out, _about(job, digest_of(template.text)), "sample") as file:
+    print_line(found.summary(job.too_long, job.max_prompt_tokens))
+    with open_resumable(job.out, _about(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)
         left = [encoded for encoded in prompts if encoded.prompt.id not in done]
         if done:
             rest = "; going on with the rest" if left else ""
-            say(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{rest}")
+            print_line(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{rest}")
         if left:
             _sample(job, left, template, len(prompts), file)
     return len(prompts)
 
 
-def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, total: int, file: ContinuedFile) -> None:
+def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, total: int, file: ResumableJsonl) -> None:
     device = resolve_device(job.device)
     compute_repeatably(device)
     policy = load_policy(job.model, template, device)
@@ -97,7 +97,7 @@ def _about(job: SampleJob, template: str) -> dict[str, Any]:
     """What the responses depend on."""
     return {
         "model": job.model.model_dump(exclude={"liger"}),  # which is for training
-        "weights": sketch(Path(job.model.path)),
+        "weights": weights_fingerprint(Path(job.model.path)),
         "chat template": template,
         "prompts": {str(source.path): fingerprint(source.path) for source in job.sources},
         "n": job.n,

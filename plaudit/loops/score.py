@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.data.conversations import Source
-from plaudit.data.rollouts import counted, group_of, token_counter
+from plaudit.data.rollouts import group_of, token_counter, with_token_counts
 from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
-from plaudit.report.progress import StepProgress, say
-from plaudit.resumable import continued
+from plaudit.report.progress import StepProgress, print_line
+from plaudit.resumable import open_resumable
 from plaudit.reward_models.pool import Amounts, said
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.client import GIVEN_UP
@@ -91,17 +91,17 @@ def score(job: ScoreJob) -> Summary:
     total = min(total, job.max_rows or total)
     summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
     with (
-        continued(job.out, about, "score", may_change=files) as file,
+        open_resumable(job.out, about, "score", may_change=files) as file,
         RewardRunner(job.rewards, cache=kept, tolerant=True) as runner,
     ):
         if file.done:
             rest = "; going on with the rest" if len(file.done) < total else ""
-            say(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
+            print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
         began = time.perf_counter()
         with StepProgress("score", total, len(file.done)) as progress:
             rows = islice(_rows(job.sources), len(file.done), total)
             while some := list(islice(rows, ROWS_AT_ONCE)):
-                groups = [counted(group_of(row, row["id"], where), count_tokens) for row, where in some]
+                groups = [with_token_counts(group_of(row, row["id"], where), count_tokens) for row, where in some]
                 found = runner.collect(groups, learn=False)
                 _stop_if_given_up(found, job.out)  # before there are lines that say so: it will be mended and asked again
                 for (row, _), scored in zip(some, found, strict=True):
@@ -114,7 +114,7 @@ def score(job: ScoreJob) -> Summary:
     for leftover in (kept, *(kept.with_name(f"{kept.name}-{end}") for end in ("wal", "shm"))):
         leftover.unlink(missing_ok=True)  # every row has its line
     if summary.failures[NO_REWARD]:
-        say(f"for {summary.failures[NO_REWARD]:,} responses no reward's `when` matches", "yellow")
+        print_line(f"for {summary.failures[NO_REWARD]:,} responses no reward's `when` matches", "yellow")
     return summary
 
 

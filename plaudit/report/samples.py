@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plaudit.errors import redact
-from plaudit.files import file_written_aside
+from plaudit.files import atomic_file
 from plaudit.types import Score, ScoredGroup
 
 COLUMNS = {
@@ -38,7 +38,7 @@ def write_samples(file: Path, groups: Sequence[ScoredGroup]) -> None:
     rows = [_row(group, i) for group in groups for i in range(len(group.scores))]
     more = sorted({name for row in rows for name in row} - COLUMNS.keys())
     types = COLUMNS | {name: pa.float64() if name.startswith("part/") else pa.string() for name in more}
-    with file_written_aside(file) as aside:
+    with atomic_file(file) as aside:
         pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), aside)
 
 

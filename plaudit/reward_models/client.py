@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from plaudit.errors import PlauditError, RecipeError, did_you_mean
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Verdict, Writing
 from plaudit.reward_models.connection import Connection, Fault, Garbage, Limits, TooLong
 from plaudit.reward_models.replicas import Replica, Replicas
@@ -73,7 +73,7 @@ class Client(Backend):
                 if problem:  # the others will do, and this one may come later
                     replica.model, replica.weights, replica.max_tokens = known.model, known.weights, known.max_tokens
                     replica.failed(gone=True)
-                    say(f"warning: {problem}")
+                    print_line(f"warning: {problem}")
             if self.scalar or self.model.tokenizer or self.model.chat_template:
                 await self._load_template()
             if self.scalar:
@@ -154,7 +154,7 @@ class Client(Backend):
         except RecipeError as error:
             if must:
                 raise RecipeError(f"{error} (the conversations are rendered here: set tokenizer to the model's folder)") from None
-            say(f"{error}; so the server at {replica.root} renders the conversations itself")
+            print_line(f"{error}; so the server at {replica.root} renders the conversations itself")
 
     async def _try_out(self) -> None:
         """One number, before a run depends on it."""

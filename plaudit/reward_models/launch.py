@@ -22,7 +22,7 @@ import aiohttp
 
 from plaudit.errors import RecipeError, redact
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
 from plaudit.reward_models.client import Client
 from plaudit.reward_models.connection import Limits
@@ -193,13 +193,13 @@ class Launched(Backend):
         """Start the server and wait until it answers."""
         began = time.monotonic()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        say(f"starting a server for {self.model.path} on port {self.port}; it writes to {self._log}")
+        print_line(f"starting a server for {self.model.path} on port {self.port}; it writes to {self._log}")
         try:
             self._server = ServerProcess(self.command, self._log, self._environment)
         except OSError as error:
             raise RecipeError(f"{self._program[0]} cannot be started: {error.strerror}") from None
         await self._wait(self._server, began)
-        say(f"the server for {self.model.path} answers after {time.monotonic() - began:.0f} s")
+        print_line(f"the server for {self.model.path} answers after {time.monotonic() - began:.0f} s")
 
     async def _wait(self, server: ServerProcess, began: float) -> None:
         said, limit = began, self.model.start_timeout_s
@@ -223,7 +223,7 @@ class Launched(Backend):
                     )
                 if now - said > SAY_EVERY_S:
                     said = now
-                    say(f"waiting for the server, {now - began:.0f} of {limit:g} s: {server.last_line()}")
+                    print_line(f"waiting for the server, {now - began:.0f} of {limit:g} s: {server.last_line()}")
                 await asyncio.sleep(0.2)
 
     async def close(self) -> None:
@@ -297,7 +297,7 @@ class Launched(Backend):
             if self._restarts == RESTARTS:
                 raise RecipeError(f"{what}, after it had been restarted. All it said: {self._log}")
             self._restarts += 1
-            say(f"{what}: starting it once more", "yellow")
+            print_line(f"{what}: starting it once more", "yellow")
             await asyncio.to_thread(server.stop, 0.0)  # its children, if it left any
             await self._start()
         except RecipeError as error:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.errors import RunError
-from plaudit.files import digest_of, fingerprint, sketch_all
+from plaudit.files import fingerprint, model_fingerprint, text_digest
 from plaudit.recipe import RewardSettings
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.types import Group, Score
 
 # What changes no score and no total: how hard a reward is pressed, and what becomes of its failures.
@@ -78,7 +78,7 @@ class ScoreCache:
             yield
         except sqlite3.Error as error:
             self._given_up = True
-            say(
+            print_line(
                 f"{self.file}: scores are not kept any more ({error}); if this is killed, they have to be asked for again", "yellow"
             )
 
@@ -103,8 +103,8 @@ def reward_digest(reward: RewardSettings, without: Sequence[str] = USE) -> str:
     folder, as far as that can be told quickly. A model on the hub or behind a URL counts by its name."""
     files = {str(file): fingerprint(file) if file.exists() else "absent" for file in [*reward.files, *reward.own_files]}
     folders = (Path(path).expanduser() for path in reward.models)
-    files |= {str(path): sketch_all(path) for path in folders if path.exists()}
-    return digest_of(_json([_by_content(settings_without(reward, without), files), list(files.values())]))
+    files |= {str(path): model_fingerprint(path) for path in folders if path.exists()}
+    return text_digest(_json([_by_content(settings_without(reward, without), files), list(files.values())]))
 
 
 def settings_without(reward: RewardSettings, without: Sequence[str]) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def keys(digest: str, group: Group, *, scores_alone: bool) -> list[str]:
     asked = _json([digest, prompt.messages, prompt.tools, prompt.data_source, prompt.ground_truth, prompt.extra_info])
     about = [[sample.text, sample.num_tokens, sample.status] for sample in group.samples]
     if scores_alone:
-        return [digest_of(asked + _json(one)) for one in about]
-    return [digest_of(asked + _json([about, i])) for i in range(len(about))]
+        return [text_digest(asked + _json(one)) for one in about]
+    return [text_digest(asked + _json([about, i])) for i in range(len(about))]
 
 
 def _json(value: Any) -> str:

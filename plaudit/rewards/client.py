@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from plaudit.files import digest_of
+from plaudit.files import text_digest
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import Reward, failed, last_line
 from plaudit.rewards.view import see
@@ -117,11 +117,11 @@ class Asker:
         """Each sample's name in the cache, and the scores that are there."""
         if self._cache is None:
             return [str(i) for i in range(len(group.samples))], {}
-        self._digest = self._digest or digest_of(reward_digest(self.reward) + "".join(self.reward.served_names))
+        self._digest = self._digest or text_digest(reward_digest(self.reward) + "".join(self.reward.served_names))
         names = keys(self._digest, group, scores_alone=self.reward.scores_alone)
         if self._by_group:
             of_group = "".join(names)
-            names = [digest_of(of_group + name) for name in names]
+            names = [text_digest(of_group + name) for name in names]
         known = self._cache.get(names)
         alone = self.reward.scores_alone and not self._by_group
         return names, known if alone or len(known) == len(set(names)) else {}

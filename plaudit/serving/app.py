@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp
 
 from plaudit import __version__
-from plaudit.data.rollouts import counted, group_of
+from plaudit.data.rollouts import group_of, with_token_counts
 from plaudit.errors import DataError, did_you_mean, redact
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.rewards.reward import last_line
 from plaudit.serving.door import GONE, OPEN, Door, Limits, error
 from plaudit.serving.metrics import CONTENT_TYPE
@@ -145,7 +145,7 @@ async def _groups(asked: ScoreRequest, most: int, count: Callable[[str], int] | 
         raise _Refused([{"where": "items", "message": message}])
 
     def made() -> list[Group]:
-        return [counted(_group(item, i), count) for i, item in enumerate(asked.items)]
+        return [with_token_counts(_group(item, i), count) for i, item in enumerate(asked.items)]
 
     return made() if count is None else await asyncio.to_thread(made)
 
@@ -185,7 +185,7 @@ def _tell_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def broken(request: Request, found: Exception) -> Response:
         told = redact(last_line(found))
-        say(f"serve: {request.method} {request.url.path}: {told}", "red")
+        print_line(f"serve: {request.method} {request.url.path}: {told}", "red")
         return error(500, "exception", told)
 
 

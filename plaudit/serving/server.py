@@ -22,7 +22,7 @@ import uvicorn
 from plaudit.data.rollouts import token_counter
 from plaudit.errors import PlauditError
 from plaudit.recipe import RewardSettings
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.rewards.runner import RewardRunner
 from plaudit.serving.app import make_app
 from plaudit.serving.door import Limits
@@ -68,7 +68,7 @@ def serve(job: ServeJob) -> None:
             done = serving.result()
         finally:
             runner.close()
-    say(f"serve: stopped after {done.requests.total():,} requests and {done.samples:,} responses")
+    print_line(f"serve: stopped after {done.requests.total():,} requests and {done.samples:,} responses")
 
 
 async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, stop: Future[None]) -> Metrics:
@@ -82,7 +82,7 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
     )  # fmt: skip
     address, count = _address(listener), len(job.rewards)
     names = ", ".join(reward.label for reward in job.rewards)
-    say(f"serve: listening on {address}; opening {count} reward{'s'[: count > 1]}: {names}")
+    print_line(f"serve: listening on {address}; opening {count} reward{'s'[: count > 1]}: {names}")
     began = time.monotonic()
     serving, opening = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(service.open())
     stopped = asyncio.wrap_future(stop)
@@ -90,11 +90,11 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await asyncio.wait({opening, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             opening.result()  # raises what a reward raised that cannot be opened
-            say(f"serve: ready after {time.monotonic() - began:.1f} s; what can be asked: {address}/docs")
+            print_line(f"serve: ready after {time.monotonic() - began:.1f} s; what can be asked: {address}/docs")
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         under_way = service.metrics.in_flight
         finishing = f"; finishing {under_way} request{'s'[: under_way > 1]}, for {job.grace_s:g} s at most" if under_way else ""
-        say(f"serve: stopping{finishing} (once more to end at once)")
+        print_line(f"serve: stopping{finishing} (once more to end at once)")
     finally:
         service.state = "stopping"
         opening.cancel()

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plaudit.errors import PlauditError, RunError
-from plaudit.files import folder_written_aside, is_disk_error, remove_leftovers
+from plaudit.files import atomic_folder, is_disk_error, remove_leftovers
 from plaudit.train.trainer import Trainer
 
 FILE_BYTES = 4 << 30  # of trainer/: one file's tensors pass through main memory at a time
@@ -60,7 +60,7 @@ def save_checkpoint(root: Path, step: int, trainer: Trainer, **notes: Any) -> Ch
         root.mkdir(parents=True, exist_ok=True)
         tensors = [t for one, *_ in _trainers(trainer, {}) for t in (*one.state()[1].values(), *one.policy.model.parameters())]
         _require_space(final, tensors)
-        with folder_written_aside(final) as folder:
+        with atomic_folder(final) as folder:
             for one, counts, model, name in _trainers(trainer, state):
                 one.policy.save(folder / model)
                 _save_trainer(one, counts, folder / name)

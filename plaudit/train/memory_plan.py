@@ -28,7 +28,7 @@ from plaudit.models.memory import (
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.models.weights import is_apart_from_host
 from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
-from plaudit.report.progress import say
+from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_backed import ModelReward, all_models_of
 from plaudit.rollout.engine import MAX_SEQUENCES
 
@@ -96,7 +96,7 @@ def models_asked(recipe: Recipe) -> list[tuple[str, ModelReward]]:
 # Checkpointing that fits ----------------------------------------------------------------------------------------------
 
 
-def settle_checkpointing(recipe: Trained, tell: Callable[[str], object] = say) -> Trained:
+def settle_checkpointing(recipe: Trained, tell: Callable[[str], object] = print_line) -> Trained:
     """The recipe with a number of layers where it says auto: the fewest with which training fits; `tell` is told why."""
     critic = recipe.critic if isinstance(recipe, RLRecipe) else None
     if critic is not None and critic.gradient_checkpointing == "auto":

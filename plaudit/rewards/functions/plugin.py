@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, PrivateAttr
 
 from plaudit.errors import RecipeError, did_you_mean
-from plaudit.files import digest_of
+from plaudit.files import text_digest
 from plaudit.recipe.reward_models import JudgeSampling
 from plaudit.reward_models.backend import Question
 from plaudit.rewards.functions.function import python_file
@@ -171,4 +171,4 @@ def _question(entry: Entry, prompt: Prompt, seed: int) -> Question | Failure:
     text, messages = entry.get("text"), entry.get("messages")
     if text is None and messages is None:
         return Failure("bad_result", f"it gave {entry.get('value')!r}, not a text")
-    return Question(messages or [], text, digest_of(f"{seed}/{text}/{messages}"), affinity=digest_of(prompt.id))
+    return Question(messages or [], text, text_digest(f"{seed}/{text}/{messages}"), affinity=text_digest(prompt.id))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import PrivateAttr
 
-from plaudit.files import digest_of
+from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Writing
@@ -169,9 +169,9 @@ class JudgeReward(ModelReward):
         assert self._template is not None, "a reward is opened before it scores"
         text = self._template.render(prompt, variables)
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        key = digest_of(f"{self.sampling.seed}/{vote}/{self.system}/{text}")
+        key = text_digest(f"{self.sampling.seed}/{vote}/{self.system}/{text}")
         messages = [] if self.raw else [*system, {"role": "user", "content": text}]
-        return Question(messages, text if self.raw else None, key, affinity=digest_of(prompt.id))
+        return Question(messages, text if self.raw else None, key, affinity=text_digest(prompt.id))
 
     async def ask(
         self, questions: Sequence[Question], read: Callable[[int, str], T | None], *, whole: bool = True
