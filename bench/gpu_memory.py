@@ -32,7 +32,7 @@ from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.trainable import Policy
+from plaudit.models.trainable import TrainableModel
 from plaudit.models.weights import Visitor, Weights
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim, SFTRecipe
@@ -91,7 +91,7 @@ def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tup
     """The losses, and the median seconds of a step after the first."""
     model = build(size, device, liger=recipe.model.liger)
     checkpoint_layers(model, recipe.model)
-    policy = Policy(model, template=None)  # pyright: ignore (nothing is saved here)
+    policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
     trainer = Trainer(policy, Optim(lr=1e-5, offload=recipe.optim.offload), seed=0, max_skipped_steps=0)
     losses, seconds = [], []
     for step in range(steps + 1):

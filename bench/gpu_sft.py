@@ -23,7 +23,7 @@ from plaudit.data.pack import micro_batches, pack
 from plaudit.models import attention
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.trainable import Policy
+from plaudit.models.trainable import TrainableModel
 from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim
@@ -68,7 +68,7 @@ def rows(count: int, seed: int, vocabulary: int = VOCABULARY, longest: int = 409
 
 
 def trainer_for(model) -> Trainer:
-    policy = Policy(model, template=None)  # pyright: ignore (nothing is saved here)
+    policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
     return Trainer(policy, Optim(lr=1e-5), seed=0, max_skipped_steps=0)
 
 

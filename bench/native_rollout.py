@@ -44,7 +44,7 @@ from plaudit.models import attention
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import merged_weights
-from plaudit.models.trainable import Policy, load_model, load_policy
+from plaudit.models.trainable import TrainableModel, load_model, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import Algorithm, Lora, Model, Optim
@@ -230,7 +230,7 @@ def mismatch(job: dict, work: Work, report) -> None:
     whole = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
     rows_ST = (np.random.default_rng(5).zipf(2.0, (64, whole)) - 1) % vocabulary
     examples = [Example(row.astype(np.int32), np.arange(whole) > 0) for row in rows_ST]
-    trainer = Trainer(Policy(model, template=None), Optim(lr=SFT_LR), seed=0, max_skipped_steps=0)  # pyright: ignore
+    trainer = Trainer(TrainableModel(model, template=None), Optim(lr=SFT_LR), seed=0, max_skipped_steps=0)  # pyright: ignore
     targets, loss = sum(e.num_targets for e in examples), float("nan")
     for step in range(work.mismatch_sft_steps):
         batches = micro_batches(examples, work.tokens_per_micro_batch, job["device"])
@@ -322,7 +322,7 @@ def cycles(job: dict, work: Work, report) -> None:
     """Sample, learn, sample, …: does a cycle take longer, or more memory, as they go on?"""
     bare = memory()
     model = build(job["model"], work, job["device"], training=True)
-    trainer = Trainer(Policy(model, template=None), Optim(lr=1e-6), seed=0, max_skipped_steps=0)  # pyright: ignore
+    trainer = Trainer(TrainableModel(model, template=None), Optim(lr=1e-6), seed=0, max_skipped_steps=0)  # pyright: ignore
     engine = NativeEngine(model, None, max_sequences=work.max_sequences)
     algorithm = Algorithm()
     train = RLTrain(prompts_per_step=work.cycle_prompts, tokens_per_micro_batch=work.tokens_per_micro_batch)
@@ -407,7 +407,7 @@ Verdict = tuple[bool, str]
 
 @dataclass(frozen=True)
 class Subject:
-    policy: Policy
+    policy: TrainableModel
     engine: NativeEngine
     right: PreTrainedModel
     """The same weights in fp32, in transformers' modules with its own attention."""
@@ -449,7 +449,7 @@ def subject_of(
     return Subject(policy, engine, right, dtype)
 
 
-def right_of(policy: Policy) -> PreTrainedModel:
+def right_of(policy: TrainableModel) -> PreTrainedModel:
     right = in_fp32(policy.model, "eager", merged_weights(policy.model) if policy.peft else None)
     right.generation_config = copy.deepcopy(policy.model.generation_config)
     return right

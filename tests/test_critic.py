@@ -25,7 +25,7 @@ from plaudit.models import attention
 from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import load_scalar
-from plaudit.models.trainable import Policy, load_policy
+from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.advantages import gae
 from plaudit.objectives.value import clipped_value, explained_variance
 from plaudit.recipe import Algorithm, Critic, KLReward, Lora, Model
@@ -93,7 +93,7 @@ def critic_that_knows(path: Path, **settings):
     return critic
 
 
-def shared_of(path: Path, **settings) -> tuple[Policy, SharedCritic]:
+def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
     """A policy, and a critic on its layers whose head is not at 0."""
     model = Model(path=str(path), **{"dtype": "float32"} | settings)
     policy = load_policy(model, template_of(model), CPU)

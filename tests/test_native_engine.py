@@ -27,7 +27,7 @@ from plaudit.models import fused
 from plaudit.models.attention import NAME, attend_packed, packed_attention
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.residual import is_precise, keep_residual_precise
-from plaudit.models.trainable import Policy, load_policy
+from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import Lora, Model
 from plaudit.rollout.engine import Request, Sampling
@@ -67,18 +67,18 @@ def mixed_requests(limits: Sequence[int | None] = (20, 3, None, 40, 1, 12, 25)) 
     return [replace(request, n=n, max_new_tokens=limit) for request, n, limit in mixed]
 
 
-def load_as_it_is(folder: Path, **model) -> Policy:
+def load_as_it_is(folder: Path, **model) -> TrainableModel:
     template = load_template(load_tokenizer(str(folder)), None)
     return load_policy(Model(path=str(folder), **model), template, torch.device("cpu"))
 
 
-def load(folder: Path, **model) -> Policy:
+def load(folder: Path, **model) -> TrainableModel:
     policy = load_as_it_is(folder, **{"dtype": "float32", **model})
     sharpen(policy.model)
     return policy
 
 
-def engine_of(policy: Policy, **settings) -> NativeEngine:
+def engine_of(policy: TrainableModel, **settings) -> NativeEngine:
     return NativeEngine(policy.model, policy.template.tokenizer, **settings)
 
 
@@ -89,7 +89,7 @@ def sample(engine: NativeEngine, requests: Sequence[Request], sampling: Sampling
     return [(request, samples[request.prompt_id, index]) for request in requests for index in range(request.n)]
 
 
-def assert_right(policy: Policy, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
+def assert_right(policy: TrainableModel, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
     """Log-probs are those of a whole forward pass, and tokens those of their keys."""
     for request, s in sample(engine, requests, sampling):
         assert_logprobs(policy.model, request.tokens, s, sampling.temperature)
@@ -97,17 +97,17 @@ def assert_right(policy: Policy, engine: NativeEngine, requests: Sequence[Reques
 
 
 @pytest.fixture(scope="module")
-def policies(tiny_models) -> dict[str, Policy]:
+def policies(tiny_models) -> dict[str, TrainableModel]:
     return {kind: load(folder) for kind, folder in tiny_models.items()}
 
 
 @pytest.fixture(params=KINDS)
-def policy(request, policies) -> Policy:
+def policy(request, policies) -> TrainableModel:
     return policies[request.param]
 
 
 @pytest.fixture
-def llama(policies) -> Policy:
+def llama(policies) -> TrainableModel:
     return policies["llama"]
 
 
@@ -187,7 +187,7 @@ def test_greedy_is_what_generate_writes(policy, layout):
 
 
 @pytest.fixture
-def windowed(request, tiny_models, tmp_path) -> Policy:
+def windowed(request, tiny_models, tmp_path) -> TrainableModel:
     """(kind, window). Qwen2 has windows in its second layer only."""
     kind, window = request.param
     shutil.copytree(tiny_models[kind], tmp_path / "windowed")
@@ -217,7 +217,7 @@ def test_sliding_windows(windowed, policies, layout):
 # Fused layers, and modules as they are -------------------------------------------------------------------------------
 
 
-def unfused(policy: Policy, **settings) -> NativeEngine:
+def unfused(policy: TrainableModel, **settings) -> NativeEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "can_fuse", lambda model: False)
         engine = engine_of(policy, **settings)
@@ -243,10 +243,10 @@ def test_modules_with_windows(windowed, monkeypatch):
     assert_right(windowed, unfused(windowed, max_sequences=5), mixed_requests(), Sampling(max_new_tokens=20))
 
 
-def made_from(config: AutoConfig, tokenizer) -> Policy:
+def made_from(config: AutoConfig, tokenizer) -> TrainableModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
-    return Policy(sharpen(model).eval(), load_template(tokenizer, None))
+    return TrainableModel(sharpen(model).eval(), load_template(tokenizer, None))
 
 
 SMALL = {
@@ -458,7 +458,7 @@ def test_bf16(tiny_models):
 
 
 @pytest.fixture
-def adapted(tiny_models) -> Policy:
+def adapted(tiny_models) -> TrainableModel:
     """With adapters that do something, and dropout that would be seen."""
     policy = load(tiny_models["qwen2"], lora=Lora(rank=4, alpha=8.0, dropout=0.5))
     torch.manual_seed(1)
@@ -503,7 +503,9 @@ def test_gradient_checkpointing_does_not_disturb(tiny_models, llama):
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
-def assert_samples_agree(policy: Policy, a: list[tuple[Request, Sample]], b: list[tuple[Request, Sample]], sampling: Sampling):
+def assert_samples_agree(
+    policy: TrainableModel, a: list[tuple[Request, Sample]], b: list[tuple[Request, Sample]], sampling: Sampling
+):
     for (request, one), (_, other) in zip(a, b, strict=True):
         assert_same_tokens(policy.model, request, one, other, sampling)
 
@@ -805,7 +807,7 @@ def deep_model(folder: Path, kind: str, rows_file: Path) -> Path:
     return folder
 
 
-def load_imprecise(folder: Path, **model) -> Policy:
+def load_imprecise(folder: Path, **model) -> TrainableModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "keep_residual_precise", lambda model: None)
         return load_as_it_is(folder, **model)

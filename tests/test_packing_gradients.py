@@ -21,7 +21,7 @@ from plaudit.data.pack import micro_batches, pack
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models import attention
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.trainable import Policy, load_policy
+from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Lora, Model
 from plaudit.types import Batch, Example
@@ -44,7 +44,7 @@ def make_examples(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Examp
     return examples
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **model) -> Policy:
+def load(folder: Path, dtype: torch.dtype = torch.float32, **model) -> TrainableModel:
     template = load_template(load_tokenizer(str(folder)), None)
     policy = load_policy(Model(path=str(folder), dtype="float32", **model), template, torch.device("cpu"))
     policy.model.to(dtype)
@@ -52,7 +52,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **model) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def policies(tiny_models) -> dict[tuple[str, torch.dtype], Policy]:
+def policies(tiny_models) -> dict[tuple[str, torch.dtype], TrainableModel]:
     return {(kind, dtype): load(folder, dtype) for kind, folder in tiny_models.items() for dtype in TOLERANCE}
 
 
@@ -67,15 +67,15 @@ def dtype(request) -> torch.dtype:
 
 
 @pytest.fixture
-def policy(policies, kind, dtype) -> Policy:
+def policy(policies, kind, dtype) -> TrainableModel:
     return policies[kind, dtype]
 
 
-def gradients_of(policy: Policy) -> Gradients:
+def gradients_of(policy: TrainableModel) -> Gradients:
     return {name: p.grad.clone() for name, p in policy.trainable() if p.grad is not None}
 
 
-def packed(policy: Policy, batches: Sequence[Batch]) -> tuple[float, Gradients]:
+def packed(policy: TrainableModel, batches: Sequence[Batch]) -> tuple[float, Gradients]:
     """Our loss and gradient, summed over micro-batches."""
     num_targets = sum(batch.num_targets for batch in batches)
     policy.model.zero_grad()
@@ -87,7 +87,7 @@ def packed(policy: Policy, batches: Sequence[Batch]) -> tuple[float, Gradients]:
     return total, gradients_of(policy)
 
 
-def padded(policy: Policy, examples: Sequence[Example], attn_implementation: str) -> tuple[float, Gradients]:
+def padded(policy: TrainableModel, examples: Sequence[Example], attn_implementation: str) -> tuple[float, Gradients]:
     """The same by transformers alone: padded on the right, its own attention and mask, whole logits."""
     shape = len(examples), max(map(len, examples))
     tokens, seen = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -238,7 +238,7 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "checkpointed"])
-def adapted(request, tiny_models, dtype) -> Policy:
+def adapted(request, tiny_models, dtype) -> TrainableModel:
     """Adapters away from their start, where B = 0 and so the gradient of A is 0."""
     policy = load(tiny_models["qwen2"], dtype, lora=Lora(rank=4, alpha=8.0), gradient_checkpointing=request.param)
     torch.manual_seed(1)

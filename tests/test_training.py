@@ -19,7 +19,7 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.models import attention, logprobs
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.residual import keep_residual_precise
-from plaudit.models.trainable import Policy, load_policy
+from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Lora, Model, Optim
@@ -37,16 +37,16 @@ TRAINED = {
 }
 
 
-def load(folder: Path, **model) -> Policy:
+def load(folder: Path, **model) -> TrainableModel:
     template = load_template(load_tokenizer(str(folder)), None)
     return load_policy(Model(path=str(folder), **model), template, CPU)
 
 
-def rows_of(policy: Policy, count: int = 4) -> list[Example]:
+def rows_of(policy: TrainableModel, count: int = 4) -> list[Example]:
     return [policy.template.example(Conversation(row["messages"]), "a row") for row in arithmetic_rows(count)]
 
 
-def nll_of(policy: Policy, batches: Sequence[Batch]) -> Callable[[Batch], Tensor]:
+def nll_of(policy: TrainableModel, batches: Sequence[Batch]) -> Callable[[Batch], Tensor]:
     num_targets = sum(batch.num_targets for batch in batches)
     return lambda batch: nll(target_logprobs(policy.model, batch).logprobs_N, num_targets)
 
@@ -54,7 +54,7 @@ def nll_of(policy: Policy, batches: Sequence[Batch]) -> Callable[[Batch], Tensor
 class ScheduledTrainer(Trainer):
     """One whose updates are steps of a schedule, with losses that are numbers alone, as most tests here have them."""
 
-    def __init__(self, policy: Policy, optim: Optim, total_steps: int, max_skipped_steps: int):
+    def __init__(self, policy: TrainableModel, optim: Optim, total_steps: int, max_skipped_steps: int):
         super().__init__(policy, optim, seed=0, max_skipped_steps=max_skipped_steps)
         self.optim, self.total_steps = optim, total_steps
 
@@ -62,7 +62,7 @@ class ScheduledTrainer(Trainer):
         return super().update(micro_batches, lambda batch: (loss(batch), {}), lr_at(self.updates, self.total_steps, self.optim))
 
 
-def make_trainer(policy: Policy, *, total_steps: int = 100, max_skipped_steps: int = 10, **optim) -> Trainer:
+def make_trainer(policy: TrainableModel, *, total_steps: int = 100, max_skipped_steps: int = 10, **optim) -> Trainer:
     settings = Optim(**{"lr": 1e-3, "schedule": "constant", **optim})
     return ScheduledTrainer(policy, settings, total_steps, max_skipped_steps)
 
@@ -76,7 +76,7 @@ def with_weights(model: Path, folder: Path, change: Callable[[dict[str, Tensor]]
     return copy
 
 
-def away_from_start(policy: Policy) -> Policy:
+def away_from_start(policy: TrainableModel) -> TrainableModel:
     """Adapters start with B = 0 and change nothing; here they do."""
     torch.manual_seed(1)
     with torch.no_grad():
@@ -273,15 +273,15 @@ def test_weights_stay_where_they_are(tiny_model, how):
 # Non-finite steps ----------------------------------------------------------------------------------------------------
 
 
-def infinite_loss(loss: Tensor, policy: Policy) -> Tensor:
+def infinite_loss(loss: Tensor, policy: TrainableModel) -> Tensor:
     return loss + math.inf
 
 
-def nan_loss(loss: Tensor, policy: Policy) -> Tensor:
+def nan_loss(loss: Tensor, policy: TrainableModel) -> Tensor:
     return loss * math.nan
 
 
-def nan_gradient(loss: Tensor, policy: Policy) -> Tensor:
+def nan_gradient(loss: Tensor, policy: TrainableModel) -> Tensor:
     """√0 is finite and its slope is not."""
     return loss + (0.0 * sum(p.float().sum() for _, p in policy.trainable())).sqrt()
 

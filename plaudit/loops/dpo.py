@@ -21,7 +21,7 @@ from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import text_digest, weights_fingerprint
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.folder import require_same_tokens
-from plaudit.models.trainable import Policy, load_policy, resolve_device
+from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe, PairData
@@ -64,7 +64,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 
-def validate(policy: Policy, pairs: list[Pair], recipe: DPORecipe) -> dict[str, float]:
+def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe) -> dict[str, float]:
     """The loss and all that is measured beside it, over all validation pairs."""
     logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch)
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)

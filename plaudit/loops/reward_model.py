@@ -22,7 +22,7 @@ from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
 from plaudit.models.scalar import Transcript
-from plaudit.models.trainable import Policy, resolve_device
+from plaudit.models.trainable import TrainableModel, resolve_device
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelData, RewardModelRecipe
@@ -49,24 +49,24 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 
         settled = settle_checkpointing(recipe)
-        policy = load_classifier(settled.model, template, device, seed=recipe.seed)
-        set_pad_token(policy, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
-        trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        classifier = load_classifier(settled.model, template, device, seed=recipe.seed)
+        set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
+        trainer = Trainer(classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 
         def update(some: list[Pair]) -> tuple[list[Batch], Loss]:
             return pair_micro_batches(some, recipe.train.tokens_per_micro_batch, device), reward_model_loss(
-                policy.model, some, recipe.loss
+                classifier.model, some, recipe.loss
             )
 
-        check = partial(validate, policy, validation, recipe) if validation else None
+        check = partial(validate, classifier, validation, recipe) if validation else None
         return train_in_passes(
             "reward-model", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check
         )
 
 
-def validate(policy: Policy, pairs: list[Pair], recipe: RewardModelRecipe) -> dict[str, float]:
+def validate(classifier: TrainableModel, pairs: list[Pair], recipe: RewardModelRecipe) -> dict[str, float]:
     """Over all validation pairs: the loss, how often the chosen answer is ahead, by how much, and how sure against how right."""
-    chosen, rejected = scores = measure(policy.model, pairs, answer_scores, recipe.train.tokens_per_micro_batch)
+    chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, recipe.train.tokens_per_micro_batch)
     loss, others = reward_model_shares(scores, pair_targets(pairs), recipe.loss, len(pairs))
     measured = {"loss": loss, **others, "calibration_error": calibration_error(chosen - rejected)}
     return {f"val/{name}": value.item() for name, value in measured.items()}

@@ -21,7 +21,7 @@ from plaudit.data.templates import ChatTemplate, template_of
 from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.trainable import Policy, load_policy, resolve_device
+from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTData, SFTRecipe
 from plaudit.report.progress import print_line, show_progress
@@ -62,7 +62,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
 
 @torch.no_grad()
-def validate(policy: Policy, examples: list[Example], recipe: SFTRecipe) -> dict[str, float]:
+def validate(policy: TrainableModel, examples: list[Example], recipe: SFTRecipe) -> dict[str, float]:
     """Mean loss per token over all validation rows."""
     policy.model.eval()
     total = sum(

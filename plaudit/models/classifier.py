@@ -22,7 +22,7 @@ from plaudit.models.folder import architecture, read_config, require_matching_to
 from plaudit.models.fused import ready_layers
 from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
-from plaudit.models.trainable import Policy, load_pretrained, resolve_dtype
+from plaudit.models.trainable import TrainableModel, load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe import Model
 from plaudit.seeding import stable_seed
@@ -45,7 +45,7 @@ def scores_of(model: nn.Module, hidden_ND: Tensor) -> Tensor:
 
 def load_classifier(
     recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0, head_std: float = 1.0, section: str = "model"
-) -> Policy:
+) -> TrainableModel:
     """The recipe's model with a head for scores, ready to train: a causal model's is new, a reward model's its own.
 
     `head_std`: how far scores of a new head begin from 0. `section`: where the recipe describes the model."""
@@ -74,7 +74,7 @@ def load_classifier(
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)
     model.train()
-    return Policy(model, template, recipe.lora, peft)
+    return TrainableModel(model, template, recipe.lora, peft)
 
 
 def is_classifier(path: str, config: PretrainedConfig) -> bool:
@@ -102,13 +102,13 @@ def _begin_head(head: nn.Linear, path: str, seed: int, std: float) -> None:
     head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * (std / math.sqrt(head.in_features + 1)))
 
 
-def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
+def set_pad_token(classifier: TrainableModel, last_tokens: Iterable[int]) -> None:
     """Say in the saved config and tokenizer which token pads a batch.
 
     transformers takes the score from the rightmost token that is not the padding. So what ends conversations must not pad them:
     where a tokenizer pads with its end token, as many do, scores would come from the token before it.
     """
-    tokenizer: Any = policy.template.tokenizer
+    tokenizer: Any = classifier.template.tokenizer
     pad = _pad_token(tokenizer, set(last_tokens))
     if pad is None:
         raise RecipeError(
@@ -116,8 +116,8 @@ def set_pad_token(policy: Policy, last_tokens: Iterable[int]) -> None:
             "a batch; choose another model.tokenizer"
         )
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    policy.model.config.pad_token_id = pad
-    policy.model.config.get_text_config().pad_token_id = pad
+    classifier.model.config.pad_token_id = pad
+    classifier.model.config.get_text_config().pad_token_id = pad
 
 
 def _pad_token(tokenizer: Any, ends: set[int]) -> int | None:

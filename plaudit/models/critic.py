@@ -21,7 +21,7 @@ from plaudit.models.classifier import load_classifier, scores_of, set_pad_token
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import VALUE_HEAD, read_value_head
-from plaudit.models.trainable import Policy
+from plaudit.models.trainable import TrainableModel
 from plaudit.recipe import Model
 from plaudit.types import Batch
 
@@ -33,7 +33,7 @@ def target_values(model: nn.Module, batch: Batch) -> Tensor:
     return scores_of(model, target_states(model, batch))
 
 
-def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
+def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
     """The recipe's critic, ready to train."""
     require_same_tokens(recipe.path, template.tokenizer, "critic", trust_remote_code=recipe.trust_remote_code)
     # A copy: we pad nothing, but whoever scores several texts with the saved one does; what pads the policy's is not ours to say.
@@ -50,7 +50,7 @@ def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, 
 class SharedCritic:
     """The head alone: the layers are the policy's, and are saved with it."""
 
-    def __init__(self, policy: Policy, path: str):
+    def __init__(self, policy: TrainableModel, path: str):
         """`path`: the policy's folder. A value head that lies in it is the start."""
         hidden = policy.model.config.get_text_config().hidden_size
         self.model = nn.Linear(hidden, 1, bias=False, device=policy.device, dtype=torch.float32)

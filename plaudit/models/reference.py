@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.trainable import Policy, load_model
+from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.models.weights import Weights
 from plaudit.recipe import Model
 from plaudit.types import Batch
 
 
 class Reference:
-    def __init__(self, recipe: Model, policy: Policy, *, offload: bool = False):
+    def __init__(self, recipe: Model, policy: TrainableModel, *, offload: bool = False):
         self.policy = policy
         self.copy: PreTrainedModel | None = None
         self._weights: Weights[PreTrainedModel] | None = None

@@ -37,7 +37,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass
-class Policy:
+class TrainableModel:
     """The model, on its device, and what goes beside it on disk."""
 
     model: PreTrainedModel
@@ -77,7 +77,7 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.d
     return getattr(torch, dtype)
 
 
-def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> Policy:
+def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
     """The recipe's model, ready to train."""
     model = load_model(recipe, device)
     vocabulary, known = model.get_output_embeddings().weight.shape[0], len(template.tokenizer)  # pyright: ignore
@@ -90,7 +90,7 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)
     model.train()
-    return Policy(model, template, recipe.lora, peft)
+    return TrainableModel(model, template, recipe.lora, peft)
 
 
 def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:

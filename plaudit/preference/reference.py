@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.files import atomic_file, model_fingerprint
-from plaudit.models.trainable import Policy, load_model
+from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.preference.losses import answer_logprobs, measure
 from plaudit.recipe import DPORecipe
 from plaudit.report.progress import print_line, show_progress
@@ -28,7 +28,7 @@ from plaudit.types import Pair
 FILE = "reference.safetensors"
 
 
-def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: Policy, folder: Path) -> list[Pair]:
+def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableModel, folder: Path) -> list[Pair]:
     """The pairs with the reference's log-probs: from the run's folder, or computed and put there. The policy has not moved yet."""
     file, key = folder / FILE, _key(pairs, recipe)
     known = _read(file, key)
@@ -71,7 +71,7 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
 
 
 @contextmanager
-def _reference(recipe: DPORecipe, policy: Policy) -> Iterator[PreTrainedModel]:
+def _reference(recipe: DPORecipe, policy: TrainableModel) -> Iterator[PreTrainedModel]:
     if recipe.loss.reference is None:
         with policy.peft.disable_adapter() if policy.peft is not None else nullcontext():
             yield policy.model
