@@ -33,7 +33,7 @@ from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel
-from plaudit.models.weights import Visitor, Weights
+from plaudit.models.weights import OffloadableWeights, OffloadedModule
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import Optim, SFTRecipe
 from plaudit.train.memory_plan import plan_policy, settle_checkpointing
@@ -144,12 +144,12 @@ def leaving(size: str, device: torch.device) -> bool:
     with measured(device):
         critic = build(size, device)
         there = allocated(device)
-        visitor = Visitor(critic, device)
+        offloaded = OffloadedModule(critic, device)
         kept = critic.get_input_embeddings().weight.detach().clone()  # pyright: ignore
         away, came, went = allocated(device), [], []
         for _ in range(3):
             began = time.perf_counter()
-            with visitor.present():
+            with offloaded.on_device():
                 came.append(time.perf_counter() - began)
                 with torch.no_grad():
                     critic.get_input_embeddings().weight.add_(1.0)  # pyright: ignore
@@ -160,9 +160,9 @@ def leaving(size: str, device: torch.device) -> bool:
         same = torch.equal(critic.get_input_embeddings().weight, kept)  # pyright: ignore
         well = well and same
         report("critic", there, away, came, went, same)
-        del critic, visitor
+        del critic, offloaded
     with measured(device):
-        weights = Weights("reference", lambda: build(size, device).eval().requires_grad_(False), device, offload=True)
+        weights = OffloadableWeights("reference", lambda: build(size, device).eval().requires_grad_(False), device, offload=True)
         weights.load()
         kept, there = weights.model.get_input_embeddings().weight.cpu(), allocated(device)  # pyright: ignore
         weights.unload()

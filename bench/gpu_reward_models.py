@@ -82,7 +82,7 @@ def offload(job: dict) -> dict:
     import torch
     from native_rollout import build, requests_of
 
-    from plaudit.models.weights import CENSUS
+    from plaudit.models.weights import RESIDENT_MODELS
     from plaudit.recipe.reward_models import RewardModel
     from plaudit.reward_models.local import Local
     from plaudit.rollout.engine import Sampling
@@ -93,7 +93,7 @@ def offload(job: dict) -> dict:
     def used() -> int:
         """By everyone, as the driver sees it."""
         if not on_gpu:
-            return CENSUS.bytes()
+            return RESIDENT_MODELS.bytes()
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from plaudit.errors import RecipeError
 from plaudit.models.residual import is_precise
 from plaudit.models.scalar import ScalarModel, load_scalar, transcript_of
-from plaudit.models.weights import CENSUS, HostCopies
+from plaudit.models.weights import RESIDENT_MODELS, HostCopies
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import halves as halves_module
 from plaudit.reward_models import scalar_skill
@@ -553,21 +553,21 @@ def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scala
         return await (model.judge([talk(1), talk(2)]) if scalar else model.write([question(1)], Writing(12)))
 
     async def go(model: Local) -> None:
-        assert CENSUS.alive() == []
+        assert RESIDENT_MODELS.models() == []
         assert {a.failure and a.failure.cause for a in await ask(model)} == {"not_loaded"}
         answers, memory, survivors = [], [], []
         for _ in range(20):
             await model.load()
-            (alive,) = CENSUS.alive()
+            (alive,) = RESIDENT_MODELS.models()
             assert (alive.name, alive.device, alive.offload) == (str(folder), "cpu", True)
             assert alive.bytes == pytest.approx(size, rel=0.01)
-            assert CENSUS.bytes("cpu") == alive.bytes
+            assert RESIDENT_MODELS.bytes("cpu") == alive.bytes
             answers.append(await ask(model))
             assert model._weights is not None
             parameters = [weakref.ref(p) for p in model._weights.model.parameters()]
             await model.unload()
             await model.unload()
-            assert CENSUS.alive() == []
+            assert RESIDENT_MODELS.models() == []
             survivors.append(sum(p() is not None for p in parameters))
             memory.append(psutil.Process().memory_info().rss)
         assert survivors == [0] * 20
@@ -578,39 +578,39 @@ def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scala
 
     with_model(folder, go, scalar=scalar, placement="offload")
     gc.collect()
-    assert CENSUS.alive() == []
+    assert RESIDENT_MODELS.models() == []
 
 
 def test_one_offloaded_model_at_a_time(classifier, writer):
     async def go() -> None:
         models = [await opened(folder, scalar=folder == classifier, placement="offload") for folder in (classifier, writer)]
-        assert CENSUS.alive() == []
-        CENSUS.most_offloaded = 0
+        assert RESIDENT_MODELS.models() == []
+        RESIDENT_MODELS.max_offloaded = 0
         for model in models * 2:
             await model.load()
             await model.unload()
-        assert CENSUS.most_offloaded == 1
+        assert RESIDENT_MODELS.max_offloaded == 1
         for model in models:
             await model.load()
-        assert CENSUS.most_offloaded == len(CENSUS.alive()) == 2
+        assert RESIDENT_MODELS.max_offloaded == len(RESIDENT_MODELS.models()) == 2
         for model in models:
             await model.close()
-        assert CENSUS.alive() == []
+        assert RESIDENT_MODELS.models() == []
 
     run(go())
 
 
 def test_a_resident_model_stays(classifier):
     async def go(model: Local) -> None:
-        (alive,) = CENSUS.alive()
+        (alive,) = RESIDENT_MODELS.models()
         assert not alive.offload
         await model.unload()
-        assert CENSUS.alive() == [alive]
+        assert RESIDENT_MODELS.models() == [alive]
         await model.load()
         assert (await model.judge([talk(1)]))[0].value is not None
 
     with_model(classifier, go, scalar=True)
-    assert CENSUS.alive() == []
+    assert RESIDENT_MODELS.models() == []
 
 
 def test_what_was_asked_before_unloading_is_answered(classifier):
@@ -635,7 +635,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier,
         assert verdict.failure is not None
         assert verdict.failure.cause == "out_of_memory"
         assert "could not be loaded" in verdict.failure.message
-        assert CENSUS.alive() == []
+        assert RESIDENT_MODELS.models() == []
         monkeypatch.undo()
         await model.load()
         assert (await model.judge([talk(1)]))[0].failure is None
@@ -654,10 +654,10 @@ def test_copies_of_the_host_bring_a_model_back(classifier):
     copies = HostCopies(model)
     for _ in range(3):
         there = [weakref.ref(p.data.untyped_storage()) for p in model.parameters()]
-        copies.send_away()
+        copies.to_host()
         gc.collect()
         assert not any(storage() for storage in there)
-        copies.bring_back(CPU)
+        copies.to_device(CPU)
     np.testing.assert_array_equal(model.score(tokens), before)
 
 

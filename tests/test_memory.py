@@ -24,7 +24,7 @@ from plaudit.models import residual
 from plaudit.models.liger import use_liger
 from plaudit.models.memory import Budget, plan_memory
 from plaudit.models.products import side_by_side, together
-from plaudit.models.weights import Visitor
+from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import Lora, Model, Optim
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
@@ -41,7 +41,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 @pytest.fixture
 def apart(monkeypatch):
     """The CPU as if it were a GPU: state leaves it, and passes through in parts that cut tensors."""
-    monkeypatch.setattr(optimiser, "is_apart_from_host", lambda device: True)
+    monkeypatch.setattr(optimiser, "has_device_memory", lambda device: True)
     monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, part_elements=1024))
 
 
@@ -165,9 +165,9 @@ def test_what_lies_side_by_side_comes_back_so(device):
     module.register_buffer("strided", torch.arange(12.0, device=device).view(3, 4).T[1:])
     weights = [module[name].weight for name in "ab"]
     whole = together(weights).clone()
-    visitor = Visitor(module, torch.device(device))
+    offloaded = OffloadedModule(module, torch.device(device))
     for times in (1, 2, 4):
-        with visitor.present():
+        with offloaded.on_device():
             found = side_by_side(weights)
             assert torch.equal(found, whole * times)
             found.mul_(2)
@@ -183,10 +183,10 @@ def test_a_visitor_takes_along_what_it_has_learnt(tiny_model, device):
     other = load(tiny_model, dtype="bfloat16")
     other.model.to(device)  # pyright: ignore
     resident = make_trainer(other)
-    visitor = Visitor(policy.model, torch.device(device))
+    offloaded = OffloadedModule(policy.model, torch.device(device))
     for _ in range(2):
         assert policy.device == CPU
-        with visitor.present():
+        with offloaded.on_device():
             assert policy.device.type == device
             trainer.update(batches, nll_of(policy, batches))
         resident.update(batches, nll_of(other, batches))
@@ -340,7 +340,7 @@ def ppo(tmp_path, tiny_model, prompts_file, reward_file) -> Callable[..., Path]:
 @pytest.mark.usefixtures("no_curves", "apart")
 def test_ppo_with_everything_offloaded_is_ppo(tmp_path, ppo, monkeypatch):
     """Weights, trainers' states and metrics; and while the policy is sampled, nothing else counts as being there."""
-    monkeypatch.setattr(rl, "is_apart_from_host", lambda device: True)
+    monkeypatch.setattr(rl, "has_device_memory", lambda device: True)
     reserved = []
     made = NativeEngine.__init__
     monkeypatch.setattr(

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.data.rows import read_rows
 from plaudit.errors import RecipeError
-from plaudit.models.weights import CENSUS, Weights
+from plaudit.models.weights import RESIDENT_MODELS, OffloadableWeights
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Question, Writing
@@ -96,16 +96,16 @@ def folders(tiny_models, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def loads(monkeypatch) -> list[str]:
     """The models whose weights came to the device, in order."""
-    loaded, load = [], Weights.load
-    assert CENSUS.alive() == []
-    CENSUS.most_offloaded = 0
+    loaded, load = [], OffloadableWeights.load
+    assert RESIDENT_MODELS.models() == []
+    RESIDENT_MODELS.max_offloaded = 0
 
     def load_and_record(self):
         if not self.present:
             loaded.append(Path(self._name).name)
         load(self)
 
-    monkeypatch.setattr(Weights, "load", load_and_record)
+    monkeypatch.setattr(OffloadableWeights, "load", load_and_record)
     return loaded
 
 
@@ -138,8 +138,8 @@ def test_rewards_with_the_same_model_share_it(folders, loads):
         first, second = by_reward(runner.collect(GROUPS)), by_reward(runner.collect(GROUPS))
         counts = runner.counts()
     assert loads == ["kind", "grader"] * 2, "each once in a scoring phase"
-    assert CENSUS.most_offloaded == 1
-    assert CENSUS.alive() == []
+    assert RESIDENT_MODELS.max_offloaded == 1
+    assert RESIDENT_MODELS.models() == []
     assert first == second
     assert first["all"] == pytest.approx(first["line"], abs=1e-5)
     assert first["grade"] == first["again"]
@@ -158,12 +158,12 @@ def test_a_resident_model_is_there_once_until_the_last_reward_closes(folders, lo
         {**critique, "scorer": {**JUDGING, "model": model(folders["grader"], "resident")}},
     ]
     with runner_of(*rewards) as runner:
-        assert [Path(alive.name).name for alive in CENSUS.alive()] == ["grader"]
+        assert [Path(alive.name).name for alive in RESIDENT_MODELS.models()] == ["grader"]
         runner.collect(GROUPS)
         [judge, *_] = runner.rewards
         asyncio.run_coroutine_threadsafe(judge.close(), runner._loop).result()
-        assert len(CENSUS.alive()) == 1, "the other reward still has it"
-    assert CENSUS.alive() == []
+        assert len(RESIDENT_MODELS.models()) == 1, "the other reward still has it"
+    assert RESIDENT_MODELS.models() == []
     assert loads == ["grader"]
 
 
@@ -236,7 +236,7 @@ def test_all_critiques_are_written_before_the_scorer_comes(folders, loads, tmp_p
         assert by_reward(runner.collect(GROUPS)) == by_reward(offloaded), "from the cache"
         counts = runner.counts()
     assert (counts["judge/grader/calls"], counts["judge/kind/calls"]) == (9, 9)
-    assert CENSUS.most_offloaded == 1
+    assert RESIDENT_MODELS.max_offloaded == 1
     with runner_of(critique_of(folders, "resident")) as runner:
         resident = runner.collect(GROUPS)
     assert [score.view for one in offloaded for score in one.by_reward["critique_then_score"]] == [
@@ -256,7 +256,7 @@ def test_critic_and_scorer_are_shared_with_other_rewards(folders, loads):
         runner.collect(GROUPS)
     assert sorted(loads) == ["grader", "kind", "short"]
     assert loads.index("grader") < loads.index("kind"), "the one that is needed twice waits until both need it"
-    assert CENSUS.most_offloaded == 1
+    assert RESIDENT_MODELS.max_offloaded == 1
 
 
 def test_a_critic_that_fails_fails_its_samples(folders, loads):
@@ -281,7 +281,7 @@ def test_a_cascade_of_two_offloaded_models(folders, loads):
     with runner_of(given) as runner:
         offloaded = runner.collect(GROUPS)
     assert loads == ["grader", "kind"]
-    assert CENSUS.most_offloaded == 1
+    assert RESIDENT_MODELS.max_offloaded == 1
     resident = json.loads(json.dumps(given).replace('"offload"', '"resident"'))
     with runner_of(resident) as runner:
         kept = runner.collect(GROUPS)
@@ -545,8 +545,8 @@ def test_models_judges_a_plugin_and_rules_in_one_run(folders, tiny_model, tmp_pa
 
     metrics, samples = run("offload", {name: model(folder) for name, folder in folders.items()})
     assert loads == ["kind", "short", "grader", "rider"] * 2
-    assert CENSUS.most_offloaded == 1
-    assert CENSUS.alive() == []
+    assert RESIDENT_MODELS.max_offloaded == 1
+    assert RESIDENT_MODELS.models() == []
     parts = ("kind", "short", "judge", "plugin", "repetition", "length")
     for row in metrics:
         assert {f"parts/{part}" for part in parts} <= set(row)

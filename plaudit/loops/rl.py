@@ -37,7 +37,7 @@ from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_policy, resolve_device
-from plaudit.models.weights import Visitor, is_apart_from_host
+from plaudit.models.weights import OffloadedModule, has_device_memory
 from plaudit.recipe import RLData, RLRecipe
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.report.samples import length_metrics
@@ -94,7 +94,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
         others = trainer.optimiser.resident_bytes + (reference.bytes if reference is not None else 0)
-        critic_leaves = recipe.critic is not None and recipe.critic.placement == "offload" and is_apart_from_host(device)
+        critic_leaves = recipe.critic is not None and recipe.critic.placement == "offload" and has_device_memory(device)
         if recipe.critic is not None and settled.critic is not None:
             if recipe.critic.shared:
                 critic = SharedCritic(policy, recipe.model.path)
@@ -112,7 +112,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         if stream is not None:
             run.companions["prompts"] = stream
         done = run.resume(trainer)
-        critic_present = Visitor(trainer.beside["critic"].policy.model, device).present if critic_leaves else nullcontext
+        critic_present = OffloadedModule(trainer.beside["critic"].policy.model, device).on_device if critic_leaves else nullcontext
         engine.sync(done)
         if done == total_steps:
             print_line(f"this run is finished: all {total_steps} steps are done")
@@ -324,7 +324,7 @@ def foretold(
     if old or shared is not None:
         groups = ask(groups, of_policy)
     if reference is not None and (charged or not frozen):
-        with reference.at_hand():
+        with reference.on_device():
             groups = ask(groups, of_reference)
     if critic is not None and shared is None:
         groups = ask(groups, of_critic)

@@ -1,6 +1,6 @@
-"""The model that training starts from, as KL's reference: a frozen copy, or under LoRA the policy without its adapters.
+"""The KL reference: a frozen copy of the model that training starts from, or with LoRA the policy without its adapters.
 
-A copy that is offloaded is on its device only while it is asked.
+An offloaded copy is on its device only inside `on_device()`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_model
-from plaudit.models.weights import Weights
+from plaudit.models.weights import OffloadableWeights
 from plaudit.recipe import Model
 from plaudit.types import Batch
 
@@ -21,7 +21,7 @@ class Reference:
     def __init__(self, recipe: Model, policy: TrainableModel, *, offload: bool = False):
         self.policy = policy
         self.copy: PreTrainedModel | None = None
-        self._weights: Weights[PreTrainedModel] | None = None
+        self._weights: OffloadableWeights[PreTrainedModel] | None = None
 
         def read() -> PreTrainedModel:
             return load_model(recipe, policy.device).eval().requires_grad_(False)
@@ -29,20 +29,20 @@ class Reference:
         if policy.peft is not None:
             assert not offload
         elif offload:
-            self._weights = Weights("the reference", read, policy.device, offload=True)
-            with self.at_hand():  # so that what is wrong with it is told now
+            self._weights = OffloadableWeights("the reference", read, policy.device, offload=True)
+            with self.on_device():  # so that a broken model fails now
                 pass
         else:
             self.copy = read()
 
     @property
     def bytes(self) -> int:
-        """What it keeps on its device while it is not asked."""
+        """Device memory it keeps between uses."""
         return 0 if self.copy is None else sum(p.numel() * p.element_size() for p in self.copy.parameters())
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """In here it can be asked."""
+    def on_device(self) -> Iterator[None]:
+        """`logprobs` works inside this context."""
         if self._weights is None:
             yield
             return
@@ -56,7 +56,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """Of the tokens that the batch learns."""
+        """Log-probs of the batch's target tokens."""
         if self.copy is not None:
             return target_logprobs(self.copy, batch, temperature=temperature).logprobs_N
         assert self.policy.peft is not None

@@ -1,8 +1,8 @@
-"""A model's weights in this process: on their device when they are needed, and really gone from there when they are not.
+"""Offloading: a model's weights are on their device only while they are used.
 
-On a CPU, unloaded weights are dropped and read again from safetensors. On a GPU they are copied once to pinned memory of the host,
-from where they come back as fast as the bus is; they never change, so nothing is copied on the way out after that. Those of a model
-that learns (`Visitor`) do, and are: on a CPU they just stay.
+`OffloadableWeights` holds a frozen model. On a CPU, unloaded weights are dropped and read again from safetensors. On a GPU they are
+copied once to pinned host memory and loaded from there at bus speed; they never change, so unloading copies nothing after that.
+`OffloadedModule` holds a model that is trained: its weights are copied back to the host after every use.
 """
 
 import ctypes
@@ -18,145 +18,144 @@ import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
-ALIGNED = 512  # bytes that copies like to begin at
+ALIGNED = 512  # bytes: fast copies start at multiples of this
 PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Alive:
-    """A model whose weights take memory on its device right now."""
+class ResidentModel:
+    """A model whose weights are on its device right now."""
 
     name: str
     bytes: int
-    """0 while it is being loaded."""
+    """0 while the model is being loaded."""
     device: str
     offload: bool
-    """It stays only while it is asked."""
+    """On the device only while it is used."""
 
 
-class Census:
-    """Which models are alive."""
+class ResidentModels:
+    """The models whose weights are on a device now."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._alive: dict[int, Alive] = {}
-        self.most_offloaded = 0
-        """The most models of placement `offload` that ever were alive at the same time."""
+        self._models: dict[int, ResidentModel] = {}
+        self.max_offloaded = 0
+        """The most models with placement `offload` that were ever resident at the same time."""
 
-    def alive(self) -> list[Alive]:
+    def models(self) -> list[ResidentModel]:
         with self._lock:
-            return list(self._alive.values())
+            return list(self._models.values())
 
     def bytes(self, device: str | None = None) -> int:
-        return sum(one.bytes for one in self.alive() if device in (None, one.device))
+        return sum(model.bytes for model in self.models() if device in (None, model.device))
 
-    def put(self, key: int, alive: Alive) -> None:
+    def add(self, key: int, model: ResidentModel) -> None:
         with self._lock:
-            self._alive[key] = alive
-            self.most_offloaded = max(self.most_offloaded, sum(one.offload for one in self._alive.values()))
+            self._models[key] = model
+            self.max_offloaded = max(self.max_offloaded, sum(model.offload for model in self._models.values()))
 
     def remove(self, key: int) -> None:
         with self._lock:
-            self._alive.pop(key, None)
+            self._models.pop(key, None)
 
 
-CENSUS = Census()
+RESIDENT_MODELS = ResidentModels()
 
 
-class Weights(Generic[Model]):
-    """One model's. All methods run in the model's own thread."""
+class OffloadableWeights(Generic[Model]):
+    """The weights of one frozen model. All methods run in the model's own thread."""
 
     def __init__(self, name: str, read: Callable[[], Model], device: torch.device, *, offload: bool):
         self._name, self._read, self._device, self._offload = name, read, device, offload
         self._model: Model | None = None
         self._host: HostCopies | None = None
-        self.present = False
+        self.on_device = False
 
     @property
     def model(self) -> Model:
-        assert self.present
+        assert self.on_device
         assert self._model is not None
         return self._model
 
     def load(self) -> None:
-        if self.present:
+        if self.on_device:
             return
-        self._tell(0)
+        self._register(0)
         try:
             if self._host is not None:
-                self._host.bring_back(self._device)
+                self._host.to_device(self._device)
             else:
                 self._model = self._read()
         except BaseException:
             self.drop()
             raise
-        self.present = True
-        self._tell(sum(p.numel() * p.element_size() for p in self.model.parameters()))
+        self.on_device = True
+        self._register(sum(p.numel() * p.element_size() for p in self.model.parameters()))
 
     def unload(self) -> None:
-        """Off the device. Whoever else holds parts of the model (an engine, its graphs) must have let go of them before."""
-        if not self.present:
+        """Free the device memory. Everything else that holds the model's tensors (an engine, its graphs) must be dropped first."""
+        if not self.on_device:
             return
         if self._device.type == "cpu":
             self.drop()
             return
         self._host = self._host or HostCopies(self.model)
-        self._host.send_away()
-        self.present = False
-        return_memory()
-        CENSUS.remove(id(self))
+        self._host.to_host()
+        self.on_device = False
+        release_memory()
+        RESIDENT_MODELS.remove(id(self))
 
     def drop(self) -> None:
-        """For good, or until it is read again."""
-        self._model, self._host, self.present = None, None, False
-        return_memory()
-        CENSUS.remove(id(self))
+        """Drop the weights everywhere; `load` reads them from disk again."""
+        self._model, self._host, self.on_device = None, None, False
+        release_memory()
+        RESIDENT_MODELS.remove(id(self))
 
-    def _tell(self, size: int) -> None:
-        CENSUS.put(id(self), Alive(self._name, size, self._device.type, self._offload))
+    def _register(self, size: int) -> None:
+        RESIDENT_MODELS.add(id(self), ResidentModel(self._name, size, self._device.type, self._offload))
 
 
 class HostCopies:
-    """All tensors of a module, in the host's memory: pinned where there is a GPU to copy them to. Those that lie side by side, as
-    views of one tensor, come back so."""
+    """Host copies of all tensors of a module, pinned if there is a GPU. Tensors that are views of one storage stay so."""
 
     def __init__(self, module: nn.Module):
-        shared: dict[int, list[Tensor]] = {}
+        by_storage: dict[int, list[Tensor]] = {}
         for tensor in (*module.parameters(), *module.buffers()):
-            shared.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        sizes = [-(-tensors[0].untyped_storage().nbytes() // ALIGNED) * ALIGNED for tensors in shared.values()]
-        pieces = host_memory(self, sum(sizes)).split(sizes)
-        layouts = [[(tensor, _Layout.of(tensor)) for tensor in tensors] for tensors in shared.values()]
-        self._pieces = list(zip(pieces, layouts, strict=True))
-        self.take_changes()
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        sizes = [-(-tensors[0].untyped_storage().nbytes() // ALIGNED) * ALIGNED for tensors in by_storage.values()]
+        buffers = allocate_host_memory(self, sum(sizes)).split(sizes)
+        layouts = [[(tensor, _Layout.of(tensor)) for tensor in tensors] for tensors in by_storage.values()]
+        self._storages = list(zip(buffers, layouts, strict=True))
+        self.update()
 
-    def take_changes(self) -> None:
-        """What the device's tensors have become since."""
-        for piece, tensors in self._pieces:
+    def update(self) -> None:
+        """Copy the tensors' current values to the host."""
+        for buffer, tensors in self._storages:
             for tensor, layout in tensors:
-                layout.in_piece(piece).copy_(tensor.detach(), non_blocking=True)
+                layout.view_of(buffer).copy_(tensor.detach(), non_blocking=True)
         _wait()
 
-    def send_away(self) -> None:
-        """The module's tensors are those of the host now; the device's have no owner left."""
-        for piece, tensors in self._pieces:
+    def to_host(self) -> None:
+        """Point the module's tensors at the host copies, which frees the device's."""
+        for buffer, tensors in self._storages:
             for tensor, layout in tensors:
-                tensor.data = layout.in_piece(piece)
+                tensor.data = layout.view_of(buffer)
 
-    def bring_back(self, device: torch.device) -> None:
+    def to_device(self, device: torch.device) -> None:
         try:
-            for piece, tensors in self._pieces:
-                there = piece.to(device, non_blocking=True, copy=True)
+            for buffer, tensors in self._storages:
+                copy = buffer.to(device, non_blocking=True, copy=True)
                 for tensor, layout in tensors:
-                    tensor.data = layout.in_piece(there)
+                    tensor.data = layout.view_of(copy)
             _wait()
         except BaseException:
-            self.send_away()  # not half of it
+            self.to_host()  # all or nothing
             raise
 
 
 class _Layout(NamedTuple):
-    """Where a tensor lies in its memory."""
+    """Where a tensor lies in its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -167,48 +166,48 @@ class _Layout(NamedTuple):
     def of(cls, tensor: Tensor) -> "_Layout":
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def in_piece(self, piece: Tensor) -> Tensor:
-        """The tensor in a copy of its memory, given as bytes."""
-        numbers = piece.view(self.dtype)
-        return numbers.as_strided(self.shape, self.stride, numbers.storage_offset() + self.offset)
+    def view_of(self, buffer: Tensor) -> Tensor:
+        """The tensor in a copy of its storage, given as bytes."""
+        elements = buffer.view(self.dtype)
+        return elements.as_strided(self.shape, self.stride, elements.storage_offset() + self.offset)
 
 
-class Visitor:
-    """A model that learns, and is on its device only while `present`; its optimiser's state is not its own."""
+class OffloadedModule:
+    """A trained module that is on its device only inside `on_device()`. Its optimiser's state is offloaded separately."""
 
     def __init__(self, module: nn.Module, device: torch.device):
         self._device, self._copies = device, HostCopies(module)
-        self._copies.send_away()
-        return_memory()
+        self._copies.to_host()
+        release_memory()
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        self._copies.bring_back(self._device)
+    def on_device(self) -> Iterator[None]:
+        self._copies.to_device(self._device)
         try:
             yield
         finally:
-            self._copies.take_changes()
-            self._copies.send_away()
-            return_memory()
+            self._copies.update()
+            self._copies.to_host()
+            release_memory()
 
 
-def is_apart_from_host(device: torch.device) -> bool:
-    """Whether what leaves it has anywhere to go: a CPU's memory is the host's."""
+def has_device_memory(device: torch.device) -> bool:
+    """Whether the device has memory apart from the host's, so that offloading to the host frees any."""
     return device.type != "cpu"
 
 
-def host_memory(owner: object, size: int) -> Tensor:
-    """So many bytes, pinned as long as the owner lives where there is a GPU to copy them to. (torch's own pinned memory comes in
-    powers of two: up to twice of what is asked for.)"""
+def allocate_host_memory(owner: object, size: int) -> Tensor:
+    """`size` bytes of host memory; if there is a GPU, pinned for the owner's lifetime. (torch's pinned allocator rounds up to
+    powers of two, so it may take twice as much.)"""
     if not torch.cuda.is_available():
         return torch.empty(size, dtype=torch.uint8)
-    # Whole pages: one that is pinned twice, for two owners, is an error.
+    # Whole pages, since pinning a page twice (for two owners) is an error.
     memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % PAGE :][: -(-max(size, 1) // PAGE) * PAGE]
-    memory.zero_()  # by all threads: pages that nobody has touched yet are pinned one by one
+    memory.zero_()  # faults the pages in from all threads; pinning would fault them in one by one
     cudart: Any = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    # It holds the memory, which must not be freed before.
+    # The closure keeps the memory alive until it is unpinned.
     weakref.finalize(owner, lambda: cudart.cudaHostUnregister(memory.data_ptr()))
     return memory[:size]
 
@@ -218,8 +217,8 @@ def _wait() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def return_memory() -> None:
-    """To the system and to the driver, not only to the allocators that keep it for later."""
+def release_memory() -> None:
+    """Return unused memory to the operating system and the driver, not just to the caching allocators."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

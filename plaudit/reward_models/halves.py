@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 
 from plaudit.errors import redact
-from plaudit.models.weights import return_memory
+from plaudit.models.weights import release_memory
 from plaudit.reward_models.model_thread import Closed
 from plaudit.types import Failure
 
@@ -37,7 +37,7 @@ def in_halves(
         failures += 1
         failure = failure or Failure("no_answer", "the model gave no answer to this question")
         if failure.cause == "out_of_memory":
-            return_memory()
+            release_memory()
         if len(left) == 1 or failures >= MOST_FAILURES or failure.cause == "closed":
             for i in left:
                 results[i] = fail(failure)

@@ -13,7 +13,7 @@ from torch import nn
 
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.trainable import resolve_device
-from plaudit.models.weights import Weights
+from plaudit.models.weights import OffloadableWeights
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
 from plaudit.reward_models.halves import failure_of, is_out_of_memory
@@ -32,7 +32,7 @@ class Local(Backend):
         self.settings, self.scalar, self.apart, self.usage = settings, scalar, apart and scalar, Usage()
         self._thread: ModelThread[Any, Any] | None = None
         self._skill: Skill[Any, Any] | None = None
-        self._weights: Weights[nn.Module] | None = None
+        self._weights: OffloadableWeights[nn.Module] | None = None
         self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded: nobody has loaded it before asking")
 
     @property
@@ -53,7 +53,7 @@ class Local(Backend):
         thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute, device, gather_s=kind.gather_s)
         skill = self._skill = kind(self.settings, device, thread.closing.is_set)
         offload = self.settings.placement == "offload"
-        self._weights = Weights(skill.path, skill.read, device, offload=offload)
+        self._weights = OffloadableWeights(skill.path, skill.read, device, offload=offload)
         await thread.do(skill.open)
         if not offload:
             await thread.do(self._load_or_say_why_not)
@@ -120,14 +120,14 @@ class Local(Backend):
     def _results(self, items: list[Any]) -> list[Any]:
         assert self._skill is not None
         assert self._weights is not None
-        if not self._weights.present:
+        if not self._weights.on_device:
             return [self._skill.failed(self._not_loaded) for _ in items]
         return self._skill.compute(items)
 
     def _load(self) -> None:
         assert self._skill is not None
         assert self._weights is not None
-        if self._weights.present:
+        if self._weights.on_device:
             return
         try:
             self._weights.load()

@@ -26,7 +26,7 @@ from plaudit.models.memory import (
     total_memory,
 )
 from plaudit.models.trainable import resolve_device, resolve_dtype
-from plaudit.models.weights import is_apart_from_host
+from plaudit.models.weights import has_device_memory
 from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_backed import ModelReward, all_models_of
@@ -181,7 +181,7 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs
         return
     if policy.weights > policy.work:
         needs[device.type].append(Need("reference: weights (more)", ("training",), policy.weights - policy.work))
-    if is_apart_from_host(device):
+    if has_device_memory(device):
         needs["cpu"].append(Need("reference: weights", PHASES, policy.weights))
 
 
@@ -193,7 +193,7 @@ def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: flo
         plan = plan_critic(recipe)
     except (PlauditError, OSError, ValueError):
         return  # its own check says so
-    leaves = recipe.critic.placement == "offload" and is_apart_from_host(device)
+    leaves = recipe.critic.placement == "offload" and has_device_memory(device)
     needs[device.type].append(Need("critic: weights", PHASES[-1:] if leaves else PHASES, plan.weights))
     if leaves:
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))

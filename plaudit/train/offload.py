@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plaudit.models.memory import PART_ELEMENTS, PARTS_UNDER_WAY
-from plaudit.models.weights import host_memory
+from plaudit.models.weights import allocate_host_memory
 
 Event = torch.cuda.Event | torch.Event
 ALIGNED = 64  # elements: kernels take tensors that begin there in their fast way, as they would take the whole ones
@@ -58,7 +58,7 @@ class HostState:
                 self._masters_end = total
         self._part = min(part_elements, total)
         sizes = [self._masters_end, total, total]
-        self._vectors = host_memory(self, 4 * sum(sizes)).view(torch.float32).zero_().split(sizes)
+        self._vectors = allocate_host_memory(self, 4 * sum(sizes)).view(torch.float32).zero_().split(sizes)
         self._in, self._out = _Lane(device), _Lane(device)
 
     def master(self, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from plaudit.errors import RunError
-from plaudit.models.weights import is_apart_from_host
+from plaudit.models.weights import has_device_memory
 from plaudit.recipe import Optim
 from plaudit.train.offload import HostState, Piece
 from plaudit.world import World
@@ -31,7 +31,7 @@ class Optimiser:
         device = next(iter(self.parameters.values())).device
         followers = {name: p.shape for name, p in self.parameters.items() if p.dtype != torch.float32}
         others = {name: p.shape for name, p in self.parameters.items() if name not in followers}
-        self._host = HostState(followers, others, device) if optim.offload and is_apart_from_host(device) else None
+        self._host = HostState(followers, others, device) if optim.offload and has_device_memory(device) else None
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             self.masters[name] = parameter if name in others else self._master(name, parameter.detach())

@@ -83,7 +83,7 @@ class CacheView:
         self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
         return blocks
 
-    def return_memory(self) -> None:
+    def release_memory(self) -> None:
         self.memory = None
         if self.shape.device.type == "cuda":
             # To the driver, as one piece: or training's small tensors settle in it and the next call needs another.

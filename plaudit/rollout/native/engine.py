@@ -101,7 +101,7 @@ class NativeEngine(Engine):
             self._busy = False
             self.forward.end()
             if self._cache is not None:
-                self._cache.return_memory()
+                self._cache.release_memory()
 
     # Room
 

@@ -66,6 +66,6 @@ def _both_ways(forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         state[TOKEN], state[POSITION] = int(tokens[position]), position
         rows.state_RC.copy_(torch.tensor([state], device=device))
         found.append(forward.logits(rows, 1, cache, position + 1)[0])
-    cache.return_memory()
+    cache.release_memory()
     model.train(was_training)
     return expected.log_softmax(-1), torch.stack(found).log_softmax(-1)
