@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import plaudit
 from plaudit.data.pack import micro_batches
-from plaudit.data.templates import load_template, load_tokenizer, template_of
+from plaudit.data.templates import load_model_template, load_template, load_tokenizer
 from plaudit.files import text_digest
 from plaudit.models import attention
 from plaudit.models.fused import ready_layers
@@ -214,7 +214,7 @@ def mismatch(job: dict, work: Work, report) -> None:
     name = job["model"]
     if job["model_path"] and name == Path(job["model_path"]).name:
         recipe = Model(path=job["model_path"], dtype="bfloat16")
-        template = template_of(recipe)
+        template = load_model_template(recipe)
         policy = load_policy(recipe, template, torch.device(job["device"]))
         prompts = [template.prompt_tokens([{"role": "user", "content": text}]) for text in PROMPTS[:8]]
         engine = NativeEngine(policy.model, template.tokenizer, max_sequences=work.mismatch_samples)

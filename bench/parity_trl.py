@@ -190,7 +190,7 @@ def write_rows(file: Path, rows: Sequence[dict]) -> Path:
     return file
 
 
-def template_of(model: Path) -> ChatTemplate:
+def load_model_template(model: Path) -> ChatTemplate:
     return load_template(load_tokenizer(str(model)), None)
 
 
@@ -237,7 +237,7 @@ def recipe_of(case: Case, kind: str, folder: Path) -> dict:
     rows = conversations() if case.stage == "sft" else pairs()
     model = tiny_model(kind, rows, folder)
     if case.stage == "reward-model":
-        load_classifier(Model(path=str(model)), template_of(model), CPU, seed=3).save(folder / "classifier")
+        load_classifier(Model(path=str(model)), load_model_template(model), CPU, seed=3).save(folder / "classifier")
         model = folder / "classifier"
     total_rows = (NUM_STEPS - 1) * ROWS_PER_STEP + ROWS_OF_LAST_STEP[case.stage]
     per_step = "rows_per_step" if case.stage == "sft" else "pairs_per_step"
@@ -264,7 +264,7 @@ def trained_by_plaudit(recipe: dict, folder: Path) -> list[dict[str, float]]:
 
 def rows_in_order(recipe: dict) -> list[dict]:
     """Every row of every step as plaudit tokenises it, in the order it trains on them, as TRL's trainers take it."""
-    template, source = template_of(recipe["model"]["path"]), Source(Path(recipe["data"]["train"]))
+    template, source = load_model_template(recipe["model"]["path"]), Source(Path(recipe["data"]["train"]))
     if recipe["stage"] == "sft":
         examples = load_examples([source], template, max_tokens=4096, too_long="error").examples
         rows = [{"input_ids": e.tokens.tolist(), "assistant_masks": e.loss_mask.astype(int).tolist()} for e in examples]
@@ -370,7 +370,7 @@ def weight_difference(folder: Path) -> float:
 
 def moved(model: Path, folder: Path, by: float, seed: int) -> Path:
     """The same model, each weight moved at random by so many of its matrix's deviations."""
-    policy = load_policy(Model(path=str(model), dtype="float32"), template_of(model), CPU)
+    policy = load_policy(Model(path=str(model), dtype="float32"), load_model_template(model), CPU)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in policy.trainable():
@@ -382,7 +382,7 @@ def moved(model: Path, folder: Path, by: float, seed: int) -> Path:
 
 def sampled(model: Path, prompts: Path) -> list[Group]:
     """Groups of answers, some of which end early."""
-    template = template_of(model)
+    template = load_model_template(model)
     encoded = load_prompts([Source(prompts)], template, max_prompt_tokens=256, too_long="error").prompts
     engine = NativeEngine(load_policy(Model(path=str(model), dtype="float32"), template, CPU).model, template.tokenizer)
     sampling = Sampling(MAX_NEW_TOKENS, stop=("e", ".", "t"), seed=5)
@@ -415,7 +415,7 @@ def first_gradients(
             "run": {"dir": "run"},
         }
     )
-    model = load_policy(recipe.model, template_of(policy), CPU)
+    model = load_policy(recipe.model, load_model_template(policy), CPU)
     trainer = Trainer(model, recipe.optim, seed=0, max_skipped_steps=0)
     kept: dict[str, torch.Tensor] = {}
     clip = trainer.optimiser.clip

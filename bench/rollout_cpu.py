@@ -144,14 +144,14 @@ def native(model_folder: str, prompts: list[list[int]], new_tokens: int, setting
     import numpy as np
     import torch
 
-    from plaudit.data.templates import template_of
+    from plaudit.data.templates import load_model_template
     from plaudit.models.trainable import load_model
     from plaudit.recipe import Model
     from plaudit.rollout.engine import Request, Sampling
     from plaudit.rollout.native.engine import NativeEngine
 
     recipe = Model(path=model_folder, dtype="bfloat16")
-    engine = NativeEngine(load_model(recipe, torch.device("cpu")), template_of(recipe).tokenizer)
+    engine = NativeEngine(load_model(recipe, torch.device("cpu")), load_model_template(recipe).tokenizer)
     engine.end_tokens = frozenset()
     requests = [Request(str(i), np.array(tokens)) for i, tokens in enumerate(prompts)]
 

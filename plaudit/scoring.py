@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from plaudit import plugins
-from plaudit.data.rollouts import group_of
+from plaudit.data.rollouts import parse_group
 from plaudit.errors import DataError, RecipeError, did_you_mean
 from plaudit.inputs import load_rewards
 from plaudit.recipe import RewardSettings, ScoreRecipe
@@ -56,7 +56,7 @@ class Scorer:
         if isinstance(rows, Mapping):
             raise DataError("score() takes a list of rows; this is one row: put it into a list")
         rows = list(rows)
-        groups = [group_of(row, str(number), f"row {number}") for number, row in enumerate(rows)]
+        groups = [parse_group(row, str(number), f"row {number}") for number, row in enumerate(rows)]
         scored = self.score_groups(groups)
         return [result_of(one, many="responses" in row) for row, one in zip(rows, scored, strict=True)]
 

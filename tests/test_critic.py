@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from plaudit.config import load
 from plaudit.data.pack import micro_batches, pack
-from plaudit.data.templates import template_of
+from plaudit.data.templates import load_model_template
 from plaudit.errors import PlauditError, RecipeError, TrainingStopped
 from plaudit.loops import rl
 from plaudit.models import attention
@@ -83,7 +83,7 @@ def tensor(*values: float) -> torch.Tensor:
 
 def critic_of(path: Path, **settings):
     model = Model(path=str(path), dtype="float32", **settings)
-    return load_critic(model, template_of(Model(path=str(path))), CPU)
+    return load_critic(model, load_model_template(Model(path=str(path))), CPU)
 
 
 def critic_that_knows(path: Path, **settings):
@@ -96,7 +96,7 @@ def critic_that_knows(path: Path, **settings):
 def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
     """A policy, and a critic on its layers whose head is not at 0."""
     model = Model(path=str(path), **{"dtype": "float32"} | settings)
-    policy = load_policy(model, template_of(model), CPU)
+    policy = load_policy(model, load_model_template(model), CPU)
     critic = SharedCritic(policy, model.path)
     torch.nn.init.normal_(critic.model.weight, generator=torch.Generator().manual_seed(1))
     return policy, critic
@@ -336,7 +336,7 @@ def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_pa
 def test_what_ends_an_answer_does_not_pad_a_saved_critic(tiny_model, tmp_path):
     """transformers takes the value from the last token that is not the padding; and the policy's own tokenizer stays as it is."""
     model = Model(path=str(tiny_model))
-    template = template_of(model)
+    template = load_model_template(model)
     template.tokenizer.pad_token = template.tokenizer.convert_ids_to_tokens(template.end_token)
     load_critic(model, template, CPU).save(tmp_path / "critic")
     saved = AutoTokenizer.from_pretrained(tmp_path / "critic")
@@ -351,7 +351,7 @@ def test_a_new_head_begins_at_zero(tiny_model):
 
 def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
     model = Model(path=str(tiny_model), dtype="bfloat16")
-    critic = load_critic(model, template_of(model), CPU)
+    critic = load_critic(model, load_model_template(model), CPU)
     assert critic.model.score.weight.dtype == torch.float32  # pyright: ignore
     assert critic.model.dtype == torch.bfloat16
     assert target_values(critic.model, pack(samples_by_hand())).dtype == torch.float32

@@ -693,9 +693,9 @@ def experiences_by_hand(count: int = 5, vocabulary: int = 300) -> list[Experienc
 
 @pytest.fixture(scope="module")
 def template(tiny_model):
-    from plaudit.data.templates import template_of
+    from plaudit.data.templates import load_model_template
 
-    return template_of(Model(path=str(tiny_model)))
+    return load_model_template(Model(path=str(tiny_model)))
 
 
 def test_reference_under_lora_is_the_model_without_its_adapters(tiny_model, template):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plaudit.data.conversations import prompt_of
+from plaudit.data.conversations import parse_prompt
 from plaudit.data.rows import SUFFIXES, Rows, read_rows
 from plaudit.errors import DataError, did_you_mean
 from plaudit.types import Prompt
@@ -116,7 +116,7 @@ def read_dump(rows: Rows, label: str = DEFAULT_LABEL) -> Iterator[dict[str, Any]
             "extra_info": _fields(row.get("extra_info")),
         }
         id = str(row.get("prompt_id") or row.get("id") or f"{rows.source}:{number}")
-        prompt = prompt_of({**known, "data_source": row.get("data_source"), "tools": row.get("tools")}, id, where)
+        prompt = parse_prompt({**known, "data_source": row.get("data_source"), "tools": row.get("tools")}, id, where)
         yield {
             "id": id,
             "prompt": prompt.messages,
@@ -145,7 +145,7 @@ def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[Rollout]:
 def _rollout(rows: Sequence[Mapping[str, Any]]) -> Rollout:
     first = rows[0]
     id = first["id"] if first["step"] is None else f"{first['id']}@{first['step']}"
-    prompt = prompt_of(first, id, first["id"])
+    prompt = parse_prompt(first, id, first["id"])
     columns = (tuple(x for row in rows for x in row[name]) for name in ("responses", "labels", "tokens", "rewards"))
     return Rollout(prompt, *columns)
 

@@ -105,7 +105,7 @@ def _entry_source(name: str, entry: dict[str, Any], info: Path, ranked: bool) ->
     if formatting not in ("alpaca", "sharegpt"):
         raise DataError(f"{info}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
     if not isinstance(entry["file_name"], str):
-        raise DataError(f"{info}: {name}: file_name should be text, not {kind_of(entry['file_name'])}")
+        raise DataError(f"{info}: {name}: file_name should be text, not {describe_type(entry['file_name'])}")
     schema = Schema(formatting, _names(entry, "columns", f"{info}: {name}"), _names(entry, "tags", f"{info}: {name}"), ranked)
     return Source(info.parent / entry["file_name"], schema)
 
@@ -144,14 +144,14 @@ def _converter(rows: Rows, schema: Schema):
     if schema.formatting == "alpaca":
         return lambda row, where: _from_alpaca(row, schema, where)
     if "messages" in columns:
-        return lambda row, where: Conversation(messages_of(row.get("messages"), where), tools_of(row.get("tools"), where))
+        return lambda row, where: Conversation(parse_messages(row.get("messages"), where), parse_tools(row.get("tools"), where))
     if "conversations" in columns:
         return lambda row, where: _from_sharegpt(row, schema, where)
     answer = next((name for name in ("response", "completion") if name in columns), None)
     if "prompt" in columns and answer:
         return lambda row, where: Conversation(
-            messages_of(row.get("prompt"), where, role="user") + messages_of(row.get(answer), where, role="assistant"),
-            tools_of(row.get("tools"), where),
+            parse_messages(row.get("prompt"), where, role="user") + parse_messages(row.get(answer), where, role="assistant"),
+            parse_tools(row.get("tools"), where),
         )
     if {"instruction", "output"} <= columns:
         return lambda row, where: _from_alpaca(row, schema, where)
@@ -165,18 +165,18 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def messages_of(value: Any, where: str, role: str | None = None) -> list[Message]:
+def parse_messages(value: Any, where: str, role: str | None = None) -> list[Message]:
     """A list of messages as templates want them; a plain string is one message of `role`."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: has no messages (found {kind_of(value)})")
+        raise DataError(f"{where}: has no messages (found {describe_type(value)})")
     return [_message(item, where) for item in value]
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        found = ", ".join(item) if isinstance(item, dict) and item else kind_of(item)
+        found = ", ".join(item) if isinstance(item, dict) and item else describe_type(item)
         raise DataError(f"{where}: a message should have `role` and `content`, not {found}")
     # Templates test `is defined`, which a null is.
     message = {key: value for key, value in item.items() if value is not None}
@@ -186,11 +186,11 @@ def _message(item: Any, where: str) -> Message:
         )
     if "content" not in item and not message.keys() & {"tool_calls", *REASONING}:
         raise DataError(f"{where}: a message should have `role` and `content`, not {', '.join(item)}")
-    message["content"] = text_of(message.get("content"), where)
+    message["content"] = join_text(message.get("content"), where)
     return message
 
 
-def text_of(content: Any, where: str) -> str:
+def join_text(content: Any, where: str) -> str:
     """Content as one string; a list of text parts is joined."""
     if content is None:
         return ""
@@ -198,10 +198,10 @@ def text_of(content: Any, where: str) -> str:
         return content
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
-    raise DataError(f"{where}: content should be text, not {kind_of(content)} (images and audio are not supported)")
+    raise DataError(f"{where}: content should be text, not {describe_type(content)} (images and audio are not supported)")
 
 
-def tools_of(value: Any, where: str) -> list[Any] | None:
+def parse_tools(value: Any, where: str) -> list[Any] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -210,23 +210,23 @@ def tools_of(value: Any, where: str) -> list[Any] | None:
         except RecursionError:
             raise DataError(f"{where}: tools are nested too deeply") from None
     if value and not isinstance(value, list):
-        raise DataError(f"{where}: tools should be a list, not {kind_of(value)}")
+        raise DataError(f"{where}: tools should be a list, not {describe_type(value)}")
     return value or None
 
 
 def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
-    return Conversation(sharegpt_messages(row, schema, where), tools_of(row.get(schema.column("tools")), where))
+    return Conversation(sharegpt_messages(row, schema, where), parse_tools(row.get(schema.column("tools")), where))
 
 
 def sharegpt_messages(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
     """A row's turns, behind its system prompt."""
     turns = row.get(schema.column("messages"))
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: has no messages (found {kind_of(turns)})")
+        raise DataError(f"{where}: has no messages (found {describe_type(turns)})")
     messages = [sharegpt_message(turn, schema, where) for turn in turns]
     system = row.get(schema.column("system"))
     if system and messages[0]["role"] != "system":  # as in LLaMA-Factory, the conversation's own comes first
-        messages.insert(0, {"role": "system", "content": text_of(system, where)})
+        messages.insert(0, {"role": "system", "content": join_text(system, where)})
     return messages
 
 
@@ -240,7 +240,7 @@ def sharegpt_message(turn: Any, schema: Schema, where: str) -> Message:
         tags["system_tag"]: "system",
     }
     if not isinstance(turn, dict) or tags["role_tag"] not in turn:
-        found = ", ".join(turn) if isinstance(turn, dict) and turn else kind_of(turn)
+        found = ", ".join(turn) if isinstance(turn, dict) and turn else describe_type(turn)
         raise DataError(
             f"{where}: a message should have `{tags['role_tag']}` and `{tags['content_tag']}`, not {found}; "
             "map the names in dataset_info.json"
@@ -250,12 +250,12 @@ def sharegpt_message(turn: Any, schema: Schema, where: str) -> Message:
         raise DataError(
             f"{where}: role {turn[tags['role_tag']]!r} is not one of the tags {', '.join(roles)}; map it in dataset_info.json"
         )
-    return {"role": role, "content": text_of(turn.get(tags["content_tag"]), where)}
+    return {"role": role, "content": join_text(turn.get(tags["content_tag"]), where)}
 
 
 def _from_alpaca(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
-    answer = {"role": "assistant", "content": text_of(row.get(schema.column("response")), where)}
-    return Conversation([*alpaca_prompt(row, schema, where), answer], tools_of(row.get(schema.column("tools")), where))
+    answer = {"role": "assistant", "content": join_text(row.get(schema.column("response")), where)}
+    return Conversation([*alpaca_prompt(row, schema, where), answer], parse_tools(row.get(schema.column("tools")), where))
 
 
 def alpaca_prompt(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
@@ -266,14 +266,14 @@ def alpaca_prompt(row: dict[str, Any], schema: Schema, where: str) -> list[Messa
 
     messages: list[Message] = []
     if system := value("system"):
-        messages.append({"role": "system", "content": text_of(system, where)})
+        messages.append({"role": "system", "content": join_text(system, where)})
     history = value("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError(f"{where}: history should be a list of [question, answer]")
     for question, answer in history:
-        messages.append({"role": "user", "content": text_of(question, where)})
-        messages.append({"role": "assistant", "content": text_of(answer, where)})
-    asked = [text_of(value("prompt"), where), text_of(value("query"), where)]
+        messages.append({"role": "user", "content": join_text(question, where)})
+        messages.append({"role": "assistant", "content": join_text(answer, where)})
+    asked = [join_text(value("prompt"), where), join_text(value("query"), where)]
     messages.append({"role": "user", "content": "\n".join(part for part in asked if part)})
     return messages
 
@@ -297,13 +297,13 @@ def check_text(values: list[Any], where: str) -> None:
         raise DataError(f"{where}: is nested too deeply") from None
 
 
-def kind_of(value: Any) -> str:
+def describe_type(value: Any) -> str:
     if value is None:
         return "nothing"
     return f"an empty {type(value).__name__}" if value in ([], {}, "") else type(value).__name__
 
 
-def unpacked(prompt: Any) -> Any:
+def parse_json_messages(prompt: Any) -> Any:
     """Messages that went through a CSV file or a spreadsheet are JSON in a string."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         with suppress(ValueError):
@@ -325,7 +325,7 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
     )
     for number, row in enumerate(rows):
         row = _without_nulls_of_arrow(row) if rows.nulls_mean_absent else row
-        prompt = prompt_of(row, f"{source.path}:{number}", f"{rows.source}: row {number}")
+        prompt = parse_prompt(row, f"{source.path}:{number}", f"{rows.source}: row {number}")
         if prompt.messages[-1]["role"] == "assistant":
             where = f"{rows.source}: row {number}"
             raise DataError(f"{where}: its prompt ends with an assistant's message; it should end with what is to be answered")
@@ -336,23 +336,23 @@ def _without_nulls_of_arrow(row: dict[str, Any]) -> dict[str, Any]:
     return row | {name: without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
 
 
-def prompt_of(row: Mapping[str, Any], id: str, where: str) -> Prompt:
+def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
     """A row of verl's RL schema. Its prompt may be text, or messages as text. A column `rm_prompt` goes into extra_info."""
     extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
     for name, value in (("extra_info", extra), ("reward_model", reward_model)):
         if not isinstance(value, Mapping):
-            raise DataError(f"{where}: {name} should have fields, not be {kind_of(value)}")
+            raise DataError(f"{where}: {name} should have fields, not be {describe_type(value)}")
     data_source, tools = row.get("data_source"), row.get("tools")
     if not isinstance(data_source, str | None):
-        raise DataError(f"{where}: data_source should be text, not {kind_of(data_source)}")
+        raise DataError(f"{where}: data_source should be text, not {describe_type(data_source)}")
     if row.get("rm_prompt") is not None:  # what a reward model is asked, where that is not what the policy is asked
         extra = {**extra, "rm_prompt": row["rm_prompt"]}
     check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
     return Prompt(
         id=id,
-        messages=messages_of(unpacked(row.get("prompt")), where, role="user"),
+        messages=parse_messages(parse_json_messages(row.get("prompt")), where, role="user"),
         data_source=data_source or "",
         ground_truth=reward_model.get("ground_truth"),
         extra_info=extra,
-        tools=tools_of(tools, where),
+        tools=parse_tools(tools, where),
     )

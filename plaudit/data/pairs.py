@@ -19,12 +19,12 @@ from plaudit.data.conversations import (
     alpaca_prompt,
     check_answers,
     check_text,
-    kind_of,
-    messages_of,
+    describe_type,
+    parse_json_messages,
+    parse_messages,
+    parse_tools,
     sharegpt_message,
     sharegpt_messages,
-    tools_of,
-    unpacked,
     without_nulls,
 )
 from plaudit.data.examples import TooLong, chunks, cut
@@ -90,7 +90,7 @@ def _require_both(row: dict[str, Any], schema: Schema, where: str) -> None:
 
 def _margin(value: Any, column: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        found = value if isinstance(value, float) else kind_of(value)
+        found = value if isinstance(value, float) else describe_type(value)
         raise DataError(f"{where}: {column} should be a number, not {found}")
     return float(value)
 
@@ -103,10 +103,10 @@ def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], sche
         turns = answer if isinstance(answer, list) else [answer]
         messages = [*sharegpt_messages(row, schema, where), *(sharegpt_message(turn, schema, where) for turn in turns)]
     elif schema.formatting == "alpaca":
-        messages = [*alpaca_prompt(row, schema, where), *messages_of(answer, where, role="assistant")]
+        messages = [*alpaca_prompt(row, schema, where), *parse_messages(answer, where, role="assistant")]
     else:
-        messages = _messages(unpacked(row.get("prompt")), unpacked(answer), where)
-    conversation = Conversation(messages, tools_of(row.get("tools"), where))
+        messages = _messages(parse_json_messages(row.get("prompt")), parse_json_messages(answer), where)
+    conversation = Conversation(messages, parse_tools(row.get("tools"), where))
     check_answers(conversation, where)
     last = messages[-1]
     if last["role"] != "assistant":
@@ -124,11 +124,11 @@ def _messages(prompt: Any, answer: Any, where: str) -> list[Message]:
     if prompt is None:
         if isinstance(answer, str):
             raise DataError(f"{where}: is text, and there is no `prompt` that it answers; give one, or whole conversations")
-        messages = messages_of(answer, where)
+        messages = parse_messages(answer, where)
         if messages[0]["role"] == "assistant":
             raise DataError(f"{where}: begins with an assistant's message, and there is no `prompt` that it answers")
         return messages
-    asked, answers = messages_of(prompt, where, role="user"), messages_of(answer, where, role="assistant")
+    asked, answers = parse_messages(prompt, where, role="user"), parse_messages(answer, where, role="assistant")
     if answers[0]["role"] in ("system", "developer", "user"):  # a whole conversation, with its prompt once more beside it
         if not any(message["content"].strip() == asked[-1]["content"].strip() for message in answers):
             raise DataError(f"{where}: is a whole conversation, but not one about this row's `prompt`; leave one of them out")

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.data.conversations import prompt_of
+from plaudit.data.conversations import parse_prompt
 from plaudit.errors import DataError
 from plaudit.types import Group, SavedSample
 
 NOTHING = np.zeros(0, dtype=np.float32)
 
 
-def group_of(row: Mapping[str, Any], id: str, where: str) -> Group:
+def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
     """The row's responses as a group."""
-    texts, counts = responses_of(row, where)
+    texts, counts = parse_responses(row, where)
     if "ground_truth" in row and not row.get("reward_model"):
         row = {**row, "reward_model": {"ground_truth": row["ground_truth"]}}
     row = {"prompt": ""} | {name: _plain(value) for name, value in row.items()}
-    prompt = prompt_of(row, str(row.get("id") or id), where)
+    prompt = parse_prompt(row, str(row.get("id") or id), where)
     tokens = NOTHING.astype(np.int32)
     samples = [
         SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, count)
@@ -32,7 +32,7 @@ def group_of(row: Mapping[str, Any], id: str, where: str) -> Group:
     return Group(prompt, tokens, tuple(samples))
 
 
-def responses_of(row: Mapping[str, Any], where: str) -> tuple[list[str], list[int | None]]:
+def parse_responses(row: Mapping[str, Any], where: str) -> tuple[list[str], list[int | None]]:
     """Their texts, and how many tokens each has, where the row says so."""
     if ("response" in row) == ("responses" in row):
         found = ", ".join(map(str, row)) or "nothing"

@@ -16,7 +16,7 @@ from rich.text import Text
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.pairs import Preference, read_pairs
-from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.doctor import memory, preferences, rewards, rows
 from plaudit.doctor.clashes import PolicySide, check_lengths, find_clashes
 from plaudit.doctor.critic import check_critic
@@ -122,7 +122,7 @@ class _Page:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _template(self, recipe: TrainingRecipe) -> Iterator[Finding]:
-        self.template = template_of(recipe.model)
+        self.template = load_model_template(recipe.model)
         yield from rows.check_template(self.template, recipe)
 
     def _rows(self, recipe: TrainingRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:

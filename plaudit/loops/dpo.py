@@ -17,7 +17,7 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
-from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest, weights_fingerprint
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.folder import require_same_tokens
@@ -39,7 +39,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)
-    template = template_of(recipe.model)
+    template = load_model_template(recipe.model)
     files = [source for part in sources.values() for source in part]
     inputs = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     if recipe.loss.reference is not None:

@@ -17,7 +17,7 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
-from plaudit.data.templates import template_of
+from plaudit.data.templates import load_model_template
 from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
@@ -40,7 +40,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)
-    template = template_of(recipe.model)
+    template = load_model_template(recipe.model)
     transcript = Transcript(template.tokenizer, template.text)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}

@@ -30,7 +30,7 @@ from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.pack import micro_batches
 from plaudit.data.prompts import EncodedPrompt, load_prompts, with_unique_ids
-from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.files import weights_fingerprint
 from plaudit.models.critic import SharedCritic, load_critic, target_values
@@ -71,7 +71,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)
-    template = template_of(recipe.model)
+    template = load_model_template(recipe.model)
     files = [source.path for part in sources.values() for source in part]
     scorers = [file for reward in recipe.rewards for file in reward.files]
     with (
@@ -174,7 +174,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     """The recipe's model, as it is, on the validation prompts."""
     recipe = loaded.recipe
     assert isinstance(recipe, RLRecipe)
-    template = template_of(recipe.model)
+    template = load_model_template(recipe.model)
     prompts = _prompts("val", sources["val"], template, recipe.data)[: recipe.validation.max_prompts]
     policy = load_policy(recipe.model, template, resolve_device(recipe.run.device))
     engine = NativeEngine(policy.model, template.tokenizer, max_sequences=recipe.rollout.max_sequences)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from plaudit.data.conversations import Source
 from plaudit.data.prompts import EncodedPrompt, load_prompts
-from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import Model
@@ -41,7 +41,7 @@ class SampleJob:
 
 def sample(job: SampleJob) -> int:
     """Sample what the output does not have yet; returns how many prompts it has in the end."""
-    template = template_of(job.model)
+    template = load_model_template(job.model)
     found = load_prompts(
         job.sources,
         template,

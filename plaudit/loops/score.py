@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.data.conversations import Source
-from plaudit.data.rollouts import group_of, token_counter, with_token_counts
+from plaudit.data.rollouts import parse_group, token_counter, with_token_counts
 from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
@@ -101,7 +101,7 @@ def score(job: ScoreJob) -> Summary:
         with StepProgress("score", total, len(file.done)) as progress:
             rows = islice(_rows(job.sources), len(file.done), total)
             while some := list(islice(rows, ROWS_AT_ONCE)):
-                groups = [with_token_counts(group_of(row, row["id"], where), count_tokens) for row, where in some]
+                groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in some]
                 found = runner.collect(groups, learn=False)
                 _stop_if_given_up(found, job.out)  # before there are lines that say so: it will be mended and asked again
                 for (row, _), scored in zip(some, found, strict=True):

@@ -17,7 +17,7 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
-from plaudit.data.templates import ChatTemplate, template_of
+from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.logprobs import target_logprobs
@@ -38,7 +38,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.repeatable:
         compute_repeatably(device)
-    template = template_of(recipe.model)
+    template = load_model_template(recipe.model)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, [source.path for source in files], template, columns) as run:

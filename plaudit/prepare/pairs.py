@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plaudit.data.conversations import kind_of, tools_of
-from plaudit.data.rollouts import responses_of
+from plaudit.data.conversations import describe_type, parse_tools
+from plaudit.data.rollouts import parse_responses
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
@@ -73,7 +73,7 @@ def make_pairs(
             if best - worst <= min_margin or chosen == rejected:
                 made.alike += 1
                 continue
-            offered = {"tools": tools} if (tools := tools_of(row.get("tools"), where)) else {}
+            offered = {"tools": tools} if (tools := parse_tools(row.get("tools"), where)) else {}
             pairs.append({"prompt": row["prompt"], **offered, "chosen": chosen, "rejected": rejected, "margin": best - worst})
     if not pairs:
         raise DataError(f"{', '.join(map(str, files))}: no pair can be made ({made})")
@@ -118,11 +118,11 @@ def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) -> list[tuple[float, str]]:
     """Rewards and responses."""
-    texts, counts = responses_of(row, where)
+    texts, counts = parse_responses(row, where)
     rewards, status = row["reward"], row.get("status") or ["finished"] * len(texts)
     if not isinstance(rewards, list) or len(rewards) != len(texts) or not all(isinstance(r, int | float | None) for r in rewards):
         raise DataError(
-            f"{where}: `reward` should be a number for each of the {len(texts)} responses, not {kind_of(rewards)}. {HINT}"
+            f"{where}: `reward` should be a number for each of the {len(texts)} responses, not {describe_type(rewards)}. {HINT}"
         )
     return [
         (float(reward), text)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from plaudit.data.conversations import kind_of
+from plaudit.data.conversations import describe_type
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, PlauditError, RecipeError
 from plaudit.files import atomic_file
@@ -129,11 +129,11 @@ def _group(row: dict[str, Any], columns: Columns, fewest: int, where: str) -> Ca
     candidates, given = (row.get(name) for name in (columns.candidates, columns.scores))
     analysis = None if columns.analysis is None else row.get(columns.analysis)
     if not isinstance(candidates, list) or not fewest <= len(candidates) <= len(LETTERS):
-        found = len(candidates) if isinstance(candidates, list) else kind_of(candidates)
+        found = len(candidates) if isinstance(candidates, list) else describe_type(candidates)
         raise DataError(f"{where}: column {columns.candidates!r} should have {fewest} to {len(LETTERS)} candidates, not {found}")
     candidates = tuple(_text(one, f"{where}: column {columns.candidates!r}, candidate {i}") for i, one in enumerate(candidates))
     if not isinstance(given, list) or len(given) != len(candidates):
-        found = len(given) if isinstance(given, list) else kind_of(given)
+        found = len(given) if isinstance(given, list) else describe_type(given)
         raise DataError(
             f"{where}: column {columns.scores!r} should have a score for each of the {len(candidates)} candidates, not {found}"
         )
@@ -142,14 +142,14 @@ def _group(row: dict[str, Any], columns: Columns, fewest: int, where: str) -> Ca
         if isinstance(score, bool) or not isinstance(score, int) or not LOWEST <= score <= HIGHEST:
             raise DataError(f"{where}: column {columns.scores!r}: {score!r} should be a whole number from {LOWEST} to {HIGHEST}")
     if not isinstance(analysis, str | None):
-        raise DataError(f"{where}: column {columns.analysis!r} should be text, not {kind_of(analysis)}")
+        raise DataError(f"{where}: column {columns.analysis!r} should be text, not {describe_type(analysis)}")
     places = tuple(range(len(candidates)))
     return Candidates(where, text, (source, target), candidates, tuple(scores), _unannounced(analysis or ""), places)
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where} should be text, not {kind_of(value)}")
+        raise DataError(f"{where} should be text, not {describe_type(value)}")
     return value.strip()
 
 

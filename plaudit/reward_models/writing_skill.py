@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, template_of
+from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_model_template
 from plaudit.errors import RecipeError
 from plaudit.models.folder import architecture, require_matching_tokenizer
 from plaudit.models.trainable import load_policy
@@ -49,7 +49,7 @@ class WritingSkill(Skill[Asked, Answer]):
             raise RecipeError(f"{self.path}: {kind} gives a number and writes nothing; use it with kind: scalar_model")
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
             raise RecipeError(f"{self.path}: {kind or type(config).__name__} is no causal language model, so it cannot be a judge")
-        self.template = template_of(self._recipe)
+        self.template = load_model_template(self._recipe)
         require_matching_tokenizer(self.path, config, self.template.tokenizer)
 
     @property

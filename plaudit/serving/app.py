@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp
 
 from plaudit import __version__
-from plaudit.data.rollouts import group_of, with_token_counts
+from plaudit.data.rollouts import parse_group, with_token_counts
 from plaudit.errors import DataError, did_you_mean, redact
 from plaudit.report.progress import print_line
 from plaudit.rewards.reward import last_line
@@ -153,7 +153,7 @@ async def _groups(asked: ScoreRequest, most: int, count: Callable[[str], int] | 
 def _group(item: Item, index: int) -> Group:
     where = f"items.{index}"
     try:
-        return group_of(item.row(), str(index), where)
+        return parse_group(item.row(), str(index), where)
     except DataError as problem:
         raise _Refused([{"where": where, "message": str(problem).removeprefix(f"{where}: ")}]) from None
 
