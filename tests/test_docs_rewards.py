@@ -16,7 +16,7 @@ from test_judges import collect, make, scores_of
 from test_rewards import group, values
 
 from plaudit import plugins
-from plaudit.data.rollouts import group_of
+from plaudit.data.rollouts import parse_group
 from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.recipe.reward_models import CallLimits, JudgeSampling, RewardModel
 from plaudit.recipe.section import Section
@@ -181,7 +181,7 @@ def test_the_example_of_a_page(kind, stand_in, tmp_path, monkeypatch):
     with Scorer("R.yaml") as scorer:
         [got] = scorer.score([row])
         assert got == {name: column for name, column in expected.items() if name != "id"}
-        [scored] = scorer.score_groups([group_of(row, "0", "row")])
+        [scored] = scorer.score_groups([parse_group(row, "0", "row")])
         calls_so_far = sum(amounts["calls"] for name, amounts in scorer.runner.amounts().items() if "/" not in name)
     calls = int(re.search(r"stand-in: (\d+) calls", summary)[1])  # pyright: ignore
     assert calls_so_far == 2 * calls

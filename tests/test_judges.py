@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from test_rewards import group, values
 
 from plaudit.config import load, to_yaml
-from plaudit.data.conversations import prompt_of
+from plaudit.data.conversations import parse_prompt
 from plaudit.errors import RecipeError
 from plaudit.recipe import ScoreRecipe
 from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
@@ -788,7 +788,7 @@ def plugin(folder: Path, say: Any, text: str = PLUGIN, **given: Any) -> Any:
 def test_a_plugin_file_runs_unchanged(tmp_path):
     reward = plugin(tmp_path, lambda prompt: f"{len(prompt)} points")
     rows = [{"prompt": "q", "rm_prompt": given} for given in ("Grade:", "")]
-    prompts = [prompt_of(row, str(i), "row") for i, row in enumerate(rows)]
+    prompts = [parse_prompt(row, str(i), "row") for i, row in enumerate(rows)]
     groups = [Group(prompt, np.zeros(0), group("a", "bb").samples) for prompt in prompts]
     got = collect(reward, *groups, group("c"))
     asked = [text for text, _ in backend_of(reward).asked]
@@ -928,8 +928,8 @@ def test_a_cascade_is_known_by_its_group_if_its_judge_compares():
 
 
 def test_rm_prompt_of_a_row_reaches_the_reward():
-    assert prompt_of({"prompt": "q", "rm_prompt": "grade"}, "p", "row").extra_info == {"rm_prompt": "grade"}
-    assert prompt_of({"prompt": "q", "rm_prompt": None, "extra_info": {"a": 1}}, "p", "row").extra_info == {"a": 1}
+    assert parse_prompt({"prompt": "q", "rm_prompt": "grade"}, "p", "row").extra_info == {"rm_prompt": "grade"}
+    assert parse_prompt({"prompt": "q", "rm_prompt": None, "extra_info": {"a": 1}}, "p", "row").extra_info == {"a": 1}
 
 
 @pytest.mark.parametrize(
