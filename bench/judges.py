@@ -2,8 +2,8 @@
 
     python bench/judges.py                 512 calls in flight, a server that takes 200 ms, both on this machine
 
-The server (tests/fault_server.py) has a process of its own, and so has each client. Ideal: every call takes the latency and nothing
-else, so `in flight / latency` calls a second. httpx and openai come from .venv-clients if it is there:
+The server (tests/support/fault_server.py) has a process of its own, and so has each client. Ideal: every call takes the latency and
+nothing else, so `in flight / latency` calls a second. httpx and openai come from .venv-clients if it is there:
 
     python3 -m venv .venv-clients && .venv-clients/bin/pip install -r bench/requirements-clients.txt
 
@@ -47,7 +47,7 @@ def main() -> None:
     import psutil  # not in .venv-clients, where this file runs with --one
 
     server = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "fault_server.py"), "--latency", str(arguments.latency)], stdout=subprocess.PIPE
+        [sys.executable, str(ROOT / "tests/support/fault_server.py"), "--latency", str(arguments.latency)], stdout=subprocess.PIPE
     )
     try:
         assert server.stdout is not None

@@ -1,11 +1,8 @@
-"""What tests share: rows, tiny models made from them, and where real data lies if it is there."""
+"""Fixtures that tests share: rows, tiny models made from them, and where real data lies if it is there."""
 
-import json
 import os
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,34 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import psutil
 import pytest
-from processes import Command
 
-REPOSITORY = Path(__file__).parent.parent
-KINDS = ("llama", "qwen2", "qwen3", "mistral")
-
-
-def arithmetic_rows(count: int = 60) -> list[dict]:
-    """Single- and multi-turn conversations of different lengths, with and without a system prompt."""
-    rows = []
-    for i in range(count):
-        a, b = i % 7, (i * 3) % 10
-        messages = [
-            {"role": "user", "content": f"What is {a} + {b}?"},
-            {"role": "assistant", "content": f"{a + b}" if i % 2 else f"{a} + {b} makes {a + b}, so the answer is {a + b}."},
-        ]
-        if i % 3 == 0:
-            messages.insert(0, {"role": "system", "content": "Answer with a number."})
-        if i % 5 == 0:
-            messages += [{"role": "user", "content": "And twice that?"}, {"role": "assistant", "content": f"{2 * (a + b)}"}]
-        rows.append({"messages": messages})
-    return rows
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+pytest.register_assert_rewrite("support")
+from support.models import KINDS  # noqa: E402
+from support.paths import REPOSITORY  # noqa: E402
+from support.processes import Command  # noqa: E402
+from support.rows import arithmetic_rows, pair_rows, prompt_rows, write_jsonl  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -65,16 +41,6 @@ def tiny_model(tiny_models) -> Path:
     return tiny_models["llama"]
 
 
-def with_other_tokens(model: Path, folder: Path) -> Path:
-    """The same model, but for its tokenizer: as many tokens, with other numbers."""
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
-
-
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data sets beside the checkout (or $PLAUDIT_DATA); tests that need it skip without it."""
@@ -84,96 +50,9 @@ def real_data() -> Path:
     return folder
 
 
-def write_recipe(path: Path, tree: dict) -> Path:
-    """A recipe file; JSON is YAML."""
-    path.write_text(json.dumps(tree))
-    return path
-
-
-def sft_recipe(model_path: Path, rows: Path, run_dir: Path, **sections: dict) -> dict:
-    """A small SFT recipe; keyword arguments add to or replace settings of a section."""
-    tree = {
-        "model": {"path": str(model_path)},
-        "data": {"train": str(rows), "max_tokens": 256},
-        "train": {"rows_per_step": 6, "tokens_per_micro_batch": 128},
-        "optim": {"lr": 1e-3, "warmup_steps": 2},
-        "run": {"dir": str(run_dir), "max_steps": 8, "device": "cpu"},
-    }
-    for section, settings in sections.items():
-        tree[section] = {**tree.get(section, {}), **settings}
-    return tree
-
-
-def train_sft(recipe_file: Path, *overrides: str) -> Path:
-    """`plaudit sft` in this process."""
-    from plaudit.cli import load_checked
-    from plaudit.loops.sft import train
-
-    return train(*load_checked(recipe_file, list(overrides), "sft"))
-
-
-def pair_rows(count: int = 40) -> list[dict]:
-    """Sums with a plain answer that is preferred to one that guesses; some behind an earlier turn, some with a system prompt."""
-    rows = []
-    for i in range(count):
-        a, b = i % 7, (i * 3) % 10
-        prompt = [{"role": "user", "content": f"What is {a} + {b}?"}]
-        if i % 3 == 0:
-            prompt.insert(0, {"role": "system", "content": "Answer with a number."})
-        if i % 5 == 0:
-            prompt += [{"role": "assistant", "content": f"{a + b}"}, {"role": "user", "content": "And twice that?"}]
-        rejected = f"I guess {a + b}" if i % 2 else f"I guess that it may be {a + b} or more"
-        rows.append({"prompt": prompt, "chosen": f"the answer is {a + b}." if i % 4 else f"{a + b}.", "rejected": rejected})
-    return rows
-
-
 @pytest.fixture(scope="session")
 def pairs_file(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pair_rows())
-
-
-def pair_recipe(model_path: Path, pairs: Path, run_dir: Path, **sections: dict) -> dict:
-    """A small recipe for `plaudit dpo` or `plaudit reward-model`; keyword arguments as in `sft_recipe`."""
-    tree = {
-        "model": {"path": str(model_path)},
-        "data": {"train": str(pairs), "max_tokens": 256},
-        "train": {"pairs_per_step": 6, "tokens_per_micro_batch": 256},
-        "optim": {"lr": 1e-3, "warmup_steps": 2},
-        "run": {"dir": str(run_dir), "epochs": 10, "max_steps": 8, "device": "cpu"},
-    }
-    for section, settings in sections.items():
-        tree[section] = {**tree.get(section, {}), **settings}
-    return tree
-
-
-def train_dpo(recipe_file: Path, *overrides: str) -> Path:
-    """`plaudit dpo` in this process."""
-    from plaudit.cli import load_checked
-    from plaudit.loops.dpo import train
-
-    return train(*load_checked(recipe_file, list(overrides), "dpo"))
-
-
-def train_reward_model(recipe_file: Path, *overrides: str) -> Path:
-    """`plaudit reward-model` in this process."""
-    from plaudit.cli import load_checked
-    from plaudit.loops.reward_model import train
-
-    return train(*load_checked(recipe_file, list(overrides), "reward-model"))
-
-
-def prompt_rows(count: int = 12) -> list[dict]:
-    """Questions with one right answer, of different lengths."""
-    sums = [(i % 7, (i * 3) % 10) for i in range(count)]
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"What is {a} + {b}?{'' if i % 3 else ' Answer with a number.'}"}],
-            "data_source": "sums",
-            "reward_model": {"ground_truth": str(a + b)},
-            "extra_info": {"index": i},
-        }
-        for i, (a, b) in enumerate(sums)
-    ]
 
 
 # 1 per token-like character that is written: it differs from sample to sample, and a random model can raise it.
@@ -195,50 +74,6 @@ def reward_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     path.write_text(DIGITS_AND_LETTERS)
     return path
-
-
-def rl_recipe(model_path: Path, prompts: Path, run_dir: Path, reward: Path | dict, **sections: dict) -> dict:
-    """A small RL recipe; `reward` is a function's file or a reward's settings. Keyword arguments as in `sft_recipe`."""
-    function = reward if isinstance(reward, dict) else {"kind": "function", "path": str(reward), "workers": 1, "timeout_s": 60}
-    tree = {
-        "model": {"path": str(model_path)},
-        "data": {"train": str(prompts), "max_prompt_tokens": 64},
-        "rollout": {"n": 4, "max_new_tokens": 12, "stop": ["e", "."]},  # without which a random model hardly ever ends
-        "rewards": [function],
-        "train": {"prompts_per_step": 3, "tokens_per_micro_batch": 256},
-        "optim": {"lr": 3e-3},
-        "run": {"dir": str(run_dir), "epochs": 100, "max_steps": 2, "device": "cpu"},
-    }
-    for section, settings in sections.items():
-        tree[section] = {**tree.get(section, {}), **settings}
-    return tree
-
-
-def train_rl(recipe_file: Path, *overrides: str) -> Path:
-    """`plaudit rl` in this process."""
-    from plaudit.cli import load_checked
-    from plaudit.loops.rl import train
-
-    return train(*load_checked(recipe_file, list(overrides), "rl"))
-
-
-class Stopped(Exception):
-    """How `stop_before` ends a run."""
-
-
-def stop_before(monkeypatch, step: int) -> None:
-    """The next process ends, as if killed, when it comes to this step."""
-    from plaudit.train.trainer import Trainer
-
-    update = Trainer.update
-
-    def update_or_stop(self, *arguments):
-        if self.updates == step - 1:
-            monkeypatch.setattr(Trainer, "update", update)
-            raise Stopped
-        return update(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "update", update_or_stop)
 
 
 @pytest.fixture
@@ -291,22 +126,3 @@ def relative_prompts(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("prompts"))
         yield write_jsonl(Path("prompts.jsonl"), prompt_rows())
-
-
-def gone(*pids: int | None, within_s: float = 20.0) -> bool:
-    """Whether these processes end in time. One that nobody has waited for yet has ended, once its last thread has: until then its
-    files and ports are open."""
-
-    def runs(pid: int) -> bool:
-        try:
-            process = psutil.Process(pid)
-            return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + within_s
-    while any(pid is not None and runs(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True

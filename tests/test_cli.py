@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
-from conftest import arithmetic_rows, sft_recipe, write_jsonl, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit import __version__, cli
@@ -20,6 +19,8 @@ from plaudit.models.memory import MemoryPlan, plan_memory
 from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
 from plaudit.recipe import Model
+from support.recipes import sft_recipe, write_recipe
+from support.rows import arithmetic_rows, write_jsonl
 
 
 class Result(NamedTuple):

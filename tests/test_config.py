@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import pytest
-from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
@@ -20,6 +19,7 @@ from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
 from plaudit.recipe import STAGES, Optim, RewardSettings, Section, SFTRecipe
 from plaudit.recipe.rewards import OneReward
 from plaudit.train.schedule import lr_at
+from support.paths import REPOSITORY
 
 MINIMAL = """\
 model: {path: m}

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, train_dpo, train_reward_model, train_rl, train_sft, write_jsonl
 
 from plaudit.config import load, to_yaml
 from plaudit.scoring import Scorer
+from support.paths import REPOSITORY
+from support.recipes import train_dpo, train_reward_model, train_rl, train_sft
+from support.rows import write_jsonl
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 TRAIN = {"sft": train_sft, "dpo": train_dpo, "reward-model": train_reward_model, "rl": train_rl}

@@ -1,10 +1,12 @@
 """Imports point one way: a room knows the rooms below it and none above."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+
+from support.paths import REPOSITORY, TESTS
 
 # From the bottom up; rooms on one line do not know each other.
 LEVELS = [
@@ -76,3 +78,39 @@ def test_objectives_and_rewards_know_nothing_of_clusters(module):
 def test_no_file_outgrows_a_reader():
     long = {str(m.relative_to(REPOSITORY)): n for m in MODULES if (n := len(m.read_text().splitlines())) > 450}
     assert not long, f"split these: {long}"
+
+
+# Tests ---------------------------------------------------------------------------------------------------------------
+
+TEST_MODULES = sorted(TESTS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", TEST_MODULES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_module_imports_another(module):
+    """What several need is in tests/support."""
+    for name in imports(module):
+        last = name.split(".")
+        assert not any(part.startswith("test_") or part == "conftest" for part in last), f"{module}: {name}"
+
+
+def test_folders_of_tests_mirror_rooms():
+    folders = {str(module.parent.relative_to(TESTS)) for module in TEST_MODULES if module.name.startswith("test_")}
+    for folder in folders:
+        assert (REPOSITORY / "plaudit" / folder).is_dir(), f"tests/{folder}: there is no plaudit/{folder}"
+
+
+# Documents -----------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = [
+    *REPOSITORY.glob("*.md"),
+    *(file for folder in ("docs", "bench", "recipes") for file in (REPOSITORY / folder).rglob("*.md")),
+    REPOSITORY / "Makefile",
+    REPOSITORY / "bench/requirements-vllm.txt",
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_paths_that_documents_name_exist(document):
+    for path in re.findall(r"(?<![\w/.])(?:tests|bench|recipes|plaudit|docs)/[\w./-]*\w", document.read_text(encoding="utf-8")):
+        if Path(path).name not in ("x.py", "x"):
+            assert (REPOSITORY / path).exists(), f"{document}: {path}"

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from test_rewards import write_function
 
 from plaudit.errors import DataError, RecipeError
 from plaudit.scoring import Scorer
+from support.rewards import write_function
 
 ROWS = [
     {"prompt": "2 + 2 =", "response": "4", "ground_truth": "4"},

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Stopped, sft_recipe, stop_before, train_sft, write_recipe
 
 from plaudit.cli import load_checked
 from plaudit.config import flatten
 from plaudit.errors import RunError
 from plaudit.trackers import TRACKERS, Trackers
+from support.recipes import Stopped, sft_recipe, stop_before, train_sft, write_recipe
 
 STEPS = 6
 pytestmark = pytest.mark.usefixtures("no_curves")

@@ -1,0 +1,567 @@
+"""`plaudit doctor` on rewards with a model behind them: does it tell good from bad, go together with the policy, and fit?"""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoTokenizer
+
+from plaudit.config import load
+from plaudit.doctor import watched
+from plaudit.doctor.memory import check_budgets
+from plaudit.doctor.pairs import BUILT_IN, GIBBERISH, dressed, pairs_for
+from plaudit.errors import RecipeError
+from plaudit.models.memory import Budget, Need, count_parameters, plan_reward_model
+from plaudit.models.scalar import TOKENS_PER_PASS
+from plaudit.recipe import ScoreRecipe, View
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.rewards.view import see
+from plaudit.train.memory_plan import plan_devices
+from plaudit.types import Prompt
+from support.fault_server import FaultServer
+from support.models import BOS_TEMPLATE, make_classifier
+from support.paths import CHAT_TEMPLATES
+from support.recipes import rl_recipe, write_recipe
+from support.rows import prompt_rows, write_jsonl
+
+TEMPLATES = CHAT_TEMPLATES
+CPU = torch.device("cpu")
+# A judge that the fault server answers by repeating its prompt: the score is what the template says it is.
+LENGTH_SCORE = "{{ question }}\n{{ response }}\nScore: [[{{ response | length }}]]"
+
+
+@pytest.fixture(scope="module")
+def scalar(tiny_models, tmp_path_factory) -> Path:
+    return make_classifier(tiny_models["llama"], tmp_path_factory.mktemp("doctor") / "rm")
+
+
+@pytest.fixture
+def server():
+    with FaultServer() as one:
+        one.max_model_len = 4096
+        yield one
+
+
+@pytest.fixture
+def doctor(plaudit, tmp_path, tiny_models, prompts_file):
+    """The page for these rewards: (exit code, findings, all of it)."""
+
+    def examine(*rewards: dict, stage: str = "score", overrides: tuple[str, ...] = (), **sections: Any):
+        if stage == "score":
+            tree: dict[str, Any] = {"stage": "score", "rewards": list(rewards)}
+        else:
+            prompts = sections.pop("prompts", prompts_file)
+            tree = rl_recipe(sections.pop("policy", tiny_models["llama"]), prompts, tmp_path / "run", {}, **sections)
+            tree |= {"stage": "rl", "rewards": list(rewards)}
+        code, out, err = plaudit("doctor", write_recipe(tmp_path / "r.yaml", tree), *overrides)
+        assert "Traceback" not in out + err
+        assert out, err
+        lines = [line.split(maxsplit=2) for line in out.splitlines() if line.startswith("  ") and line[2:3] in ("✓", "!", "✗")]
+        return code, [(mark, check, text) for mark, check, text in lines], out
+
+    return examine
+
+
+def copied(model: Path, folder: Path, *, without: str = "") -> Path:
+    shutil.copytree(model, folder)
+    if without:
+        (folder / without).unlink()
+    return folder
+
+
+def judged(url: str, template: Path, **settings: Any) -> dict:
+    template.write_text(LENGTH_SCORE)
+    model = {"placement": "server", "url": url, **settings.pop("model", {})}
+    pattern = r"\[\[(\d+)\]\]"
+    return {"kind": "judge", "model": model, "template": str(template), "parser": "regex", "pattern": pattern, **settings}
+
+
+def of(findings: list[tuple[str, str, str]], check: str) -> list[tuple[str, str]]:
+    return [(mark, text) for mark, name, text in findings if name == check]
+
+
+# What it is, and whether it tells good from bad ----------------------------------------------------------------------
+
+
+def test_a_scalar_model_in_this_process(doctor, scalar):
+    code, findings, out = doctor({"kind": "scalar_model", "name": "bt", "model": {"path": str(scalar)}}, stage="rl")
+    assert code == 0
+    (mark, what), *pairs = of(findings, "reward")
+    parameters = sum(tensor.numel() for tensor in load_file(scalar / "model.safetensors").values())
+    assert mark == "✓"
+    assert what.startswith(
+        f"bt: scalar_model; LlamaForSequenceClassification of {parameters:,} parameters from {scalar}; float32 on cpu"
+    )
+    assert "resident; takes 2,048 tokens; its own chat template; loaded after " in what
+    assert len(pairs) == 2, "the rows have ground truths"
+    for mark, text in pairs:
+        good, bad = map(float, re.match(r"bt: (\S+) for '\d+', (\S+) for '\d+', asked 'What is ", text).groups())  # pyright: ignore
+        assert mark == ("✓" if good > bad else "!")
+        assert text.endswith("it prefers the bad answer") == (good < bad)
+    assert "What the model of reward bt reads:\n<|im_start|>user\nWhat is 0 + 0? Answer with a number.<|im_end|>\n" in out
+    assert "<|im_start|>assistant\n0<|im_end|>" in out
+
+
+def test_a_critique_and_its_scorer_offloaded(doctor, tiny_models, scalar):
+    """A critique that was cut is still one: so even a random critic has something to be scored."""
+    critic = {
+        "kind": "critique_then_score",
+        "name": "critic",
+        "model": {"path": str(tiny_models["qwen2"]), "placement": "offload"},
+        "sampling": {"max_new_tokens": 70},
+        "scorer": {"kind": "scalar_model", "model": {"path": str(scalar), "placement": "offload"}},
+    }
+    _, findings, out = doctor(critic)
+    told = of(findings, "reward")
+    assert not [text for mark, text in told if mark == "✗"]
+    assert [text.split(";")[0] for _, text in told[:2]] == ["critic/scorer: scalar_model", "critic: critique_then_score"]
+    assert "float32 on cpu, offload" in told[0][1]
+    assert len(told) == 2 + len(BUILT_IN)
+    assert "\nCritique:\n" in out.split("What the model of reward critic/scorer reads")[1]
+    assert out.count("one offloaded at a time") == 1
+
+
+def test_a_judge_behind_a_server_is_shown_as_it_is_asked(doctor, server, tmp_path):
+    code, findings, out = doctor(judged(server.url, tmp_path / "t.jinja", name="far"))
+    assert code == 0
+    (_, what), *pairs = of(findings, "reward")
+    assert what.startswith(
+        f"far: judge; model judge at {server.url}; takes 4,096 tokens; the server renders messages; answers after 0."
+    )
+    assert [mark for mark, _ in pairs] == ["!", "!", "✓"], "as long; longer; gibberish is shorter"
+    assert pairs[0][1].endswith("10 for '7 + 5 = 12', 10 for '7 + 5 = 31', asked 'What is 7 + 5?': it sees no difference")
+    assert pairs[1][1].endswith("it prefers the bad answer")
+    assert (
+        f"The messages that reward far sends to {server.url}, which renders them itself:\n[user]\nWhat is 7 + 5?\n7 + 5 = 12\n"
+        in out
+    )
+    assert len(server.requests) == 2 * len(BUILT_IN)
+
+
+def test_a_server_whose_weights_are_here_is_rendered(doctor, server, tmp_path, tiny_model):
+    reward = judged(server.url, tmp_path / "t.jinja", model={"path": "judge", "tokenizer": str(tiny_model)})
+    _, _, out = doctor(reward)
+    assert "What the model of reward judge reads:\n<|im_start|>user\nWhat is 7 + 5?\n7 + 5 = 12\nScore: [[10]]<|im_end|>" in out
+
+
+@pytest.mark.parametrize("kind", ["group_judge", "pairwise_judge"])
+def test_a_pair_is_one_group(doctor, server, kind):
+    code, findings, _ = doctor({"kind": kind, "model": {"placement": "server", "url": server.url}, "sampling": {"retry": 5}})
+    assert code == 1, "it repeats its prompt, which is no verdict"
+    failed = of(findings, "reward")[1:]
+    assert {mark for mark, _ in failed} == {"✗"}
+    assert all(
+        "unparsable: the judge's answer cannot be read (2 tries)" in text and "It said: 'answer to " in text for _, text in failed
+    )
+    assert len(server.requests) == len(BUILT_IN) * 2 * (2 if kind == "pairwise_judge" else 1), (
+        "asked again once, whatever retry says"
+    )
+
+
+def test_a_judge_in_this_process_that_writes_nonsense(doctor, tiny_models):
+    reward = {"kind": "judge", "model": {"path": str(tiny_models["qwen2"])}, "sampling": {"max_new_tokens": 20}}
+    code, findings, _ = doctor(reward)
+    assert code == 1
+    assert [mark for mark, _ in of(findings, "reward")] == ["✓", "✗", "✗", "✗"]
+    assert "unparsable" in of(findings, "reward")[1][1]
+
+
+def test_a_judge_inside_a_cascade_and_its_rule(doctor, server, tmp_path):
+    cascade = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": judged(server.url, tmp_path / "t.jinja")}
+    _, findings, _ = doctor(cascade, stage="rl")
+    rule, judge, *pairs = [text for _, text in of(findings, "reward")]
+    assert rule.startswith("exact: pays 1 for the ground truth, 0 for an empty answer")
+    assert judge.startswith("cascade/judge: judge; model judge at ")
+    assert all(text.startswith("cascade/judge: 1 for '") for text in pairs)
+
+
+# What cannot be opened -----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_opened_is_one_line_in_seconds(doctor, tmp_path, tiny_model, scalar):
+    bare = copied(scalar, tmp_path / "bare", without="tokenizer.json")
+    (bare / "tokenizer_config.json").unlink()
+    (tmp_path / "odd.jinja").write_text("{{ respnse }}")
+    began = time.monotonic()
+    code, findings, _ = doctor(
+        {"kind": "judge", "name": "dead", "model": {"placement": "server", "url": "http://127.0.0.1:9"}},
+        {"kind": "scalar_model", "name": "nowhere", "model": {"path": str(tmp_path / "bar")}},
+        {"kind": "scalar_model", "name": "headless", "model": {"path": str(tiny_model)}},
+        {"kind": "scalar_model", "name": "bare", "model": {"path": str(bare)}},
+        {"kind": "judge", "name": "classifier", "model": {"path": str(scalar)}},
+        {"kind": "judge", "name": "odd", "model": {"path": str(tiny_model)}, "template": str(tmp_path / "odd.jinja")},
+        {"kind": "judge", "name": "long", "model": {"path": str(tiny_model), "max_prompt_tokens": 99999}},
+        {"kind": "exact"},
+    )
+    assert time.monotonic() - began < 100
+    assert code == 1
+    told = dict(text.split(": ", 1) for _, text in of(findings, "reward"))
+    assert [mark for mark, _ in of(findings, "reward")] == ["✗"] * 7 + ["✓"]
+    assert told["dead"].startswith("http://127.0.0.1:9/v1/models: nobody listens there")
+    assert told["nowhere"] == f"{tmp_path / 'bar'}: there is no such folder. Did you mean {bare}?"
+    assert "gives no score: it is no ...ForSequenceClassification" in told["headless"]
+    assert told["bare"].startswith(f"no tokenizer could be loaded from {bare}")
+    assert "gives a number and writes nothing; use it with kind: scalar_model" in told["classifier"]
+    assert "odd.jinja uses respnse, which this kind does not give." in told["odd"]
+    assert told["odd"].endswith("Did you mean response?")
+    assert "takes 2,048 tokens at most: lower it" in told["long"]
+
+
+def test_a_model_whose_weights_are_broken(doctor, tmp_path, scalar):
+    broken = copied(scalar, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not weights at all")
+    code, findings, _ = doctor({"kind": "scalar_model", "model": {"path": str(broken)}})
+    assert code == 1
+    assert of(findings, "reward")[0][0] == "✗"
+
+
+def test_a_server_that_hangs_is_not_waited_for(doctor, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(watched, "ANSWER_S", 0.5)
+    server.fault_for_all = "hang"
+    began = time.monotonic()
+    code, findings, _ = doctor(judged(server.url, tmp_path / "t.jinja", sampling={"retry": 3}))
+    assert code == 1
+    assert time.monotonic() - began < 100
+    assert all(mark == "✗" and "timeout" in text for mark, text in of(findings, "reward")[1:])
+
+
+def test_a_slow_judge_writes_as_much_as_can_be_waited_for(doctor, tiny_models, monkeypatch):
+    monkeypatch.setattr(watched, "WRITING_S", 1e-3)
+    reward = {"kind": "judge", "model": {"path": str(tiny_models["qwen2"])}, "sampling": {"max_new_tokens": 1024}}
+    code, findings, _ = doctor(reward)
+    assert code == 0, "that is no proof that it cannot judge"
+    assert all(
+        text.endswith("slow: only 16 tokens of its answer were waited for: it is slow here")
+        for _, text in of(findings, "reward")[1:]
+    )
+
+
+def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "a-very-secret-key-of-ours")
+    with FaultServer(key="a-very-secret-key-of-ours") as server:
+        code, _, out = doctor(judged(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
+        assert code == 0
+        server.fault_for_all = "401"
+        _, findings, more = doctor(judged(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
+        assert of(findings, "reward")[1][0] == "✗"
+        monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
+        _, _, third = doctor(judged(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
+        assert "The one in JUDGE_API_KEY is not it." in third
+    assert "very-secret-key" not in out + more + third
+
+
+def test_built_in_questions_that_lack_a_field_prove_nothing(doctor, server, tmp_path):
+    reward = judged(server.url, tmp_path / "t.jinja")
+    (tmp_path / "t.jinja").write_text("{{ extra_info.style }} {{ response }}")
+    code, findings, _ = doctor(reward)
+    assert code == 0
+    assert all(mark == "!" and "no_field" in text and "your rows may have it" in text for mark, text in of(findings, "reward")[1:])
+
+
+# Pairs ---------------------------------------------------------------------------------------------------------------
+
+
+def prompts_with(*truths: Any) -> list[Prompt]:
+    return [Prompt(str(i), [{"role": "user", "content": f"{i}?"}], "", truth) for i, truth in enumerate(truths)]
+
+
+def test_pairs_are_of_the_rows_where_their_truths_are_answers(scalar):
+    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "scalar_model", "model": {"path": str(scalar)}}]}).rewards
+    assert [(p.good, p.bad) for p in pairs_for(reward, prompts_with("4", "4 ", 7, "9"))] == [("4", "7"), ("4", "7")]
+    assert [(p.good, p.bad) for p in pairs_for(reward, prompts_with(["Paris", "paris"]))] == [("Paris", GIBBERISH)]
+    for useless in ('{"refs": [1]}', {"a": 1}, None, "", True):
+        assert pairs_for(reward, prompts_with(useless)) == list(BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [{"extract": "boxed"}, {"extract": "codeblock"}, {"extract": "tag", "tag": "answer"}, {"extract": "line"},
+     {"extract": "oneline"}, {"think": "strict"}, {"think": "strict", "extract": "boxed"},
+     {"think": "strip", "extract": "codeblock"}],
+)  # fmt: skip
+def test_answers_are_dressed_for_the_view(view):
+    view = View.model_validate(view)
+    assert see(view, dressed(view, "42")).text == "42"
+
+
+# Clashes -------------------------------------------------------------------------------------------------------------
+
+
+def clashes(doctor, *rewards: dict, stage: str = "rl", **sections: Any) -> list[str]:
+    """All of them, with their marks."""
+    _, findings, _ = doctor(*rewards, stage=stage, **sections)
+    return [f"{mark} {text}" for mark, name, text in findings if name in ("clash", "context") and mark != "✓"]
+
+
+def bt(scalar: Path, **settings: Any) -> dict:
+    model = {"path": str(scalar), **settings.pop("model", {})}
+    return {"kind": "scalar_model", "name": "bt", "model": model, **settings}
+
+
+def test_a_good_match_has_no_clash(doctor, scalar):
+    code, findings, _ = doctor(bt(scalar), stage="rl")
+    assert code == 0
+    assert of(findings, "clash") == []
+    [_, (mark, text)] = of(findings, "context")
+    assert mark == "✓"
+    assert re.fullmatch(r"bt: with responses of rollout.max_new_tokens = 12 it reads up to \d+ of 2,048 tokens", text)
+
+
+def test_templates_that_are_not_its_own_and_system_prompts_of_its_own(doctor, scalar, tmp_path):
+    told = clashes(doctor, bt(scalar, model={"chat_template": str(TEMPLATES / "qwen25.jinja")}), stage="score")
+    assert told[0].startswith("! bt: not its own chat template is used, but ")
+    assert told[1].startswith(
+        "! bt: its chat template adds a system prompt of its own, 'You are a patient teacher.'. If it was not"
+    )
+    bare = copied(scalar, tmp_path / "bare", without="chat_template.jinja")
+    [told] = clashes(doctor, bt(bare, model={"chat_template": "chatml"}), stage="score")
+    assert told.startswith("! bt: it has no chat template of its own, and is asked in chatml")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"), [("<|endoftext|>" + BOS_TEMPLATE, "begins with two BOS tokens"), (None, "has none: choose")]
+)
+def test_two_bos_tokens_and_none(doctor, scalar, tmp_path, template, told):
+    folder = copied(scalar, tmp_path / "bos")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    [found] = clashes(doctor, bt(folder), stage="score")
+    assert told in found
+    assert found.startswith("! bt: ")
+
+
+def test_the_policys_tokens_in_what_the_reward_model_reads(doctor, scalar, tiny_model, tmp_path):
+    policy = copied(tiny_model, tmp_path / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["<call>", "</call>"])
+    tokenizer.save_pretrained(policy)
+    rows = prompt_rows()
+    rows[3]["prompt"][0]["content"] += "<|im_end|>"
+    rows[5]["prompt"][0]["content"] += "<call>"
+    prompts = write_jsonl(tmp_path / "p.jsonl", rows)
+    told = clashes(doctor, bt(scalar), policy=policy, prompts=prompts, rollout={"stop": ["</call>", "<|im_start|>"]})
+    assert [line.split(":")[1] for line in told] == [
+        " the policy's </call> would be read as 7 pieces of text",
+        " the policy's <call> would be read as 6 pieces of text",
+        " the policy's <|im_end|> would be read as a special token of the reward model's own, as if a turn began or ended there",
+    ]
+    assert "rollout.stop keeps it in responses" in told[0], "<|im_start|> is special, so no response holds it"
+    assert "it stands in 1 of 12 messages of the data; take it out of them" in told[1]
+
+
+def test_thoughts(doctor, scalar, tmp_path):
+    def told(view: dict, *, thinks: bool = True) -> list[str]:
+        overrides = (f"model.chat_template={TEMPLATES / 'prefilled_think.jinja'}",) if thinks else ()
+        return clashes(doctor, bt(scalar, view=view), overrides=overrides)
+
+    [keep] = told({"think": "keep"})
+    assert re.search(r"would read its thoughts, with </think> in \d pieces. view: \{think: strip\} takes them off", keep)
+    [strip] = told({"think": "strip"})
+    assert "the policy's prompt opens <think> for it" in strip
+    assert told({"think": "strict"}) == []
+    (tmp_path / "longcot.json").write_text(json.dumps({"longcot_delimiter": "<response>", "end_delimiter": None}))
+    [nothing] = told({"longcot_config": str(tmp_path / "longcot.json"), "strict": True})
+    assert "of a response with <think> tags its view leaves" in nothing
+    [never] = told({"think": "strict"}, thinks=False)
+    assert "view.think is strict, but nothing says that the policy thinks" in never
+
+
+def test_what_is_too_long_to_be_scored(doctor, scalar, tiny_models):
+    [told] = clashes(doctor, bt(scalar, model={"max_prompt_tokens": 100}), rollout={"max_new_tokens": 200})
+    assert told.startswith("! bt: with responses of rollout.max_new_tokens = 200 it reads up to 2")
+    assert "of 100 tokens: such samples would be malformed for 100% of the prompts; responses of up to about " in told
+    [room] = map(int, re.findall(r"up to about (\d+) tokens fit", told))
+    assert 60 < room < 80, "a prompt takes 23 tokens, and what is around the answer a few more"
+    [told] = clashes(doctor, bt(scalar, model={"max_prompt_tokens": 10}), rollout={"max_new_tokens": 200})
+    assert told.startswith("✗ bt: ")
+    assert "not even an empty response fits into most of them" in told
+    # The longest prompts only: rows 0, 3, 6 and 9 of twelve ask for a number.
+    lengths = sorted(_tokens(scalar, row) for row in prompt_rows())
+    limit = lengths[-5] + 12 + 1
+    [told] = clashes(doctor, bt(scalar, model={"max_prompt_tokens": limit}))
+    assert "would be malformed for 33% of the prompts" in told
+    group = {"kind": "group_judge", "name": "g", "model": {"path": str(tiny_models["qwen2"]), "max_prompt_tokens": 900}}
+    told = clashes(doctor, {**group, "sampling": {"max_new_tokens": 8}}, rollout={"n": 8, "max_new_tokens": 100})
+    assert "such samples would be malformed for 100%" in told[0], "eight responses together"
+    assert clashes(doctor, {**group, "sampling": {"max_new_tokens": 8}}, rollout={"n": 2, "max_new_tokens": 100}) == []
+
+
+def _tokens(scalar: Path, row: dict) -> int:
+    tokenizer = AutoTokenizer.from_pretrained(scalar)
+    text = tokenizer.apply_chat_template([*row["prompt"], {"role": "assistant", "content": "0"}], tokenize=False)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"]) - 1
+
+
+def test_lengths_behind_a_server_are_an_estimate(doctor, server, tmp_path):
+    server.max_model_len = 1100
+    [told] = clashes(doctor, judged(server.url, tmp_path / "t.jinja"), rollout={"max_new_tokens": 500})
+    assert "of 76 tokens (an estimate: counted in the policy's tokens): such samples would be malformed for 100%" in told
+
+
+def test_room_for_the_judges_own_answer(doctor, server, tmp_path):
+    def told(new: int, **model: int) -> list[str]:
+        reward = judged(server.url, tmp_path / "t.jinja", sampling={"max_new_tokens": new}, model=model)
+        return clashes(doctor, reward, stage="score")
+
+    assert told(3000, max_prompt_tokens=1096) == []
+    [cut] = told(3000, max_prompt_tokens=2000)
+    assert cut.startswith("! judge: model.max_prompt_tokens 2,000 and sampling.max_new_tokens 3,000 are more than the 4,096 tokens")
+    assert cut.endswith("max_prompt_tokens: 1,096 leaves room for them")
+    [none] = told(4096)
+    assert none.startswith("✗ judge: sampling.max_new_tokens is 4,096, and the model takes 4,096 tokens in all")
+
+
+def test_ready_prompts_with_the_policys_tokens(doctor, tiny_models, scalar, tmp_path):
+    policy = copied(tiny_models["llama"], tmp_path / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["<call>"])
+    tokenizer.save_pretrained(policy)
+    (tmp_path / "raw.jinja").write_text("<call>{{ response }}")
+    model = {"path": str(tiny_models["qwen2"])}
+    reward = {
+        "kind": "judge",
+        "model": model,
+        "raw": True,
+        "template": str(tmp_path / "raw.jinja"),
+        "sampling": {"max_new_tokens": 4},
+    }
+    [told] = clashes(doctor, reward, policy=policy)
+    assert (
+        "the policy's <call> would be read as 6 pieces of text: it stands in the ready prompt; write that with the reward" in told
+    )
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_adds_up_by_phase():
+    budget = Budget(
+        (
+            Need("policy", ("sampling", "scoring", "training"), 10.0),
+            Need("gradients", ("training",), 30.0),
+            Need("cache", ("sampling",), 0.0, elastic=50.0),
+            Need("resident", ("sampling", "scoring", "training"), 5.0),
+            Need("first", ("scoring",), 20.0, elastic=4.0, in_turn=True),
+            Need("second", ("scoring",), 22.0, in_turn=True),
+        ),
+        there=70.0,
+    )
+    assert [budget.at(phase) for phase in ("sampling", "scoring", "training")] == [65.0, 39.0, 45.0]
+    assert [budget.at(phase, fixed_only=True) for phase in ("sampling", "scoring", "training")] == [15.0, 37.0, 45.0]
+    assert budget.peak == "sampling"
+    assert budget.verdict == "tight"
+    assert Budget(budget.needs, 73.0).verdict == "fits"
+    assert Budget(budget.needs, 45.0).verdict == "tight", "a cache makes do with less"
+    assert Budget(budget.needs, 44.0).verdict == "too much"
+
+
+def test_a_reward_models_memory_by_hand(tiny_models, scalar, tmp_path):
+    """Width 64, 2 layers, 2 heads of 16 for keys and values, MLP 160."""
+    parameters = sum(tensor.numel() for tensor in load_file(scalar / "model.safetensors").values())
+    judge = RewardModel(path=str(tiny_models["qwen2"]))
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        model = RewardModel(path=str(scalar)).model_copy(update={"dtype": dtype})
+        plan = plan_reward_model(model, CPU, scalar=True, sequences=0, tokens=0)
+        assert (plan.parameters, plan.weights, plan.elastic) == (parameters, size * parameters, False)
+        assert plan.working == TOKENS_PER_PASS["cpu"] * size * (6 * 64 + 2 * 32 + 3 * 160)
+        plan = plan_reward_model(judge.model_copy(update={"dtype": dtype}), CPU, scalar=False, sequences=3, tokens=7)
+        assert (plan.working, plan.elastic) == (3 * 7 * 2 * 2 * 32 * size, True)
+
+
+def test_parameters_are_counted_in_every_file(scalar, tmp_path):
+    tensors = load_file(scalar / "model.safetensors")
+    sharded = copied(scalar, tmp_path / "sharded", without="model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, some in parts.items():
+        save_file({name: tensors[name] for name in some}, sharded / file)
+    weight_map = {name: file for file, some in parts.items() for name in some}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert count_parameters(str(sharded)) == count_parameters(str(scalar)) == sum(t.numel() for t in tensors.values())
+    (sharded / "b.safetensors").write_bytes(b"short")
+    with pytest.raises(RecipeError, match=r"b\.safetensors: its weights cannot be read"):
+        count_parameters(str(sharded))
+
+
+@pytest.fixture
+def budget_of(tmp_path, tiny_model, prompts_file, monkeypatch):
+    def plan(*rewards: dict, there: float | None = None, **sections: Any) -> tuple[Budget, list[tuple[str, str]]]:
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", {}, **sections)
+        recipe = load(write_recipe(tmp_path / "b.yaml", {**tree, "stage": "rl", "rewards": list(rewards)})).recipe
+        if there is not None:
+            monkeypatch.setattr("plaudit.train.memory_plan.total_memory", lambda _: there)
+        budgets = plan_devices(recipe)
+        return budgets["cpu"], list(check_budgets(recipe, budgets))
+
+    return plan
+
+
+def test_placement_decides_when_a_model_counts(budget_of, scalar, tiny_models):
+    plain, _ = budget_of({"kind": "exact"})
+    weights = 4 * count_parameters(str(scalar))
+    working = TOKENS_PER_PASS["cpu"] * 4 * (6 * 64 + 2 * 32 + 3 * 160)
+    resident, _ = budget_of(bt(scalar))
+    added = {phase: resident.at(phase) - plain.at(phase) for phase in ("sampling", "scoring", "training")}
+    assert added == pytest.approx({"sampling": weights + working, "scoring": weights + working, "training": weights})
+    judge = {
+        "kind": "judge",
+        "model": {"path": str(tiny_models["qwen2"]), "placement": "offload"},
+        "sampling": {"max_new_tokens": 24},
+    }
+    cache = 12 * (64 + 12 + 24) * 2 * 2 * 32 * 4  # 3 prompts × 4 samples; prompt, response and answer
+    both, _ = budget_of(bt(scalar, model={"placement": "offload"}), judge)
+    largest = max(weights + working, 4 * count_parameters(str(tiny_models["qwen2"])) + cache)
+    added = {phase: both.at(phase) - plain.at(phase) for phase in ("sampling", "scoring", "training")}
+    assert added == pytest.approx({"sampling": 0, "scoring": largest, "training": 0})
+    served, _ = budget_of({"kind": "judge", "model": {"placement": "server", "url": "http://127.0.0.1:9"}})
+    assert served == plain
+
+
+def test_what_does_not_fit_says_what_to_change(budget_of, scalar):
+    budget, [(mark, text)] = budget_of(bt(scalar))
+    assert mark == "✓"
+    assert text.startswith("cpu: at most 0.1 GB of ")
+    most = budget.at(budget.peak)
+    _, [(mark, text)] = budget_of(bt(scalar), there=1.05 * most)
+    assert mark == "!"
+    assert ": tight, and where memory is short" in text
+    _, [(mark, text)] = budget_of(bt(scalar), there=0.5 * most)
+    assert mark == "✗"
+    assert text.endswith("placement: offload takes bt away while others work; placement: server, altogether.")
+    _, [(mark, text)] = budget_of(bt(scalar, model={"placement": "offload"}), there=0.5 * most)
+    assert mark == "✗"
+    assert "Lower train.tokens_per_micro_batch, placement: server for the reward models" in text
+
+
+def test_a_server_that_is_launched_is_told_apart(budget_of, scalar):
+    plain, _ = budget_of({"kind": "exact"})
+    budget, found = budget_of(bt(scalar, model={"placement": "launch"}))
+    assert budget == plain
+    assert found[1][1].startswith("bt: placement: launch starts a server on this machine, which is not in the table")
+
+
+def test_the_table_is_printed(doctor, scalar, tiny_model):
+    _, _, out = doctor(bt(scalar), stage="rl")
+    table = out.split("Memory on cpu, ")[1].split("\n\n")[0].splitlines()
+    assert table[1].split() == ["sampling", "scoring", "training"]
+    assert [line.split("  ")[1] for line in table[2:]] == [
+        "policy: weights", "policy: moments, masters", "policy: gradients", "policy: activations, logits", "cache: 12 × 76 tokens",
+        "bt: weights, resident", "bt: while it scores", "together",
+    ]  # fmt: skip
+    assert AutoConfig.from_pretrained(tiny_model).num_hidden_layers == 2, "what the sizes above are of"
+    _, _, out = doctor(bt(scalar))
+    assert "Memory on cpu" in out
+    assert ", while scoring" in out
+    assert "policy" not in out

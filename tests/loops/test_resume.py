@@ -1,0 +1,115 @@
+"""A run that is killed and started again ends where an uninterrupted one ends, bit for bit."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.processes import Command, signalled
+from support.recipes import exact_metrics, sft_recipe, train_sft, write_recipe
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+STEPS = 16
+VARIANTS = {
+    "float32": {},
+    "bfloat16, LoRA with dropout, gradient checkpointing": {
+        "dtype": "bfloat16",
+        "lora": {"rank": 4, "dropout": 0.1},
+        "gradient_checkpointing": True,
+    },
+}
+
+
+def steps_logged(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return sum(1 for line in file.read_bytes().splitlines() if line) if file.exists() else 0
+
+
+def assert_same_result(run: Path, reference: Path) -> None:
+    last = f"checkpoints/step_{STEPS:06d}"
+    for file in ("model/model.safetensors", f"{last}/trainer/00000.safetensors", f"{last}/state.json"):
+        assert (run / file).read_bytes() == (reference / file).read_bytes(), file
+    assert exact_metrics(run) == exact_metrics(reference)
+
+
+def recipe_for(folder: Path, name: str, tiny_model: Path, rows_file: Path, model: dict) -> Path:
+    recipe = sft_recipe(
+        tiny_model,
+        rows_file,
+        folder / name,
+        model=model,
+        data={"val": str(rows_file)},
+        run={"max_steps": STEPS, "epochs": 10, "save_every": 5, "validate_every": 7, "keep_last": 2},
+    )
+    return write_recipe(folder / f"{name}.yaml", recipe)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant):
+    reference = recipe_for(tmp_path, "reference", tiny_model, rows_file, VARIANTS[variant])
+    train_sft(reference)
+    killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, VARIANTS[variant])
+    seed = int(os.environ.get("PLAUDIT_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"PLAUDIT_TEST_SEED={seed}")
+    moments = sorted(random.Random(seed).sample(range(1, STEPS), 3))
+    ends = []
+    for moment in moments:
+        process = Command("sft", killed)
+        process.wait_for(lambda moment=moment: steps_logged(tmp_path / "killed") > moment)
+        ends.append(process.kill())
+    assert -signal.SIGKILL in ends
+    train_sft(killed)
+    assert_same_result(tmp_path / "killed", tmp_path / "reference")
+
+
+@pytest.mark.parametrize("moment", ["open .step_000010.aside/state.json", "os.rename checkpoints/.step_000010.aside"])
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, moment):
+    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+    killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, {})
+    aside = tmp_path / "killed/checkpoints/.step_000010.aside"
+    signalled(signal.SIGKILL, moment, "sft", killed)
+    assert aside.exists()
+    train_sft(killed)
+    assert not aside.exists()
+    assert_same_result(tmp_path / "killed", tmp_path / "reference")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, number):
+    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+    stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
+    output = signalled(number, "behind line 3", "sft", stopped, forked=number != signal.SIGINT)
+    assert f"Go on with: plaudit sft {stopped}" in output
+    assert "Traceback" not in output
+    last = sorted((tmp_path / "stopped/checkpoints").iterdir())[-1]
+    assert json.loads((last / "state.json").read_text())["step"] == exact_metrics(tmp_path / "stopped")[-1]["step"]
+    train_sft(stopped)
+    assert_same_result(tmp_path / "stopped", tmp_path / "reference")
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_model, rows_file, capsys):
+    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+    damaged = recipe_for(tmp_path, "damaged", tiny_model, rows_file, {})
+    train_sft(damaged)
+    before, last = sorted((tmp_path / "damaged/checkpoints").iterdir())[-2:]
+    state = last / "trainer/00000.safetensors"
+    os.truncate(state, state.stat().st_size // 2)
+    capsys.readouterr()
+    train_sft(damaged)
+    said = capsys.readouterr().err
+    assert f"{last.name} is not whole (trainer/00000.safetensors has" in said
+    assert f"going on from {before}" in said
+    assert_same_result(tmp_path / "damaged", tmp_path / "reference")
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path, tiny_model, rows_file):
+    recipe = recipe_for(tmp_path, "run", tiny_model, rows_file, {})
+    model = train_sft(recipe)
+    weights, metrics = (model / "model.safetensors").read_bytes(), (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert train_sft(recipe) == model
+    assert (model / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics

@@ -1,0 +1,186 @@
+"""`plaudit prepare pointwise-sft` and `pointwise-rl`: scored translations, each a row, and the chain to a trained judge."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plaudit.data.conversations import Source, read_conversations, read_prompts
+from plaudit.errors import DataError, PlauditError, RecipeError
+from plaudit.prepare.cli import prepare_pointwise_rl, prepare_pointwise_sft
+from plaudit.prepare.pointwise import Rule, make_pointwise_rl, make_pointwise_sft
+from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
+from plaudit.rewards.judges.judge import Judge
+from plaudit.rewards.rules.grade import Grade
+from plaudit.rewards.rules.pointwise_score import PointwiseScore
+from plaudit.types import Prompt
+from support.judges import backend_of, collect, make
+from support.rewards import group
+from support.scored_groups import GROUP, MINI, before_and_after_rl, groups
+
+RULES: list[Rule] = ["pointwise_score", "grade"]
+PARSERS = {"pointwise_score": "last_number_line", "grade": "total_score"}
+
+
+def sft(file: Path, out: Path, **settings) -> dict[str, str]:
+    """Answers by question."""
+    make_pointwise_sft([file], out, **settings)
+    talks = [conversation.messages for _, conversation in read_conversations(Source(out))]
+    return {question["content"]: answer["content"] for question, answer in talks}
+
+
+def rl(file: Path, out: Path, **settings) -> list[Prompt]:
+    make_pointwise_rl([file], out, **settings)
+    return list(read_prompts(Source(out)))
+
+
+def paid(rule: Rule, prompt: Prompt, answer: str) -> float | None:
+    reward = PointwiseScore(kind="pointwise_score") if rule == "pointwise_score" else Grade(kind="grade")
+    return reward.value(prompt, group(answer).samples[0]).value
+
+
+@pytest.mark.parametrize(
+    ("rule", "endings", "truths"),
+    [
+        ("pointwise_score", ["2", "9", "7", "7"], ["2", "9", "7", "7"]),
+        ("grade", [f"Total Score: {score}/10" for score in (2, 9, 7, 7)], ["0.2", "0.9", "0.7", "0.7"]),
+    ],
+)
+def test_a_row_for_each_candidate_with_its_own_line_and_its_score(tmp_path, rule, endings, truths):
+    prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule)
+    taught = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
+    about = ["wrong time of day.", "no error.", "grammar.", "style."]
+    assert [prompt.ground_truth for prompt in prompts] == truths
+    assert [prompt.extra_info["candidate"] for prompt in prompts] == GROUP["mt_texts"]
+    answers = [taught[prompt.messages[0]["content"]] for prompt in prompts]
+    assert answers == [f"{line}\n\n{ending}" for line, ending in zip(about, endings, strict=True)]
+    assert {prompt.data_source for prompt in prompts} == {"mt_score" if rule == "pointwise_score" else "grade"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_sft_teaches_is_what_the_rule_pays_most_and_the_judge_reads(tmp_path, rule):
+    taught = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
+    read = Judge(kind="judge", model={"path": "x"}, parser=PARSERS[rule]).reader()  # pyright: ignore
+    for prompt in rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule):
+        answer = taught[prompt.messages[0]["content"]]
+        assert paid(rule, prompt, answer) == pytest.approx(1.0)
+        found = read(answer)
+        assert found is not None
+        assert found.value == float(prompt.ground_truth)
+
+
+@pytest.mark.parametrize("own_template", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_prompt_is_the_one_that_judge_asks(tmp_path, rule, own_template):
+    """Word for word, for a policy that is asked to translate as here; with one's own template the judge is told the scale."""
+    template, scale = None, {}
+    if own_template:
+        (template := tmp_path / "t.jinja").write_text("{{ task }}|{{ response }}|{{ parser }}|{{ lowest }} to {{ highest }}\n")
+        scale = {"lowest": 0, "highest": 10} if rule == "pointwise_score" else {}
+    answer = {"pointwise_score": "7", "grade": "Total Score: 7/10"}[rule]
+    reward = make("judge", answer, parser=PARSERS[rule], template=None if template is None else str(template), **scale)
+    task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
+    collect(reward, replace(group(*GROUP["mt_texts"]), prompt=Prompt("0", task)))
+    asked = {text for text, _ in backend_of(reward).asked}
+    prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule, template=template)
+    assert asked == {prompt.messages[0]["content"] for prompt in prompts}
+
+
+def test_an_analysis_that_cannot_be_taken_apart_is_an_error_for_sft_alone(tmp_path):
+    file = groups(tmp_path, {"analysis": "B is best."})
+    with pytest.raises(DataError, match="column 'analysis' cannot be taken apart, as a row for each candidate asks"):
+        make_pointwise_sft([file], tmp_path / "sft.parquet")
+    assert not (tmp_path / "sft.parquet").exists()
+    assert len(rl(file, tmp_path / "rl.parquet")) == 4
+
+
+def test_a_candidate_that_is_alone_has_the_whole_analysis(tmp_path):
+    alone = {"mt_texts": ["Guten Abend."], "scores": [2]}
+    for analysis in ("Wrong time of day.", "Translation A: Wrong time of day."):
+        [answer] = sft(groups(tmp_path, alone | {"analysis": analysis}), tmp_path / "sft.parquet").values()
+        assert answer == "Wrong time of day.\n\n2"
+
+
+def test_long_candidates_are_left_out_one_by_one(tmp_path):
+    texts = ["x" * 50, "y" * 10, "z" * 51, "w"]
+    file = groups(tmp_path, {"src_text": "t" * 50, "mt_texts": texts})
+    made = make_pointwise_rl([file], tmp_path / "rl.parquet", max_characters=100)
+    assert str(made) == "3 rows of 1 groups; 1 candidates were too long"
+    assert "zz" not in "".join(sft(file, tmp_path / "sft.parquet", max_characters=100))
+    with pytest.raises(DataError, match="all 4 candidates are longer than --max-characters"):
+        make_pointwise_rl([file], tmp_path / "none.parquet", max_characters=10)
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "message"),
+    [
+        ("", "pointwise_score", "column 'analysis' says nothing about candidate D"),
+        ("9", "pointwise_score", "what it says about candidate D ends with a score already"),
+        ("fine. Total Score: 3/10", "grade", "what it says about candidate D ends with a score already"),
+    ],
+)
+def test_an_analysis_that_would_teach_nonsense_is_refused(tmp_path, line, rule, message):
+    file = groups(tmp_path, {"analysis": GROUP["analysis"].replace("style.", line)})
+    with pytest.raises(DataError, match=message):
+        make_pointwise_sft([file], tmp_path / "sft.parquet", rule=rule)
+    assert len(rl(file, tmp_path / "rl.parquet", rule=rule)) == 4
+
+
+def test_rl_does_not_look_at_an_analysis(tmp_path):
+    assert len(rl(groups(tmp_path, {"analysis": ["what", "ever"]}), tmp_path / "rl.parquet")) == 4
+
+
+@pytest.mark.parametrize("make_rows", [make_pointwise_sft, make_pointwise_rl, make_ranking_sft, make_ranking_rl])
+@pytest.mark.parametrize("needs", ["ground_truth", "extra_info.style"])
+def test_a_template_that_needs_what_these_rows_lack_is_told(tmp_path, make_rows, needs):
+    (tmp_path / "t.jinja").write_text("{{ " + needs + " }}")
+    with pytest.raises(RecipeError, match=r"prepare: template: .*lacks what t.jinja needs.* These rows have nothing but a task"):
+        make_rows([groups(tmp_path)], tmp_path / "rows.parquet", template=tmp_path / "t.jinja")
+
+
+def test_bad_rows_and_templates_are_told(tmp_path):
+    with pytest.raises(DataError, match=r"row 0: column 'scores': 11 should be a whole number from 0 to 10"):
+        make_pointwise_rl([groups(tmp_path, {"scores": [1, 2, 3, 11]})], tmp_path / "rl.parquet")
+    (tmp_path / "t.jinja").write_text("{{ candidates }}")
+    with pytest.raises(RecipeError, match="uses candidates, which this kind does not give"):
+        make_pointwise_rl([groups(tmp_path)], tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
+
+
+def test_the_verbs_write_a_new_file_and_never_over_one(tmp_path, capsys):
+    file = groups(tmp_path)
+    for name, verb in (("sft", prepare_pointwise_sft), ("rl", prepare_pointwise_rl)):
+        verb([file], tmp_path / f"{name}.parquet")
+        assert capsys.readouterr().out == f"{tmp_path / name}.parquet: 4 rows of 1 groups\n"
+        with pytest.raises(PlauditError, match="exists; choose another name"):
+            verb([file], tmp_path / f"{name}.parquet")
+
+
+def test_the_seed_decides_every_byte(tmp_path):
+    file = groups(tmp_path, *({"src_text": f"{i}"} for i in range(9)))
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        make_pointwise_sft([file], tmp_path / name, seed=seed)
+    a, b, c = ((tmp_path / name).read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_real_candidates_become_rows_whose_taught_answers_the_rule_pays_most(tmp_path, real_data):
+    file = real_data / "mt_ranking_ende_test.parquet"
+    for rule in RULES:
+        prompts = rl(file, tmp_path / f"{rule}.parquet", rule=rule)
+        taught = sft(file, tmp_path / f"{rule}-sft.parquet", rule=rule)
+        assert len(prompts) > 400
+        assert all(paid(rule, prompt, taught[prompt.messages[0]["content"]]) == pytest.approx(1.0) for prompt in prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_rl_improves_on_sft_on_candidates_that_neither_saw(tmp_path, real_data, rule):
+    """The miniature of docs/generative_reward_models.md, shorter. What RL brings is the commonest score."""
+    short = {"rule": rule, "max_characters": 400, "template": MINI / "mini_score.jinja"}
+    train, test = (real_data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
+    make_pointwise_sft([train], tmp_path / "sft.parquet", **short)
+    make_pointwise_rl([train], tmp_path / "rl.parquet", **short)
+    make_pointwise_rl([test], tmp_path / "val.parquet", **short)
+    cold, rewarded = ["run.epochs=9", "run.max_steps=100"], [f"rewards=[{{kind: {rule}}}]"]
+    before, after = before_and_after_rl(tmp_path, cold, rewarded)
+    assert after["val/reward"] > before["val/reward"] + 0.05

@@ -1,0 +1,270 @@
+"""`plaudit prepare ranking-sft` and `ranking-rl`: scored translations as rows, and the chain from them to a trained judge."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer import BadParameter
+
+from plaudit.data.conversations import Source, read_conversations, read_prompts
+from plaudit.data.rows import read_rows
+from plaudit.errors import DataError, PlauditError, RecipeError
+from plaudit.prepare.cli import prepare_ranking_rl, prepare_ranking_sft
+from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
+from plaudit.prepare.scored_groups import Columns
+from plaudit.rewards.judges.parsing import read_letters
+from plaudit.rewards.rules.ranking import Ranking
+from plaudit.types import Prompt
+from support.judges import backend_of, collect, make
+from support.rewards import group
+from support.rows import write_jsonl
+from support.scored_groups import GROUP, MINI, before_and_after_rl, groups
+
+
+def sft(file: Path, out: Path, **settings) -> list[list[dict]]:
+    make_ranking_sft([file], out, **settings)
+    return [conversation.messages for _, conversation in read_conversations(Source(out))]
+
+
+def rl(file: Path, out: Path, **settings) -> list[Prompt]:
+    make_ranking_rl([file], out, **settings)
+    return list(read_prompts(Source(out)))
+
+
+def scored(prompt: Prompt, answer: str, **settings) -> float | None:
+    return Ranking(kind="ranking", **settings).value(prompt, group(answer).samples[0]).value
+
+
+# Answers and truths --------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_analysis_ranking_and_scores_in_the_order_of_the_ranking(tmp_path):
+    [[question, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet")
+    assert answer["content"] == GROUP["analysis"] + "\n\nRanking:\nB > C = D > A\nScores:\nB: 9, C: 7, D: 7, A: 2"
+    assert "Translate from English into German:\n\nGood morning." in question["content"]
+    assert "[C]\nGut Morgen.\n" in question["content"]
+
+
+@pytest.mark.parametrize(("format", "end"), [("ranking", "B > C = D > A"), ("score", "Scores:\nA: 2, B: 9, C: 7, D: 7")])
+def test_an_answer_may_end_with_the_ranking_or_the_scores_alone(tmp_path, format, end):
+    [[_, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet", format=format)
+    assert answer["content"] == f"{GROUP['analysis']}\n\n{end}"
+
+
+@pytest.mark.parametrize("format", ["ranking_score", "ranking"])
+def test_what_sft_teaches_is_what_the_rule_pays_most(tmp_path, format):
+    [[question, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet", format=format)
+    [prompt] = rl(groups(tmp_path), tmp_path / "rl.parquet", format=format)
+    assert prompt.messages == [question]
+    assert scored(prompt, answer["content"], format=format) == (2.0 if format == "ranking_score" else 1.0)
+    assert read_letters(answer["content"], "ABCD", format) is not None, "group_judge reads it too"
+
+
+@pytest.mark.parametrize("template", [None, MINI / "mini.jinja"])
+def test_the_prompt_is_the_one_that_group_judge_asks(tmp_path, template):
+    """Word for word, for a policy that is asked to translate as here; so the trained model is asked what it has learnt."""
+    reward = make("group_judge", "Ranking:\nA > B\nScores:\nA: 7, B: 3", template=None if template is None else str(template))
+    task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
+    collect(reward, replace(group(*GROUP["mt_texts"][:2]), prompt=Prompt("0", task)))
+    [(asked, _)] = backend_of(reward).asked
+    prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=99, shuffle_augment=1, template=template)
+    assert asked in [prompt.messages[0]["content"] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "\nRanking:", "\n\n**Scores:**\n", "\nFinal ranking: B > C = D > A", "\nB > C = D > A\nB: 9, C: 7, D: 7, A: 2",
+        "\nHere are the scores:",
+    ],
+)  # fmt: skip
+def test_an_analysis_that_announces_its_result_is_cut_there(tmp_path, ending):
+    [[_, answer]] = sft(groups(tmp_path, {"analysis": GROUP["analysis"] + ending}), tmp_path / "sft.parquet")
+    assert answer["content"].startswith(GROUP["analysis"] + "\n\nRanking:\nB")
+
+
+def test_an_analysis_that_only_speaks_of_scores_is_left_alone(tmp_path):
+    analysis = "B is best.\nThe scores differ little: all are polite."
+    [[_, answer]] = sft(groups(tmp_path, {"analysis": analysis}), tmp_path / "sft.parquet")
+    assert answer["content"].startswith(analysis + "\n\n")
+
+
+def test_languages_may_be_names_or_codes(tmp_path):
+    named = {"src_lang": "English", "trg_lang": "Plattdeutsch"}
+    [[question, _]] = sft(groups(tmp_path, named), tmp_path / "sft.parquet")
+    assert "Translate from English into Plattdeutsch:" in question["content"]
+
+
+# Augmentation --------------------------------------------------------------------------------------------------------
+
+
+def test_without_augmentation_rl_rows_are_the_groups_in_their_order(tmp_path):
+    file = groups(tmp_path, {}, {"src_text": "Good night."})
+    first, second = rl(file, tmp_path / "rl.parquet")
+    assert first.ground_truth == '{"A": 2, "B": 9, "C": 7, "D": 7}'
+    assert first.extra_info["shuffle_indices"] == [0, 1, 2, 3]
+    assert second.extra_info["src_text"] == "Good night."
+    row = read_rows(tmp_path / "rl.parquet")[0]
+    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+
+
+def test_parts_and_orders_of_a_group_are_different_and_scored_as_they_are_shown(tmp_path):
+    prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=4, shuffle_augment=4)
+    shown = [tuple(prompt.extra_info["shuffle_indices"]) for prompt in prompts]
+    sets = {frozenset(places) for places in shown}
+    assert len(set(shown)) == len(shown)
+    assert len(sets) == 5, "the whole group and four parts of it"
+    assert all(shown.count(places) == 1 for places in shown)
+    assert sum(len(places) == 4 for places in shown) == 5, "its own order and four others"
+    assert all(sum(set(places) == set(pair) for places in shown) == 2 for pair in sets if len(pair) == 2), "a pair has two orders"
+    for prompt, places in zip(prompts, shown, strict=True):
+        assert list(json.loads(prompt.ground_truth).values()) == [GROUP["scores"][i] for i in places]
+        assert prompt.extra_info["candidates"] == [GROUP["mt_texts"][i] for i in places]
+        assert all(
+            f"[{letter}]\n{GROUP['mt_texts'][i]}\n" in prompt.messages[0]["content"]
+            for letter, i in zip("ABCD", places, strict=False)
+        )
+
+
+def test_no_more_rows_than_there_are_parts_and_orders(tmp_path):
+    """Of four: 24 orders; 4 parts of three with 6, 6 of two with 2."""
+    assert len(rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=99, shuffle_augment=99)) == 24 + 4 * 6 + 6 * 2
+
+
+def test_in_parts_and_other_orders_each_line_of_the_analysis_goes_with_its_candidate(tmp_path):
+    rows = sft(groups(tmp_path), tmp_path / "sft.parquet", subgroup_augment=99, shuffle_augment=23)
+    assert len(rows) == len({row[0]["content"] for row in rows}) == 24 + 4 * 6 + 6 * 2
+    about = dict(zip(GROUP["mt_texts"], ["wrong time of day.", "no error.", "grammar.", "style."], strict=True))
+    scores = dict(zip(GROUP["mt_texts"], GROUP["scores"], strict=True))
+    for question, answer in rows:
+        lines = answer["content"].split("\n")
+        given = dict(item.split(": ") for item in lines[-1].split(", "))
+        for i, letter in enumerate(sorted(given)):
+            text = question["content"].split(f"[{letter}]\n")[1].split("\n")[0]
+            assert lines[i] == f"Translation {letter}: {about[text]}"
+            assert int(given[letter]) == scores[text]
+
+
+def test_the_seed_decides_every_byte(tmp_path):
+    def made(name: str, verb, **settings) -> bytes:
+        verb([groups(tmp_path, {}, {"src_text": "Bye."})], tmp_path / name, shuffle_augment=3, **settings)
+        return (tmp_path / name).read_bytes()
+
+    for verb in (make_ranking_sft, make_ranking_rl):
+        assert made("a.parquet", verb, seed=3) == made("b.parquet", verb, seed=3) != made("c.parquet", verb, seed=4)
+
+
+def test_long_groups_are_left_out_and_counted(tmp_path):
+    file = groups(tmp_path, {}, {"src_text": "x" * 500})
+    made = make_ranking_rl([file], tmp_path / "rl.parquet", max_characters=200)
+    assert str(made) == "1 rows of 1 groups; 1 groups were too long"
+    with pytest.raises(DataError, match="all 2 groups are longer than --max-characters"):
+        make_ranking_rl([file], tmp_path / "none.parquet", max_characters=10)
+    assert not (tmp_path / "none.parquet").exists()
+
+
+def test_an_example_is_one_that_the_rule_can_read(tmp_path):
+    [plain], [prompt] = rl(groups(tmp_path), tmp_path / "a.parquet"), rl(groups(tmp_path), tmp_path / "b.parquet", add_example=True)
+    shown = prompt.messages[0]["content"].removeprefix(plain.messages[0]["content"])
+    assert read_letters(shown, "ABC", "ranking_score") is not None
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": [1, 2, 3]}, r"row 1: column 'scores' should have a score for each of the 4 candidates, not 3"),
+        ({"scores": [1, 2, 3, 11]}, r"column 'scores': 11 should be a whole number from 0 to 10"),
+        ({"scores": [1, 2, 3, 4.5]}, r"column 'scores': 4.5 should be"),
+        ({"scores": [1, 2, 3, True]}, r"column 'scores': True should be"),
+        ({"scores": None}, r"column 'scores' should have a score for each of the 4 candidates, not nothing"),
+        ({"mt_texts": ["one"], "scores": [1]}, r"column 'mt_texts' should have 2 to 26 candidates, not 1"),
+        ({"mt_texts": "one"}, r"column 'mt_texts' should have 2 to 26 candidates, not str"),
+        ({"mt_texts": ["a", "b", None, "d"]}, r"column 'mt_texts', candidate 2 should be text, not nothing"),
+        ({"src_text": " "}, r"column 'src_text' should be text"),
+        ({"trg_lang": None}, r"column 'trg_lang' should be text, not nothing"),
+        ({"analysis": ["a"]}, r"column 'analysis' should be text, not list"),
+        ({"analysis": "Ranking:"}, r"column 'analysis' is empty: an answer begins with the analysis"),
+    ],
+)
+def test_a_bad_row_is_told_with_its_number(tmp_path, change, message):
+    with pytest.raises(DataError, match=message):
+        make_ranking_sft([groups(tmp_path, {}, change)], tmp_path / "sft.parquet")
+    assert not (tmp_path / "sft.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        "B is best.",
+        "A: x\nB: y\nC: z",
+        *(GROUP["analysis"].replace("style", text) for text in ("as Translation C", "so B is better", "worse than A", "C and D")),
+    ],
+)
+def test_an_analysis_that_cannot_be_taken_apart_is_an_error_where_that_is_asked_for(tmp_path, analysis):
+    file = groups(tmp_path, {"analysis": analysis})
+    assert len(sft(file, tmp_path / "one.parquet")) == 1
+    with pytest.raises(DataError, match="cannot be taken apart, as --subgroup-augment and --shuffle-augment ask"):
+        make_ranking_sft([file], tmp_path / "sft.parquet", shuffle_augment=1)
+    assert len(rl(file, tmp_path / "rl.parquet", shuffle_augment=1)) == 2, "RL rows need no analysis"
+
+
+@pytest.mark.parametrize("text", ["A word is missing.", 'minor style in "Plan B" and in „Vitamin C“', "as E would have it"])
+def test_a_capital_that_names_no_candidate_is_just_text(tmp_path, text):
+    file = groups(tmp_path, {"analysis": GROUP["analysis"].replace("style.", text)})
+    assert len(sft(file, tmp_path / "sft.parquet", shuffle_augment=3)) == 4
+
+
+def test_rl_rows_need_no_analysis_and_whole_numbers_may_be_written_as_floats(tmp_path):
+    row = {name: value for name, value in GROUP.items() if name != "analysis"} | {"scores": [2.0, 9.0, 7.0, 7.0]}
+    [prompt] = rl(write_jsonl(tmp_path / "groups.jsonl", [row]), tmp_path / "rl.parquet")
+    assert json.loads(prompt.ground_truth) == {"A": 2, "B": 9, "C": 7, "D": 7}
+    with pytest.raises(DataError, match="column 'analysis' is missing"):
+        make_ranking_sft([tmp_path / "groups.jsonl"], tmp_path / "sft.parquet")
+
+
+def test_a_missing_column_and_a_template_that_asks_too_much_are_said(tmp_path):
+    with pytest.raises(DataError, match="column 'translations' is missing"):
+        make_ranking_rl([groups(tmp_path)], tmp_path / "rl.parquet", columns=Columns(candidates="translations"))
+    (tmp_path / "t.jinja").write_text("{{ response }}")
+    with pytest.raises(RecipeError, match="uses response, which this kind does not give"):
+        make_ranking_rl([groups(tmp_path)], tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
+
+
+def test_the_verbs_write_a_new_file_and_never_over_one(tmp_path, capsys):
+    file, out = groups(tmp_path), tmp_path / "new" / "rl.parquet"
+    prepare_ranking_rl([file], out, template=MINI / "mini.jinja")
+    assert capsys.readouterr().out == f"{out}: 1 rows of 1 groups\n"
+    for verb in (prepare_ranking_rl, prepare_ranking_sft):
+        with pytest.raises(PlauditError, match="exists; choose another name"):
+            verb([file], out)
+        with pytest.raises(BadParameter, match=r"should end with .parquet"):
+            verb([file], tmp_path / "rows.csv")
+
+
+# Real groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_real_groups_become_rows_whose_taught_answers_the_rule_pays_most(tmp_path, real_data):
+    file = real_data / "mt_ranking_ende_test.parquet"
+    prompts = rl(file, tmp_path / "rl.parquet")
+    assert len(prompts) == 114
+    taught = {question["content"]: answer["content"] for question, answer in sft(file, tmp_path / "sft.parquet", shuffle_augment=2)}
+    assert len(taught) == 3 * 114
+    assert [scored(prompt, taught[prompt.messages[0]["content"]]) for prompt in prompts] == [2.0] * 114
+
+
+@pytest.mark.slow
+def test_rl_improves_on_sft_on_groups_that_neither_saw(tmp_path, real_data):
+    """The miniature of docs/generative_reward_models.md with shorter texts and fewer steps. What RL brings is readable answers."""
+    short = {"format": "ranking", "max_characters": 400, "template": MINI / "mini.jinja"}
+    train, test = (real_data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
+    make_ranking_sft([train], tmp_path / "sft.parquet", shuffle_augment=23, **short)
+    make_ranking_rl([train], tmp_path / "rl.parquet", shuffle_augment=23, **short)
+    make_ranking_rl([test], tmp_path / "val.parquet", **short)
+    before, after = before_and_after_rl(tmp_path, ["run.max_steps=120"], [])
+    assert after["val/parts/ranking/valid"] > before["val/parts/ranking/valid"] + 0.1
+    assert after["val/parts/ranking/ranking"] > before["val/parts/ranking/ranking"] + 0.03

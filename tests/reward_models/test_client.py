@@ -1,0 +1,605 @@
+"""Judges behind URLs: what goes wrong on the way is tried again, counted, or said; and never touches another question's answer."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import aiohttp
+import pytest
+from pydantic import ValidationError
+
+from plaudit.config import load
+from plaudit.errors import PlauditError, RecipeError
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models import pace
+from plaudit.reward_models.backend import Answer, Question, Usage, Verdict, Writing
+from plaudit.reward_models.client import Client
+from plaudit.reward_models.connection import Limits, fault_of
+from plaudit.reward_models.replicas import Replica, Replicas
+from support.fault_server import FaultServer
+
+QUICK = Limits(backoff_s=0.001)
+
+
+@pytest.fixture
+def server():
+    with FaultServer() as one:
+        yield one
+
+
+def model(*servers: FaultServer | str, **settings) -> RewardModel:
+    urls = [one if isinstance(one, str) else one.url for one in servers]
+    return RewardModel.model_validate({"placement": "server", "url": urls, **settings})
+
+
+def question(content: str, **fields) -> Question:
+    return Question([{"role": "user", "content": content}], key=content, **fields)
+
+
+def ask(
+    settings: RewardModel, *contents: str, writing: Writing | None = None, limits: Limits = QUICK
+) -> tuple[list[Answer], Usage]:
+    return write(settings, [question(content) for content in contents], writing, limits)
+
+
+def write(
+    settings: RewardModel, questions: Sequence[Question], writing: Writing | None = None, limits: Limits = QUICK
+) -> tuple[list[Answer], Usage]:
+    async def run() -> tuple[list[Answer], Usage]:
+        client = Client(settings, limits=limits)
+        try:
+            await client.open()
+            return await client.write(questions, writing or Writing(16)), client.usage
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def judge(settings: RewardModel, *answers: str, limits: Limits = QUICK) -> list[Verdict]:
+    async def run() -> list[Verdict]:
+        client = Client(settings, scalar=True, limits=limits)
+        try:
+            await client.open()
+            return await client.judge([conversation(answer) for answer in answers])
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def conversation(answer: str) -> list[dict]:
+    return [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": answer}]
+
+
+def cause(result: Answer | Verdict) -> str | None:
+    return None if result.failure is None else result.failure.cause
+
+
+def check_counts(usage: Usage, questions: int) -> None:
+    assert usage.calls == questions + usage.retries
+    assert sum(usage.faults.values()) == usage.retries + sum(usage.failures.values())
+
+
+# What is sent and read -----------------------------------------------------------------------------------------------
+
+
+def test_answers_come_in_order_with_their_tokens(server):
+    answers, usage = ask(model(server), "a", "long one", "ccc")
+    assert [answer.text for answer in answers] == ["answer to a", "answer to long one", "answer to ccc"]
+    assert [answer.truncated for answer in answers] == [False, True, False]
+    assert [answer.prompt_tokens for answer in answers] == [1, 8, 3]
+    assert (usage.calls, usage.retries, usage.prompt_tokens, usage.new_tokens, usage.failures) == (3, 0, 12, 6, {})
+
+
+def test_how_it_is_asked(server):
+    write(model(server), [question("hi")], Writing(7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",)))
+    write(model(server, dialect="openai"), [question("hi")], Writing(7))
+    write(model(server), [Question([], text="<s>hi")], Writing(7))
+    chat, plain, ready = server.requests
+    assert chat.path == "/v1/chat/completions"
+    assert {**chat.body, "seed": 0} == {
+        "model": "judge", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7, "temperature": 0.5, "top_p": 0.9,
+        "seed": 0, "stop": ["\n"], "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    assert not {"top_k", "min_p", "repetition_penalty", "stop"} & set(plain.body)  # which others do not know
+    assert (ready.path, ready.body["prompt"], ready.body["add_special_tokens"]) == ("/v1/completions", "<s>hi", False)
+
+
+def test_the_same_key_and_seed_have_the_same_randomness(server):
+    for seed in (0, 0, 1):
+        write(model(server), [question("a"), question("b")], Writing(7, temperature=1.0, seed=seed), Limits(at_once=1))
+    seeds = [asked.body["seed"] for asked in server.requests]
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_broken_characters_do_not_stop_a_question(server):
+    answers, _ = ask(model(server), "ä\ud800中")
+    assert answers[0].text == "answer to ä?中"
+
+
+def test_rendered_here_if_the_recipe_names_a_tokenizer(server, tiny_model):
+    from plaudit.data.templates import load_template, load_tokenizer
+
+    template = load_template(load_tokenizer(str(tiny_model)), None)
+    expected = template.prompt_tokens([{"role": "user", "content": "What is 1 + 2?"}])
+    settings = model(server, tokenizer=str(tiny_model), max_prompt_tokens=len(expected))
+    answers, usage = ask(settings, "What is 1 + 2?", "What is 1 + 2? And what is that?")
+    assert [answer.too_long for answer in answers] == [False, True]
+    assert [asked.body["prompt"] for asked in server.requests] == [expected]
+    assert usage.calls == 1
+
+
+def test_prompts_that_are_too_long_are_no_failure(server):
+    answers, usage = ask(model(server, max_prompt_tokens=8), "toolong", "more than eight", "short")
+    assert [(answer.too_long, answer.text, answer.failure) for answer in answers[:2]] == [(True, None, None)] * 2
+    assert answers[2].text == "answer to short"
+    assert (usage.failures, usage.retries) == ({}, 0)
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_not_taken_for_long_prompts(server):
+    server.max_model_len = 16
+    [answer], _ = ask(model(server), "toolong", writing=Writing(16))
+    assert (cause(answer), answer.too_long, server.requests) == ("context", False, [])
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+def test_scalar_models_of_vllm_get_the_tokens_of_their_own_template(server, tiny_model):
+    from plaudit.data.templates import load_template, load_tokenizer
+
+    template = load_template(load_tokenizer(str(tiny_model)), None)
+    verdicts = judge(model(server, tokenizer=str(tiny_model)), "3", "4")
+    probe, *asked = server.requests
+    assert probe.path == "/classify"
+    for one, answer in zip(asked, "34", strict=True):
+        ids = one.body["input"]
+        assert template.tokenizer.decode(ids) == template.render(conversation(answer))  # with one BOS token, if it has any
+        assert one.body["use_activation"] is False
+    assert [verdict.value for verdict in verdicts] == [len(" ".join(map(str, one.body["input"]))) / 4 for one in asked]
+
+
+def test_scalar_models_of_sglang(server, tiny_model):
+    verdicts = judge(model(server, tokenizer=str(tiny_model), dialect="sglang"), "3")
+    ids = server.requests[-1].body["input_ids"]
+    assert verdicts[0].value == len(" ".join(map(str, ids))) / 4
+
+
+def test_without_a_tokenizer_vllm_renders(server, capsys):
+    verdicts = judge(model(server), "3", "toolong", "500:1 x", "nan", "notext")
+    assert [verdict.value for verdict in verdicts] == [0.25, None, 1.75, None, None]
+    assert [verdict.too_long for verdict in verdicts] == [False, True, False, False, False]
+    assert [cause(verdict) for verdict in verdicts] == [None, None, None, "garbage", "garbage"]
+    assert "renders the conversations itself" in capsys.readouterr().err
+
+
+def test_a_scalar_model_that_cannot_work_is_said_before_the_run(server, tiny_model):
+    with pytest.raises(RecipeError, match="use dialect: vllm or sglang"):
+        judge(model(server, dialect="openai"), "3")
+    with pytest.raises(RecipeError, match="set tokenizer to the model's folder"):
+        judge(model(server, dialect="sglang"), "3")
+    server.fault_for_all = "notext"
+    with pytest.raises(RecipeError, match="0 numbers instead of one"):
+        judge(model(server, tokenizer=str(tiny_model)), "3")
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+CAUSES = {"500": "http", "503": "http", "429": "http", "half": "half", "reset": "reset", "hang": "timeout", "notjson": "garbage",
+          "schema": "garbage", "empty": "garbage", "notext": "garbage", "nan": "garbage"}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CAUSES)
+def test_what_may_pass_is_tried_again(server, fault):
+    limits = Limits(backoff_s=0.001, retries=2, call_timeout_s=1.5 if fault == "hang" else None)
+    answers, usage = ask(model(server), f"{fault}:2 a", f"{fault} b", "c", limits=limits)
+    assert [answer.text for answer in answers] == [f"answer to {fault}:2 a", None, "answer to c"]
+    failure = answers[1].failure
+    assert failure is not None
+    assert failure.cause == CAUSES[fault]
+    assert failure.message.startswith(f"{server.url}/v1/chat/completions: ")
+    assert failure.message.endswith("(3 tries)")
+    assert (usage.calls, usage.retries, usage.failures) == (7, 4, {CAUSES[fault]: 1})
+    check_counts(usage, 3)
+
+
+@pytest.mark.parametrize(("fault", "hint"), [("400", "temperature must not be negative"), ("401", "credential")])
+def test_what_will_not_pass_is_not(server, fault, hint):
+    answers, usage = ask(model(server), f"{fault} a", "b")
+    assert [cause(answer) for answer in answers] == ["http", None]
+    assert answers[0].failure is not None
+    assert hint in answers[0].failure.message
+    assert usage.calls == 2
+
+
+def test_a_server_says_how_long_to_wait():
+    with FaultServer(retry_after="0.4") as server:
+        began = time.monotonic()
+        answers, _ = ask(model(server), "429:1 a")
+        assert (answers[0].failure, time.monotonic() - began >= 0.4) == (None, True)
+        server.retry_after = "3600"
+        answers, usage = ask(model(server), "429:1 b")
+    assert (cause(answers[0]), usage.retries) == ("http", 0)  # beyond the deadline: said at once
+
+
+def test_a_deadline_ends_all_tries(server, monkeypatch):
+    monkeypatch.setattr("plaudit.reward_models.connection.random.uniform", lambda low, high: high)  # tries at 0, 0.3, 0.9, 2.1 s
+    began = time.monotonic()
+    answers, usage = ask(
+        model(server), "hang a", "500 b", "c", writing=Writing(16, timeout_s=3.0), limits=Limits(retries=1000, backoff_s=0.3)
+    )
+    assert time.monotonic() - began < 60
+    assert [cause(answer) for answer in answers] == ["timeout", "http", None]
+    check_counts(usage, 3)
+
+
+def test_waiting_for_a_turn_is_not_held_against_a_question():
+    with FaultServer(latency_s=0.1) as server:
+        answers, _ = ask(model(server), *"abcdefgh", writing=Writing(16, timeout_s=5.0), limits=Limits(at_once=1))
+        assert [cause(answer) for answer in answers] == [None] * 8
+        assert server.most_under_way == 1
+
+
+def test_no_more_calls_under_way_than_allowed_and_no_fewer():
+    with FaultServer(latency_s=0.3) as server:
+        ask(model(server), *map(str, range(250)), limits=Limits(at_once=120))
+        assert 100 < server.most_under_way <= 120  # aiohttp's own limit would be 100
+
+
+def test_one_who_gives_up_waiting_leaves_nothing_behind(server):
+    async def run() -> int:
+        client = Client(model(server), limits=QUICK)
+        await client.open()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await client.write([question(f"hang {i}") for i in range(5)], Writing(16))
+        under_way = client._connection.replicas.all[0].under_way
+        await client.close()
+        return under_way
+
+    assert asyncio.run(run()) == 0
+
+
+def test_errors_have_a_cause():
+    key = aiohttp.client_reqrep.ConnectionKey("h", 1, False, None, None, None, None)  # pyright: ignore
+    refused = aiohttp.ClientConnectorError(key, OSError(111, "Connection refused"))
+    for error, expected in [
+        (refused, "refused"), (aiohttp.ServerDisconnectedError(), "reset"), (ConnectionResetError(104, "reset"), "reset"),
+        (aiohttp.ClientPayloadError("x"), "half"), (TimeoutError(), "timeout"), (aiohttp.ServerTimeoutError(), "timeout"),
+        (aiohttp.InvalidURL("x"), "refused"), (OSError(24, "Too many open files"), "refused"),
+    ]:  # fmt: skip
+        assert fault_of(error, 1.0).cause == expected, error
+
+
+# Opening -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there(server):
+    server.die()
+    began = time.monotonic()
+    with pytest.raises(RecipeError, match=rf"^{server.url}/v1/models: nobody listens there \(.*\)\. Is the server still running"):
+        ask(model(server), "a")
+    assert time.monotonic() - began < 60
+
+
+def test_one_that_comes_later_is_waited_for(server):
+    server.die()
+
+    async def run() -> Answer:
+        client = Client(model(server), wait_s=30.0)
+        asyncio.get_running_loop().call_later(0.6, lambda: asyncio.get_running_loop().run_in_executor(None, server.live))
+        await client.open()
+        [answer] = await client.write([question("a")], Writing(16))
+        await client.close()
+        return answer
+
+    assert asyncio.run(run()).text == "answer to a"
+
+
+def test_the_models_name(server):
+    assert ask(model(server, path="judge"), "a")[0][0].text == "answer to a"
+    with pytest.raises(RecipeError, match=r"no model judgee \(it serves: judge\)\. Did you mean judge\?"):
+        ask(model(server, path="judgee"), "a")
+    ask(model(server, path="gpt-x", dialect="openai"), "a")  # gateways do not list all that they serve
+    assert [asked.body["model"] for asked in server.requests] == ["judge", "gpt-x"]
+
+
+def test_one_of_several_models_has_to_be_named(server):
+    server.others = ["dall-e", "embedder"]
+    with pytest.raises(RecipeError, match=r"it serves several models; set model\.path .*: judge, dall-e, embedder"):
+        ask(model(server), "a")
+    assert ask(model(server, path="judge"), "a")[0][0].text == "answer to a"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:port", "ftp://host", "http://", "http://host:0", "judge"])
+def test_urls_that_lead_nowhere(url):
+    with pytest.raises(ValidationError, match=r"should look like http://127\.0\.0\.1:8000"):
+        model(url)
+
+
+def test_arguments_hold_no_key():
+    with pytest.raises(ValidationError, match="set VLLM_API_KEY in the environment"):
+        RewardModel(path="judge", placement="launch", arguments=("--api-key", "sesame"))
+
+
+def test_a_server_whose_context_nobody_knows(server):
+    """If it refuses everything, it is not the policy's fault."""
+    server.max_model_len = None
+    answers, _ = ask(model(server, dialect="openai", path="judge"), "toolong", "toolong too")
+    assert [cause(answer) for answer in answers] == ["context"] * 2
+    answers, _ = ask(model(server, dialect="openai", path="judge"), "toolong", "short")
+    assert [(answer.too_long, answer.refused) for answer in answers] == [(True, True), (False, False)]
+
+
+def test_replicas_of_different_names_and_of_different_models(server):
+    with FaultServer(model="other") as other:
+        ask(model(server, other), *"abcd")
+        assert {asked.body["model"] for asked in server.requests} == {"judge"}
+        assert {asked.body["model"] for asked in other.requests} == {"other"}
+        with pytest.raises(RecipeError, match="no model judge"):  # a mistake, not a server that may come later
+            ask(model(server, other, path="judge"), "a")
+
+
+def test_urls_with_and_without_a_version():
+    for given, root, models in [
+        ("http://h:1", "http://h:1/health", "http://h:1/v1/models"),
+        ("http://h:1/v1/", "http://h:1/health", "http://h:1/v1/models"),
+        ("https://h/judges/v4", "https://h/judges/health", "https://h/judges/v4/models"),
+    ]:
+        replica = Replica(given)
+        assert (str(replica.url("/health")), str(replica.url("/v1/models"))) == (root, models)
+
+
+def test_keys_come_from_the_environment_and_are_never_shown(monkeypatch):
+    with FaultServer(key="velvet-hammer") as server:
+        with pytest.raises(RecipeError, match=r"HTTP 401\. Set credential to the NAME"):
+            ask(model(server), "a")
+        with pytest.raises(RecipeError, match="environment variable JUDGE_PASS, which is not set"):
+            ask(model(server, credential="JUDGE_PASS"), "a")
+        monkeypatch.setenv("JUDGE_PASS", "velvet-hammer")
+        assert ask(model(server, credential="JUDGE_PASS"), "a")[0][0].text == "answer to a"
+        [answer], _ = ask(model(server, credential="JUDGE_PASS"), "401 a")  # its message repeats the key
+        assert answer.failure is not None
+        assert "velvet-hammer" not in answer.failure.message
+        assert "(got $JUDGE_PASS)" in answer.failure.message
+
+
+def test_a_client_for_text_gives_no_numbers(server):
+    async def run() -> None:
+        client = Client(model(server))
+        await client.judge([conversation("3")])
+
+    with pytest.raises(PlauditError, match="scalar=True"):
+        asyncio.run(run())
+
+
+# Replicas ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_loaded_is_asked():
+    replicas = Replicas(["http://a", "http://b", "http://c"])
+    a, b, c = replicas.all
+    a.under_way, b.under_way, c.under_way = 2, 1, 3
+    assert replicas.choose() is b
+    b.under_way = 5
+    assert replicas.choose() is a
+    assert replicas.choose(avoid=a) is c
+
+
+def test_what_belongs_together_stays_together_while_its_server_works():
+    replicas = Replicas(["http://a", "http://b"])
+    a, b = replicas.all
+    assert replicas.choose("x") is a
+    a.under_way = 10
+    assert [replicas.choose("x"), replicas.choose("y")] == [a, b]
+    assert replicas.choose("x", avoid=a) is b  # a fault moves one call …
+    assert replicas.choose("x") is a
+    a.failed(gone=True)
+    assert replicas.choose("x") is b  # … a server that is gone all of them, for good
+    a.answered()
+    assert replicas.choose("x") is b
+
+
+def test_a_server_that_fails_rests_and_is_tried_by_one_call(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    replicas = Replicas(["http://a", "http://b"])
+    a, b = replicas.all
+    b.under_way = 1
+    for _ in range(2):
+        a.failed()
+    assert replicas.choose() is a  # two faults may be chance
+    a.failed()
+    assert replicas.choose() is b
+    now += 2.1
+    assert [replicas.choose(), replicas.choose()] == [a, b]
+    a.failed()
+    now += 2.1
+    assert replicas.choose() is b  # twice as long the second time
+    now += 2.0
+    assert replicas.choose() is a
+    a.answered()
+    assert replicas.choose() is a
+    for one in (a, b):
+        one.failed(gone=True)
+    assert replicas.choose() in (a, b)  # none works: somebody has to be asked
+
+
+def test_a_dead_replica_is_left_alone(capsys):
+    with FaultServer() as one, FaultServer() as other:
+        other.die()
+        answers, usage = ask(model(one, other), *map(str, range(100)))
+        assert {cause(answer) for answer in answers} == {None}
+        assert (len(one.requests), usage.failures) == (100, {})
+        assert f"warning: {other.url}/v1/models: nobody listens there" in capsys.readouterr().err
+
+
+def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
+    monkeypatch.setattr("plaudit.reward_models.replicas.REST_S", 0.05)
+    with FaultServer(latency_s=0.005) as one, FaultServer(latency_s=0.005) as other:
+        other.dies_after = 20
+
+        async def run() -> tuple[list[Answer], list[Answer], Usage]:
+            client = Client(model(one, other), limits=Limits(at_once=16, backoff_s=0.01))
+            await client.open()
+            before = await client.write([question(f"a {i}") for i in range(200)], Writing(16))
+            other.dies_after = None
+            other.live()
+            replica = client._connection.replicas.all[1]
+            while time.monotonic() <= replica.rests_until:
+                await asyncio.sleep(0.01)
+            after = await client.write([question(f"b {i}") for i in range(200)], Writing(16))
+            await client.close()
+            return before, after, client.usage
+
+        before, after, usage = asyncio.run(run())
+        assert {cause(answer) for answer in [*before, *after]} == {None}
+        assert usage.retries > 0
+        check_counts(usage, 400)
+        assert sum(content.startswith("b") for content in other.contents()) > 50
+
+
+def test_groups_keep_to_one_replica():
+    with FaultServer() as one, FaultServer() as other:
+        write(model(one, other), [question(f"{i} {k}", affinity=f"g{i}") for i in range(20) for k in range(4)])
+        groups = [{content.split()[0] for content in server.contents()} for server in (one, other)]
+        assert not groups[0] & groups[1]
+        assert [len(found) for found in groups] == [10, 10]
+
+
+# 2,000 questions, 30 % faults ----------------------------------------------------------------------------------------
+
+
+def test_2000_questions_with_30_percent_faults():
+    """Of every ten three go wrong: one for good, two once or twice."""
+    kinds = [kind for kind in CAUSES if kind != "hang"]
+
+    def content(i: int) -> str:
+        if i % 10 not in (2, 5, 8):
+            return f"good {i}"
+        kind = "hang" if i % 100 == 55 else kinds[i // 10 % len(kinds)]
+        times = 1 if kind == "hang" else 1 + i // 10 % 2
+        return f"{kind} {i}" if i % 10 == 2 else f"{kind}:{times} {i}"
+
+    contents = [content(i) for i in range(2000)]
+    assert sum(not one.startswith("good") for one in contents) == 600
+    # Two servers count their tries apart, so that a fault may take four tries to pass.
+    limits = Limits(at_once=128, backoff_s=0.002, retries=5, call_timeout_s=4.0)
+    with FaultServer() as one, FaultServer() as other:
+        answers, usage = ask(model(one, other), *contents, limits=limits)
+        requests = len(one.requests) + len(other.requests)
+    for asked, answer in zip(contents, answers, strict=True):
+        kind = asked.split()[0]
+        if kind in CAUSES:
+            assert (answer.text, cause(answer)) == (None, CAUSES[kind]), asked
+        else:
+            assert (answer.text, answer.failure) == (f"answer to {asked}", None), asked
+    assert usage.failures == Counter(CAUSES[one.split()[0]] for one in contents if one.split()[0] in CAUSES)
+    check_counts(usage, 2000)
+    assert requests == usage.calls
+    assert usage.new_tokens == 2 * (2000 - 200)
+
+
+# Limits of the recipe ------------------------------------------------------------------------------------------------
+
+
+def by_recipe(settings: RewardModel, *contents: str, writing: Writing | None = None) -> tuple[list[Answer], Usage]:
+    """Asked with the limits that the recipe gives."""
+    return write(settings, [question(content) for content in contents], writing, limits=settings.limits)
+
+
+def test_no_more_calls_at_once_than_the_recipe_says(server):
+    server.latency_s = 0.1
+    by_recipe(model(server, limits={"at_once": 3}), *map(str, range(12)))
+    assert server.most_under_way == 3
+
+
+def test_calls_begin_at_the_recipe_s_rate(server):
+    began = time.monotonic()
+    by_recipe(model(server, limits={"per_s": 50}), *map(str, range(6)))
+    assert all(asked.at - began >= 0.02 * i - 1e-3 for i, asked in enumerate(server.requests))
+
+
+def test_waiting_for_its_turn_costs_a_call_none_of_its_time(server):
+    answers, _ = by_recipe(model(server, limits={"per_s": 1}), *"abcd", writing=Writing(16, timeout_s=2.0))
+    assert [cause(answer) for answer in answers] == [None] * 4
+
+
+def test_silence_and_retries_have_limits(server):
+    limits = {"read_timeout_s": 0.1, "retries": 1, "backoff_s": 0.0}
+    [answer], usage = by_recipe(model(server, limits=limits), "hang a")
+    assert answer.failure is not None
+    assert (answer.failure.cause, usage.calls) == ("timeout", 2)
+    assert "silent for 0.1 s (read_timeout_s). (2 tries)" in answer.failure.message
+
+
+def test_tokens_of_a_minute_are_shared_out(monkeypatch):
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+
+    async def run() -> list[float]:
+        limited, begun = pace.Pace(tokens_per_minute=600), []
+        for _ in range(10):
+            reserved = await limited.begin(guess=50.0)
+            begun.append(now[0])
+            limited.release(reserved)
+            limited.spend(100)
+        await pace.Pace().begin(guess=1e9)  # without a rate nobody waits
+        return begun
+
+    # Six calls use up the first minute's tokens; then there are 100 every ten seconds.
+    assert asyncio.run(run()) == pytest.approx([0, 0, 0, 0, 0, 0, 10, 20, 30, 40])
+
+
+def test_calls_under_way_have_their_tokens_reserved():
+    async def run() -> int:
+        limited, begun = pace.Pace(tokens_per_minute=600), []
+
+        async def call() -> None:
+            await limited.begin(guess=200.0)
+            begun.append(1)
+
+        calls = [asyncio.create_task(call()) for _ in range(9)]
+        await asyncio.sleep(0.05)
+        for one in calls:
+            one.cancel()
+        return len(begun)
+
+    assert asyncio.run(run()) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"path": "m", "limits": {"at_once": 3}}, "limits belong to placement: server and launch"),
+        ({"path": "m", "placement": "offload", "limits": {"retries": 0}}, "limits belong to placement: server and launch"),
+        ({"placement": "server", "url": "http://a", "limits": {"at_once": 0}}, "greater than 0"),
+        ({"placement": "server", "url": "http://a", "prompt_price": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_limits_that_make_no_sense(settings, told):
+    with pytest.raises(ValidationError, match=told):
+        RewardModel.model_validate(settings)
+
+
+def test_a_misspelt_limit_is_told_with_the_right_name(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rewards: [{kind: judge, model: {placement: server, url: 'http://a', limits: {at_onec: 3}}}]")
+    with pytest.raises(RecipeError, match=r"rewards.0.model.limits.at_onec is not a setting.*at_once"):
+        load(recipe)
+
+
+def test_what_a_model_costs():
+    priced = RewardModel(path="m", prompt_price=2.0, answer_price=10.0)
+    assert priced.cost(1_000_000, 100_000) == pytest.approx(3.0)
+    assert RewardModel(path="m", answer_price=1.0).cost(10**9, 500_000) == pytest.approx(0.5)
+    assert RewardModel(path="m").cost(1, 1) is None

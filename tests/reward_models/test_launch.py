@@ -1,0 +1,233 @@
+"""Servers that are started for a judge: waited for, restarted once, and gone when we are, whatever happens."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from plaudit.errors import RecipeError
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models.backend import Answer, Question, Writing
+from plaudit.reward_models.connection import Limits
+from plaudit.reward_models.launch import Launched
+from support.paths import TESTS
+from support.processes import gone
+from support.servers import launched
+
+# Behaves like a server, as its arguments say: starts slowly, has a child, ignores SIGTERM, dies after some calls.
+PROGRAM = """
+import http.server, json, os, signal, subprocess, sys, time
+given = sys.argv[1:]
+def has(name): return name in given
+def get(name, default): return given[given.index(name) + 1] if has(name) else default
+with open(get("--starts", os.devnull), "a") as file:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) if has("--child") else None
+    file.write(json.dumps({"pid": os.getpid(), "child": child and child.pid, "arguments": given}) + "\\n")
+if has("--stubborn"): signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("loading the weights", flush=True)
+time.sleep(float(get("--takes", 0)))
+if has("--broken"): sys.exit("ValueError: no such model")
+calls = 0
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def give(self, answer):
+        body = json.dumps(answer).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+    def do_GET(self):
+        self.give({"data": [{"id": "judge"}]})
+    def do_POST(self):
+        global calls
+        calls += 1
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if calls > int(get("--dies-after", 10**9)):
+            print("out of memory", flush=True)
+            os._exit(7)
+        self.give({"choices": [{"message": {"content": f"{os.getpid()} " + body["messages"][-1]["content"]}}]})
+http.server.ThreadingHTTPServer(("127.0.0.1", int(get("--port", 0))), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    path = tmp_path / "server.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def starts(program: Path) -> list[dict]:
+    return [json.loads(line) for line in (program.parent / "starts.jsonl").read_text().splitlines()]
+
+
+def ask(server: Launched, *contents: str) -> list[Answer]:
+    async def run() -> list[Answer]:
+        try:
+            await server.open()
+            questions = [Question([{"role": "user", "content": content}]) for content in contents]
+            return [(await server.write([question], Writing(16)))[0] for question in questions]
+        finally:
+            await server.close()
+
+    return asyncio.run(run())
+
+
+def test_started_waited_for_asked_and_stopped(program, capsys):
+    answers = ask(launched(program, "--takes 0.5", "--child"), "a", "b")
+    [start] = starts(program)
+    assert [answer.text for answer in answers] == [f"{start['pid']} a", f"{start['pid']} b"]
+    assert gone(start["pid"], start["child"])
+    said = capsys.readouterr().err
+    assert "starting a server for models/judge on port" in said
+    assert "answers after" in said
+    assert (program.parent / "server.log").read_text() == "loading the weights\n"
+
+
+def test_the_users_arguments_are_passed_on_and_win(program):
+    server = launched(
+        program, "--tensor-parallel-size 2", "--max-model-len=4096", "--dtype half", tokenizer="models/t", dtype="bfloat16"
+    )
+    server.port = 1234
+    words = server.command[2:]
+    assert words[:6] == ["--model", "models/judge", "--host", "127.0.0.1", "--port", "1234"]
+    assert words[6:8] == ["--tokenizer", "models/t"]
+    assert words[8:13] == ["--tensor-parallel-size", "2", "--max-model-len=4096", "--dtype", "half"]
+    scalar = Launched(server.model, scalar=True).command
+    assert scalar[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert scalar[scalar.index("--runner") + 1] == "pooling"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (None, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]),
+        (".venv-vllm/bin/python", [".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]),
+        ("/envs/v/bin/vllm", ["/envs/v/bin/vllm", "serve", "m"]),
+        ("~/v/bin/vllm", [os.path.expanduser("~/v/bin/vllm"), "serve", "m"]),
+        ("env CUDA_VISIBLE_DEVICES=1 vllm", ["env", "CUDA_VISIBLE_DEVICES=1", "vllm", "serve", "m"]),
+        ("uv run vllm serve", ["uv", "run", "vllm", "serve", "m"]),
+        ("./start_judge.sh", ["./start_judge.sh", "--model", "m"]),
+    ],
+)
+def test_which_vllm_is_started(program, words):
+    command = Launched(RewardModel(placement="launch", path="m", program=program)).command
+    assert command == [*words, "--host", "127.0.0.1", "--port", "0"]
+
+
+def test_where_there_is_no_vllm_it_says_what_to_set(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\"; exit 1\n")
+    python.chmod(0o755)
+    server = Launched(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
+    with pytest.raises(RecipeError, match="Install it there, or set program to a vllm elsewhere"):
+        ask(server, "a")
+
+
+def test_one_that_cannot_start_says_why(program):
+    server = launched(program, "--broken")
+    with pytest.raises(RecipeError, match=r"ended before it answered \(exit code 1, after printing 'ValueError: no such model'\)"):
+        ask(server, "a")
+    assert len(starts(program)) == 1  # what is wrong once is wrong twice
+    nothing = Launched(server.model, program=["/no/such/python"], log=program.parent / "other.log")
+    with pytest.raises(RecipeError, match="/no/such/python cannot be started: No such file"):
+        ask(nothing, "a")
+
+
+def test_one_that_takes_too_long_is_stopped(program):
+    server = launched(program, "--takes 1000", "--child", start_timeout_s=5.0)
+    with pytest.raises(RecipeError, match=r"within start_timeout_s, 5 s \(it said last: 'loading the weights'\)"):
+        ask(server, "a")
+    assert gone(*(starts(program)[0][name] for name in ("pid", "child")))
+
+
+def test_a_port_that_is_taken(program):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for settings in ({"port": port}, {"arguments": [f"--port={port}"]}):
+            with pytest.raises(RecipeError, match=f"port {port} cannot be used"):
+                ask(launched(program, **settings), "a")
+    assert not (program.parent / "starts.jsonl").exists()
+
+
+def test_one_that_dies_is_restarted_once(program, capsys):
+    server = launched(program, "--dies-after 3", "--child")
+    answers = ask(server, *"abcdefgh")
+    first, second = starts(program)
+    texts = [*(f"{first['pid']} {letter}" for letter in "abc"), *(f"{second['pid']} {letter}" for letter in "def"), None, None]
+    assert [answer.text for answer in answers] == texts
+    assert "died (exit code 7, after printing 'out of memory'): starting it once more" in " ".join(capsys.readouterr().err.split())
+    for answer in answers[6:]:
+        assert answer.failure is not None
+        assert answer.failure.cause == "died"
+        assert "after it had been restarted" in answer.failure.message
+    usage = server.usage
+    assert usage.calls == 8 + usage.retries
+    assert {cause: count for cause, count in usage.failures.items() if count} == {"died": 2}
+    assert sum(usage.faults.values()) == usage.retries + 2
+    assert gone(*(start[name] for start in (first, second) for name in ("pid", "child")))
+
+
+def test_many_who_ask_wait_for_the_same_restart(program):
+    server = launched(program, "--dies-after 30", limits=Limits(at_once=8, retries=0, backoff_s=0.01))
+
+    async def run() -> list[Answer]:
+        try:
+            await server.open()
+            groups = [[Question([{"role": "user", "content": f"{i} {k}"}]) for k in range(5)] for i in range(10)]
+            return [answer for group in await asyncio.gather(*(server.write(g, Writing(16)) for g in groups)) for answer in group]
+        finally:
+            await server.close()
+
+    answers = asyncio.run(run())
+    assert [answer.text and answer.text.split(" ", 1)[1] for answer in answers] == [f"{i} {k}" for i in range(10) for k in range(5)]
+    assert len(starts(program)) == 2
+
+
+def test_one_that_ignores_the_polite_signal_is_killed(program):
+    ask(launched(program, "--stubborn", "--child", stop_s=0.5), "a")
+    assert gone(*(starts(program)[0][name] for name in ("pid", "child")))
+
+
+OURS = """
+import asyncio, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from support.servers import launched
+async def run():
+    server = launched(Path({program!r}), "--stubborn", "--child", {takes!r})
+    await server.open()
+    print("open", flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("takes", ["--takes 0", "--takes 1000"], ids=["when it serves", "when it starts"])
+def test_killed_with_9_we_leave_no_process(program, takes):
+    script = program.parent / "ours.py"
+    script.write_text(dedent(OURS.format(tests=str(TESTS), program=str(program), takes=takes)))
+    ours = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    assert ours.stdout is not None
+    if takes == "--takes 0":
+        assert ours.stdout.readline() == b"open\n"
+    deadline = time.monotonic() + 200
+    while not (program.parent / "starts.jsonl").exists() or not starts(program):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    [start] = starts(program)
+    family = [process.pid for process in psutil.Process(ours.pid).children(recursive=True)]
+    assert {start["pid"], start["child"]} < set(family)  # the guard is the third
+    os.kill(ours.pid, signal.SIGKILL)
+    ours.wait()
+    ours.stdout.close()
+    assert gone(*family)

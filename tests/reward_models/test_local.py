@@ -1,0 +1,715 @@
+"""Reward models in this process: what they say is what transformers says, however they are asked; and they leave when told to."""
+
+import asyncio
+import gc
+import json
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from plaudit.errors import RecipeError
+from plaudit.models.residual import is_precise
+from plaudit.models.scalar import ScalarModel, load_scalar, transcript_of
+from plaudit.models.weights import RESIDENT_MODELS, HostCopies
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models import halves as halves_module
+from plaudit.reward_models import scalar_skill
+from plaudit.reward_models.backend import Answer, Question, Verdict, Writing
+from plaudit.reward_models.halves import in_halves
+from plaudit.reward_models.local import Local
+from plaudit.reward_models.model_thread import Closed, ModelThread
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.types import Failure, Message
+from support.engine_contract import sharpen
+from support.models import BOS_TEMPLATE, make_classifier
+
+CPU = torch.device("cpu")
+CLOSE = 1e-5
+STRICT = "{% for m in messages if m.role == 'narrator' %}{{ raise_exception('no narrator') }}{% endfor %}"
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
+
+
+def settings_of(folder: Path, **settings) -> RewardModel:
+    return RewardModel(path=str(folder), device="cpu", **settings)
+
+
+async def opened(folder: Path, *, scalar: bool, **settings) -> Local:
+    model = Local(settings_of(folder, **settings), scalar=scalar)
+    try:
+        await model.open()
+    except RecipeError:
+        await model.close()
+        raise
+    return model
+
+
+def with_model(folder: Path, use: Callable[[Local], Coroutine[Any, Any, Any]], *, scalar: bool, **settings) -> Any:
+    """What `use` makes of the opened model, which is closed behind it."""
+
+    async def go() -> Any:
+        model = await opened(folder, scalar=scalar, **settings)
+        try:
+            return await use(model)
+        finally:
+            await model.close()
+
+    return run(go())
+
+
+def judge(folder: Path, conversations: Sequence[list[Message]], **settings) -> list[Verdict]:
+    return with_model(folder, lambda model: model.judge(conversations), scalar=True, **settings)
+
+
+def write(folder: Path, questions: Sequence[Question], writing: Writing, **settings) -> list[Answer]:
+    return with_model(folder, lambda model: model.write(questions, writing), scalar=False, **settings)
+
+
+def talk(i: int) -> list[Message]:
+    """Conversations of different lengths."""
+    asked = {"role": "user", "content": f"What is {i} + {3 * i}?" + " Think well." * (i % 4)}
+    said = {"role": "assistant", "content": f"{4 * i}" if i % 2 else f"{i} + {3 * i} makes {4 * i}. " * (1 + i % 5)}
+    return [asked, said, asked, said] if i % 3 == 0 else [asked, said]
+
+
+def question(i: int, **settings) -> Question:
+    return Question([{"role": "user", "content": f"What is {i} + {i}?" + " Think well." * (i % 3)}], **{"key": str(i), **settings})
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+def any_classifier(request, tiny_models, tmp_path_factory) -> Path:
+    return make_classifier(tiny_models[request.param], tmp_path_factory.mktemp("any") / request.param)
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_models, tmp_path_factory) -> Path:
+    return make_classifier(tiny_models["llama"], tmp_path_factory.mktemp("scalar") / "rm")
+
+
+@pytest.fixture(scope="module")
+def writer(tiny_models, tmp_path_factory) -> Path:
+    """A judge that writes different things for different prompts, and ends now and then."""
+    folder = tmp_path_factory.mktemp("writer") / "judge"
+    sharpen(AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float32)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_models["qwen2"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def quick_collections():
+    """Unloading collects garbage, which takes its time where torch and transformers are in memory; they stay anyway."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_models_that_load_side_by_side_do_not_disturb_each_other(tiny_models):
+    """transformers replaces methods of all models while it loads one: tied weights of another would be missing."""
+
+    async def go() -> None:
+        for _ in range(4):
+            models = [Local(settings_of(tiny_models[kind]), scalar=False) for kind in ("qwen2", "qwen3", "qwen2")]
+            try:
+                await asyncio.gather(*(model.open() for model in models))
+            finally:
+                await asyncio.gather(*(model.close() for model in models))
+
+    run(go())
+
+
+@torch.no_grad()
+def plain_scores(folder: Path, conversations: Sequence[list[Message]]) -> list[float]:
+    """What transformers says of each alone, by its own template and its own head."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = [tokenizer.apply_chat_template(c, return_tensors="pt", return_dict=True)["input_ids"] for c in conversations]
+    return [model(input_ids=tokens).logits.item() for tokens in encoded]
+
+
+# Scalar models -------------------------------------------------------------------------------------------------------
+
+
+def test_packed_scores_are_those_of_transformers(any_classifier):
+    conversations = [talk(i) for i in range(12)]
+    expected = plain_scores(any_classifier, conversations)
+    assert np.ptp(expected) > 0.1
+    scores = [verdict.value for verdict in judge(any_classifier, conversations)]
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("prefix", ["v_head.summary.", "summary.", ""])
+def test_a_value_head_beside_a_causal_model(tiny_models, tmp_path, prefix):
+    folder = shutil.copytree(tiny_models["qwen3"], tmp_path / "rm")
+    torch.manual_seed(2)
+    weight, bias = torch.randn(1, 64), torch.randn(1)
+    save_file({f"{prefix}weight": weight, f"{prefix}bias": bias}, folder / "value_head.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    by_hand = []
+    for i in range(5):
+        tokens = tokenizer.apply_chat_template(talk(i), return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            hidden = model(input_ids=tokens, output_hidden_states=True).hidden_states[-1][0, -1]
+        by_hand.append((weight[0] @ hidden + bias[0]).item())
+    scores = [verdict.value for verdict in judge(folder, [talk(i) for i in range(5)])]
+    np.testing.assert_allclose(scores, by_hand, rtol=0, atol=CLOSE)
+
+
+def test_scores_do_not_depend_on_order_or_batch(classifier):
+    model, transcript = load_scalar(settings_of(classifier), CPU), transcript_of(settings_of(classifier))
+    sequences = [transcript.tokens(talk(i)) for i in range(30)]
+    together = model.score(sequences)
+    assert together.dtype == np.float32
+    order = np.random.RandomState(0).permutation(len(sequences))
+    np.testing.assert_allclose(model.score([sequences[i] for i in order]), together[order], rtol=0, atol=CLOSE)
+    for budget in (1, 100, 250):  # alone; a few; some
+        np.testing.assert_allclose(model.score(sequences, tokens_per_pass=budget), together, rtol=0, atol=CLOSE)
+    assert len(list(model.score_in_passes(sequences))) == 1
+    passes = list(model.score_in_passes(sequences, tokens_per_pass=250))
+    assert all(sum(len(sequences[i]) for i in indices) <= 250 for indices, _ in passes)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_equal_conversations_have_equal_scores_to_the_bit(classifier, monkeypatch):
+    """Or a group of equal answers would have a spread. They are scored once."""
+    forward, scored = ScalarModel.forward, []
+    monkeypatch.setattr(ScalarModel, "forward", lambda self, batch: scored.append(len(batch.starts_S1) - 1) or forward(self, batch))
+    conversations = [talk(i % 7) for i in range(140)]
+    values = [verdict.value for verdict in judge(classifier, conversations)]
+    assert sum(scored) == 7
+    assert len(set(values)) == 7
+    assert values == values[:7] * 20
+
+
+def test_in_bf16_the_sum_of_layers_stays_in_fp32(any_classifier):
+    conversations = [talk(i) for i in range(8)]
+    model, transcript = load_scalar(settings_of(any_classifier, dtype="bfloat16"), CPU), transcript_of(settings_of(any_classifier))
+    assert is_precise(model.decoder)
+    assert model.head.weight.dtype == torch.float32
+    scores = model.score([transcript.tokens(c) for c in conversations])
+    expected = np.array(plain_scores(any_classifier, conversations))
+    assert np.abs(scores - expected).max() < 0.1 * np.ptp(expected)
+
+
+def test_too_long_is_said_and_not_scored(classifier):
+    transcript = transcript_of(settings_of(classifier))
+    lengths = [len(transcript.tokens(talk(i))) for i in range(6)]
+    limit = sorted(lengths)[2]
+    verdicts = judge(classifier, [talk(i) for i in range(6)], max_prompt_tokens=limit)
+    assert [v.too_long for v in verdicts] == [n > limit for n in lengths]
+    assert [v.prompt_tokens for v in verdicts] == lengths
+    for verdict in verdicts:
+        assert verdict.failure is None
+        assert (verdict.value is None) == verdict.too_long
+    # Without a limit it is the model's context.
+    (verdict,) = judge(classifier, [[{"role": "user", "content": "1 " * 3000}, {"role": "assistant", "content": "?"}]])
+    assert verdict.too_long
+
+
+def test_a_template_that_writes_its_bos_gets_no_second_one(classifier, tmp_path):
+    folder = shutil.copytree(classifier, tmp_path / "rm")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", BOS_TEMPLATE
+    bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
+    )
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("1")["input_ids"][0] == bos, "it adds one by itself"
+    tokens = transcript_of(settings_of(folder)).tokens(talk(1))
+    assert tokens.count(bos) == 1
+    assert tokens[0] == bos
+    assert tokens == tokenizer.apply_chat_template(talk(1), return_dict=True)["input_ids"]
+    np.testing.assert_allclose([v.value for v in judge(folder, [talk(1)])], plain_scores(folder, [talk(1)]), rtol=0, atol=CLOSE)
+
+
+def test_a_template_for_reading_needs_no_generation_prompt(classifier, tmp_path):
+    template = tmp_path / "read.jinja"
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
+    assert judge(classifier, [talk(1)], chat_template=str(template))[0].value is not None
+
+
+# One bad question ----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_rendered_fails_alone(classifier, tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text(STRICT + BOS_TEMPLATE)
+    bad: list[Message] = [{"role": "narrator", "content": "Then"}, {"role": "assistant", "content": "?"}]
+    verdicts = judge(classifier, [talk(1), bad, talk(2)], chat_template=str(template))
+    alone = judge(classifier, [talk(1), talk(2)], chat_template=str(template))
+    assert [v.value for v in (verdicts[0], verdicts[2])] == [v.value for v in alone]
+    assert "no narrator" in str(verdicts[1].failure)
+    assert verdicts[1].failure is not None
+    assert verdicts[1].failure.cause == "render"
+
+
+def test_what_breaks_a_pass_fails_alone(classifier, monkeypatch):
+    """A pass that raises is repeated in halves; what is left alone with the error fails with its cause."""
+    forward, marked = ScalarModel.forward, transcript_of(settings_of(classifier)).tokens(talk(11))
+    culprit = torch.tensor(marked[-40:])
+
+    def breaks(self, batch):
+        windows = batch.tokens_T.unfold(0, len(culprit), 1) if batch.num_tokens >= len(culprit) else batch.tokens_T[:0]
+        if (windows == culprit).all(-1).any():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return forward(self, batch)
+
+    expected = [v.value for v in judge(classifier, [talk(i) for i in range(20)])]
+    monkeypatch.setattr(ScalarModel, "forward", breaks)
+    verdicts = judge(classifier, [talk(i) for i in range(20)])
+    assert [i for i, v in enumerate(verdicts) if v.failure is not None] == [11]
+    assert verdicts[11].failure is not None
+    assert verdicts[11].failure.cause == "out_of_memory"
+    np.testing.assert_allclose([v.value for i, v in enumerate(verdicts) if i != 11], expected[:11] + expected[12:], atol=CLOSE)
+
+
+def test_a_model_that_always_fails_is_not_asked_for_ever():
+    calls = []
+
+    def compute(items):
+        calls.append(len(items))
+        raise ValueError("no")
+        yield
+
+    results = in_halves(range(1000), compute, lambda failure: failure)
+    assert {f.cause for f in results} == {"exception"}
+    assert len(results) == 1000
+    assert len(calls) <= 2 * halves_module.MOST_FAILURES
+
+
+def test_scores_that_are_no_numbers_are_failures(classifier, monkeypatch):
+    def scores(self, batch):
+        return torch.full((len(batch.starts_S1) - 1,), float("nan"))
+
+    monkeypatch.setattr(ScalarModel, "forward", scores)
+    (verdict,) = judge(classifier, [talk(1)])
+    assert verdict.failure is not None
+    assert verdict.failure.cause == "not_a_number"
+
+
+# A judge that writes -------------------------------------------------------------------------------------------------
+
+
+def greedy_of_transformers(folder: Path, questions: Sequence[Question], max_new_tokens: int) -> list[tuple[str, int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    result = []
+    for one in questions:
+        inputs = tokenizer.apply_chat_template(one.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)[0, inputs["input_ids"].shape[1] :]
+        result.append((tokenizer.decode(out, skip_special_tokens=True), len(out)))
+    return result
+
+
+def test_greedy_answers_are_those_of_transformers(writer):
+    questions = [question(i) for i in range(8)]
+    answers = write(writer, questions, Writing(24))
+    assert [(a.text, a.new_tokens) for a in answers] == greedy_of_transformers(writer, questions, 24)
+    assert len({a.text for a in answers}) > 4
+    assert {a.truncated for a in answers} == {True, False}
+    assert all(a.failure is None and a.prompt_tokens > 10 for a in answers)
+
+
+def test_what_is_drawn_depends_on_the_key_and_the_seed_only(writer):
+    writing = Writing(16, temperature=1.0, top_p=0.95, seed=3)
+
+    async def ask(model: Local) -> None:
+        together = await model.write([question(i) for i in range(10)], writing)
+        backwards = await model.write([question(i) for i in reversed(range(10))], writing)
+        alone = [(await model.write([question(i)], writing))[0] for i in range(10)]
+        apart = await asyncio.gather(*(model.write([question(i)], writing) for i in range(10)))
+        texts = [a.text for a in together]
+        assert texts == [a.text for a in reversed(backwards)] == [a.text for a in alone] == [a.text for (a,) in apart]
+        same = await model.write([question(0, key="a"), question(0, key="b"), question(0, key="a")], writing)
+        assert same[0] == same[2] != same[1]
+        (other,) = await model.write([question(0)], Writing(16, temperature=1.0, top_p=0.95, seed=4))
+        assert other != together[0]
+
+    with_model(writer, ask, scalar=False)
+
+
+def test_questions_of_different_kinds_at_once(writer):
+    """Each is written as it asks to be, with its own limit; those that may be are written together."""
+    kinds = [Writing(5), Writing(12), Writing(9, temperature=0.7), Writing(9, temperature=0.7, seed=1), Writing(12, stop=("e",))]
+
+    async def ask(model: Local) -> None:
+        alone = [await model.write([question(i) for i in range(4)], kind) for kind in kinds]
+        together = await asyncio.gather(*(model.write([question(i) for i in range(4)], kind) for kind in kinds))
+        assert list(together) == alone
+        assert [max(a.new_tokens for a in answers) for answers in alone[:3]] == [5, 12, 9]
+        assert all("e" not in (a.text or "") for a in alone[4])
+        assert any(a.new_tokens < 12 and not a.truncated for a in alone[4])
+
+    with_model(writer, ask, scalar=False)
+
+
+def test_a_prompt_given_as_text_is_taken_as_it_is(writer):
+    tokenizer = AutoTokenizer.from_pretrained(writer)
+    rendered = tokenizer.apply_chat_template(question(5).messages, add_generation_prompt=True, tokenize=False)
+    by_messages, by_text = write(writer, [question(5), Question([], text=rendered)], Writing(16))
+    assert by_text == by_messages
+
+
+def test_prompts_that_are_too_long_or_empty_fail_alone(writer, tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text(STRICT + BOS_TEMPLATE)
+    long = Question([{"role": "user", "content": "1 " * 3000}])
+    odd = Question([{"role": "narrator", "content": "Then"}])
+    asked = [question(1), long, Question([], text=""), odd, question(2)]
+    answers = write(writer, asked, Writing(8), chat_template=str(template))
+    assert [(a.too_long, a.failure and a.failure.cause) for a in answers] == [
+        (False, None),
+        (True, None),
+        (False, "empty"),
+        (False, "render"),
+        (False, None),
+    ]
+    limits = {"max_prompt_tokens": answers[0].prompt_tokens, "chat_template": str(template)}
+    answers = write(writer, [question(1), question(2)], Writing(8), **limits)
+    assert [a.too_long for a in answers] == [False, True]
+    (answer,) = write(writer, [question(1)], Writing(4000))
+    assert answer.failure is not None
+    assert "leaves no room for a prompt in the judge's 2,048 tokens" in answer.failure.message
+
+
+def test_an_engine_that_breaks_is_a_failure_of_its_questions(writer, monkeypatch):
+    generate = NativeEngine.generate
+
+    def breaks(self, requests, sampling):
+        if sampling.temperature == 0.5:
+            raise RuntimeError("no luck today")
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(NativeEngine, "generate", breaks)
+
+    async def ask(model: Local) -> None:
+        kinds = (Writing(6), Writing(6, temperature=0.5))
+        good, bad = await asyncio.gather(*(model.write([question(i) for i in range(3)], kind) for kind in kinds))
+        assert all(a.failure is None for a in good)
+        assert {a.failure for a in bad} == {Failure("exception", "RuntimeError: no luck today")}
+        assert model.usage.failures == model.usage.faults == {"exception": 3}
+        assert model.usage.calls == 6
+        assert model.usage.new_tokens == sum(a.new_tokens for a in good)
+
+    with_model(writer, ask, scalar=False)
+
+
+# Many at once --------------------------------------------------------------------------------------------------------
+
+
+def test_many_small_asks_become_few_batches(classifier, writer, monkeypatch):
+    """Those who come while the model computes for the first are asked together."""
+    calls, all_are_there = [], threading.Event()
+    generate, forward = NativeEngine.generate, ScalarModel.forward
+
+    def generate_later(self, *given):
+        assert all_are_there.wait(100)
+        calls.append(len(given[0]))
+        return generate(self, *given)
+
+    def forward_later(self, batch):
+        assert all_are_there.wait(100)
+        return forward(self, batch)
+
+    monkeypatch.setattr(NativeEngine, "generate", generate_later)
+    monkeypatch.setattr(ScalarModel, "forward", forward_later)
+
+    async def together(asks: Iterable[Coroutine[Any, Any, list]]) -> list[list]:
+        all_are_there.clear()
+        tasks = [asyncio.create_task(ask) for ask in asks]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        all_are_there.set()
+        return await asyncio.gather(*tasks)
+
+    async def ask_scores(model: Local) -> None:
+        verdicts = await together(model.judge([talk(i)]) for i in range(200))
+        assert [v.value for (v,) in verdicts] == pytest.approx([v.value for v in await model.judge([talk(i) for i in range(200)])])
+        assert model.batches <= 8
+
+    async def ask_answers(model: Local) -> None:
+        answers = await together(model.write([question(i)], Writing(4)) for i in range(200))
+        assert all(a.failure is None for (a,) in answers)
+        assert sum(calls) == 200
+        assert len(calls) <= 2
+
+    with_model(classifier, ask_scores, scalar=True)
+    with_model(writer, ask_answers, scalar=False)
+
+
+def test_the_event_loop_goes_on_while_a_model_computes(classifier, monkeypatch):
+    """A pass that does not end before the loop has moved on."""
+    moved_on, forward = threading.Event(), ScalarModel.forward
+
+    def waits(self, batch):
+        assert moved_on.wait(30)
+        return forward(self, batch)
+
+    monkeypatch.setattr(ScalarModel, "forward", waits)
+
+    async def ask(model: Local) -> None:
+        asked = asyncio.create_task(model.judge([talk(1)]))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        moved_on.set()
+        assert (await asked)[0].failure is None
+
+    with_model(classifier, ask, scalar=True)
+
+
+def test_whoever_stops_waiting_is_not_computed_for():
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    def compute(items):
+        seen.extend(items)
+        begun.set()
+        assert go_on.wait(30)
+        return items
+
+    async def ask() -> None:
+        thread = ModelThread("test", compute, CPU)
+        first = asyncio.create_task(thread.ask(["first"]))
+        await asyncio.to_thread(begun.wait)
+        second, third = (asyncio.create_task(thread.ask([name])) for name in ("second", "third"))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        assert (await first, await third) == (["first"], ["third"])
+        await thread.close(lambda: None)
+        with pytest.raises(Closed):
+            await thread.ask(["fourth"])
+
+    run(ask())
+    assert seen == ["first", "third"]
+
+
+def test_closing_answers_whoever_still_waits(classifier):
+    async def ask() -> None:
+        model = await opened(classifier, scalar=True)
+        asked = [asyncio.create_task(model.judge([talk(i)])) for i in range(20)]
+        await asyncio.sleep(0)
+        await model.close()
+        await model.close()
+        causes = {v.failure and v.failure.cause for (v,) in await asyncio.gather(*asked)}
+        assert causes <= {None, "closed"}
+        assert (await model.judge([talk(1)]))[0].failure == Failure("closed", "the model has been closed")
+        await model.open()
+        assert (await model.judge([talk(1)]))[0].failure is None
+        await model.close()
+        await Local(settings_of(classifier), scalar=True).close()  # never opened
+
+    run(ask())
+
+
+# Coming and going ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+@pytest.mark.usefixtures("quick_collections")
+def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scalar):
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    make_tiny_model([rows_file], tmp_path / "large", kind="llama", hidden_size=512, layers=3, vocabulary=320)
+    folder = make_classifier(tmp_path / "large", tmp_path / "rm") if scalar else tmp_path / "large"
+    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    assert size > 20e6
+
+    async def ask(model: Local) -> list[Any]:
+        return await (model.judge([talk(1), talk(2)]) if scalar else model.write([question(1)], Writing(12)))
+
+    async def go(model: Local) -> None:
+        assert RESIDENT_MODELS.models() == []
+        assert {a.failure and a.failure.cause for a in await ask(model)} == {"not_loaded"}
+        answers, memory, survivors = [], [], []
+        for _ in range(20):
+            await model.load()
+            (alive,) = RESIDENT_MODELS.models()
+            assert (alive.name, alive.device, alive.offload) == (str(folder), "cpu", True)
+            assert alive.bytes == pytest.approx(size, rel=0.01)
+            assert RESIDENT_MODELS.bytes("cpu") == alive.bytes
+            answers.append(await ask(model))
+            assert model._weights is not None
+            parameters = [weakref.ref(p) for p in model._weights.model.parameters()]
+            await model.unload()
+            await model.unload()
+            assert RESIDENT_MODELS.models() == []
+            survivors.append(sum(p() is not None for p in parameters))
+            memory.append(psutil.Process().memory_info().rss)
+        assert survivors == [0] * 20
+        assert all(answer == answers[0] for answer in answers)
+        assert all(a.failure is None for a in answers[0])
+        # Growth from cycle to cycle would be the weights, twenty times over; one of them is far more than what is tolerated.
+        assert max(memory[5:]) - min(memory[1:5]) < 0.5 * size
+
+    with_model(folder, go, scalar=scalar, placement="offload")
+    gc.collect()
+    assert RESIDENT_MODELS.models() == []
+
+
+def test_one_offloaded_model_at_a_time(classifier, writer):
+    async def go() -> None:
+        models = [await opened(folder, scalar=folder == classifier, placement="offload") for folder in (classifier, writer)]
+        assert RESIDENT_MODELS.models() == []
+        RESIDENT_MODELS.max_offloaded = 0
+        for model in models * 2:
+            await model.load()
+            await model.unload()
+        assert RESIDENT_MODELS.max_offloaded == 1
+        for model in models:
+            await model.load()
+        assert RESIDENT_MODELS.max_offloaded == len(RESIDENT_MODELS.models()) == 2
+        for model in models:
+            await model.close()
+        assert RESIDENT_MODELS.models() == []
+
+    run(go())
+
+
+def test_a_resident_model_stays(classifier):
+    async def go(model: Local) -> None:
+        (alive,) = RESIDENT_MODELS.models()
+        assert not alive.offload
+        await model.unload()
+        assert RESIDENT_MODELS.models() == [alive]
+        await model.load()
+        assert (await model.judge([talk(1)]))[0].value is not None
+
+    with_model(classifier, go, scalar=True)
+    assert RESIDENT_MODELS.models() == []
+
+
+def test_what_was_asked_before_unloading_is_answered(classifier):
+    async def go(model: Local) -> None:
+        await model.load()
+        asked = [asyncio.create_task(model.judge([talk(i)])) for i in range(10)]
+        await asyncio.sleep(0)
+        await model.unload()
+        assert all(v.failure is None for (v,) in await asyncio.gather(*asked))
+
+    with_model(classifier, go, scalar=True, placement="offload")
+
+
+def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier, monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def go(model: Local) -> None:
+        monkeypatch.setattr(scalar_skill, "load_scalar", out_of_memory)
+        await model.load()
+        (verdict,) = await model.judge([talk(1)])
+        assert verdict.failure is not None
+        assert verdict.failure.cause == "out_of_memory"
+        assert "could not be loaded" in verdict.failure.message
+        assert RESIDENT_MODELS.models() == []
+        monkeypatch.undo()
+        await model.load()
+        assert (await model.judge([talk(1)]))[0].failure is None
+
+    with_model(classifier, go, scalar=True, placement="offload")
+    monkeypatch.setattr(scalar_skill, "load_scalar", out_of_memory)
+    with pytest.raises(RecipeError, match=r"does not fit into what is left of memory.*placement: offload"):
+        judge(classifier, [])
+
+
+def test_copies_of_the_host_bring_a_model_back(classifier):
+    """What a GPU's weights go through, here from the CPU to the CPU."""
+    model, transcript = load_scalar(settings_of(classifier), CPU), transcript_of(settings_of(classifier))
+    tokens = [transcript.tokens(talk(i)) for i in range(4)]
+    before = model.score(tokens)
+    copies = HostCopies(model)
+    for _ in range(3):
+        there = [weakref.ref(p.data.untyped_storage()) for p in model.parameters()]
+        copies.to_host()
+        gc.collect()
+        assert not any(storage() for storage in there)
+        copies.to_device(CPU)
+    np.testing.assert_array_equal(model.score(tokens), before)
+
+
+# Folders that will not do --------------------------------------------------------------------------------------------
+
+
+def why_not(folder: Path, *, scalar: bool = True, **settings) -> str:
+    with pytest.raises(RecipeError) as told:
+        with_model(folder, lambda model: model.judge([]), scalar=scalar, placement="offload", **settings)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_bad_folders_are_told_before_weights_are_read(classifier, tiny_models, tmp_path, monkeypatch):
+    monkeypatch.setattr(scalar_skill, "load_scalar", None)
+    near = classifier.with_name("rmm")
+    assert why_not(near) == f"{near}: there is no such folder. Did you mean {classifier}?"
+    (tmp_path / "empty").mkdir()
+    assert "no config.json (found: nothing)" in why_not(tmp_path / "empty")
+    (tmp_path / "empty" / "adapter_config.json").touch()
+    assert "this is a LoRA adapter" in why_not(tmp_path / "empty")
+    assert "is a file" in why_not(classifier / "config.json")
+
+    bare = shutil.copytree(classifier, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    assert "its weights are not complete: model.safetensors missing" in why_not(bare)
+    (bare / "pytorch_model.bin").touch()
+    assert "its weights are pickled" in why_not(bare)
+
+    silent = shutil.copytree(classifier, tmp_path / "silent")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        if (silent / name).exists() and name.endswith("jinja"):
+            (silent / name).unlink()
+    told = why_not(silent)
+    assert "the tokenizer has no chat template" in told
+    assert "model.chat_template: chatml" in told
+    assert "max_prompt_tokens is 9,999" in why_not(classifier, max_prompt_tokens=9999)
+
+
+def test_wrong_architectures_are_told(classifier, tiny_models, tmp_path):
+    causal = tiny_models["qwen2"]
+    assert "Qwen2ForCausalLM gives no score" in why_not(causal)
+    assert "value_head.safetensors" in why_not(causal)
+    assert "LlamaForSequenceClassification gives a number and writes nothing" in why_not(classifier, scalar=False)
+    three = make_classifier(causal, tmp_path / "three", labels=3)
+    assert "Qwen2ForSequenceClassification has 3 labels, and a reward model has one" in why_not(three)
+    AutoConfig.for_model("t5").save_pretrained(shutil.copytree(causal, tmp_path / "t5"))
+    assert "is no causal language model" in why_not(tmp_path / "t5", scalar=False)
+
+
+def test_a_value_head_that_does_not_fit_is_told(tiny_models, tmp_path):
+    folder = shutil.copytree(tiny_models["llama"], tmp_path / "rm")
+    save_file({"v_head.summary.weight": torch.zeros(1, 32), "other": torch.zeros(2)}, folder / "value_head.safetensors")
+    with pytest.raises(RecipeError, match=r"v_head.summary.weight \[1, 64\].*found: other \[2\], v_head.summary.weight \[1, 32\]"):
+        load_scalar(settings_of(folder), CPU)
+    (folder / "value_head.safetensors").rename(folder / "value_head.bin")
+    assert "value_head.bin is pickled" in why_not(folder)
+
+
+def test_weights_that_lack_the_head_are_told(classifier, tiny_models, tmp_path):
+    folder = shutil.copytree(tiny_models["llama"], tmp_path / "rm")
+    config = json.loads((classifier / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=r"weights are missing.*score\.weight"):
+        load_scalar(settings_of(folder), CPU)
+
+
+def test_no_gpu_is_told():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    model = Local(RewardModel(path="x", device="cuda"), scalar=True)
+    with pytest.raises(RecipeError, match=r"model\.device is cuda, but torch sees no GPU here"):
+        run(model.open())
+    run(model.close())

@@ -1,0 +1,419 @@
+"""Against a real vLLM on the CPU (its own environment: make .venv-vllm/installed).
+
+A judge that was taught what to say, and a scalar model with random weights: behind a URL, and in a server that a recipe starts,
+they say what they say in this process. And what is started is gone afterwards, whoever was killed.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
+from plaudit.reward_models.client import Client
+from plaudit.reward_models.launch import Launched, ServerProcess
+from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.scoring import Scorer
+from support.paths import REPOSITORY
+from support.processes import gone
+from support.recipes import pair_recipe, sft_recipe, train_reward_model, train_sft, write_recipe
+from support.rows import write_jsonl
+
+PYTHON = Path(os.environ.get("PLAUDIT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": "",
+}  # fmt: skip
+ARGUMENTS = ["--enforce-eager", "--dtype float32", "--max-model-len 256", "--distributed-executor-backend uni"]
+LONG = "1 + " * 300
+KEY = "a-key-that-nobody-may-read"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"needs vLLM in {PYTHON} (or set PLAUDIT_VLLM_PYTHON)"),
+]
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+SUMS = [(1, 2), (4, 4), (3, 9), (5, 6), (2, 8), (7, 7), (9, 4), (6, 1)]
+ROWS = [{"prompt": f"What is {a} + {b}?", "responses": [str(a + b + off) for off in (0, 1, 3, 7)]} for a, b in SUMS]
+ODD_TEXTS = ["", " 3 ", "<|im_end|>\n<|im_start|>assistant", "é😀 漢字", "\n\n", "\x00{{ 3 }}"]
+ODD = [{"prompt": "What is 1 + 2?", "responses": ODD_TEXTS}]
+GRADE = "Grade.\n{{ task }}\n{{ response }}"
+RANK = "Rank.\n{{ task }}\n{% for one in candidates %}[{{ one.letter }}] {{ one.text }}\n{% endfor %}"
+
+
+def worth(task: str, response: str) -> int:
+    first, second = map(int, re.findall(r"\d+", task))
+    return 10 - abs(int(response) - first - second)
+
+
+class Teacher(Backend):
+    """Answers as the judge should, and keeps what it was asked and said."""
+
+    def __init__(self):
+        self.usage, self.lessons = Usage(), []
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def judge(self, conversations) -> list[Verdict]:
+        raise NotImplementedError
+
+    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+        return [Answer(self._said(question)) for question in questions]
+
+    def _said(self, question: Question) -> str:
+        kind, task, *rest = question.messages[-1]["content"].strip().split("\n")
+        if kind == "Grade.":
+            said = f"It is worth\n{worth(task, rest[0])}"
+        else:
+            scores = {line[1]: worth(task, line[4:]) for line in rest}
+            order = sorted(scores, key=lambda letter: -scores[letter])
+            said = f"Ranking:\n{' > '.join(order)}\nScores:\n" + ", ".join(f"{letter}: {scores[letter]}" for letter in order)
+        self.lessons.append({"messages": [*question.messages, {"role": "assistant", "content": said}]})
+        return said
+
+
+@dataclass(frozen=True)
+class Models:
+    judge: Path
+    scalar: Path
+    expected: list[dict]
+    """Of ROWS, by the teacher."""
+    rewards: Callable[..., list[dict]]
+    """The judges' settings, with the settings given for their model."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Models:
+    """With heads of 32: vLLM's attention on the CPU takes no smaller ones."""
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "grade.jinja").write_text(GRADE)
+    (folder / "rank.jinja").write_text(RANK)
+
+    def rewards(**model) -> list[dict]:
+        common = {"model": model, "sampling": {"retry": 0, "max_new_tokens": 64}}
+        return [
+            {"kind": "judge", "template": str(folder / "grade.jinja"), **common},
+            {"kind": "group_judge", "template": str(folder / "rank.jinja"), "weight": 0.1, **common},
+        ]
+
+    teacher = Teacher()
+    with Scorer(rewards(path="nowhere")) as scorer:
+        for reward in scorer.rewards:
+            assert isinstance(reward, ModelReward)
+            reward._backend = teacher
+        expected = scorer.score(ROWS)
+    lessons = write_jsonl(folder / "lessons.jsonl", teacher.lessons)
+    make_tiny_model([lessons], folder / "random", kind="llama", hidden_size=128, layers=2, vocabulary=320)
+    recipe = sft_recipe(
+        folder / "random", lessons, folder / "run",
+        train={"rows_per_step": len(teacher.lessons), "tokens_per_micro_batch": 4096},
+        optim={"lr": 3e-3, "warmup_steps": 5},
+        run={"max_steps": 150, "epochs": 1000},
+    )  # fmt: skip
+    judge = train_sft(write_recipe(folder / "sft.yaml", recipe))
+    return Models(judge, make_scalar(judge, folder / "scalar"), expected, rewards)
+
+
+def make_scalar(source: Path, folder: Path) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(source, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    config.pad_token_id = tokenizer.pad_token_id
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=2.0)  # numbers that a sigmoid would show
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# Servers -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(path: Path, log: Path, *, scalar: bool) -> Iterator[str]:
+    """The URL of a server that somebody else has started."""
+    model = RewardModel(path=str(path), placement="launch", program=str(PYTHON), arguments=tuple(ARGUMENTS))
+    launched = Launched(model, scalar=scalar)
+    launched.port = free_port()
+    server = ServerProcess(launched.command, log, {**os.environ, **ENVIRONMENT})
+    try:
+        url = f"http://127.0.0.1:{launched.port}"
+        wait_for(lambda: answers(url) or not server.alive, "a server")
+        assert server.alive, log.read_text()[-3000:]
+        yield url
+    finally:
+        server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def wait_for(happened: Callable[[], object], what: str, within_s: float = 240.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < deadline, f"no {what} within {within_s:g} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def judge_url(models, tmp_path_factory) -> Iterator[str]:
+    with served(models.judge, tmp_path_factory.mktemp("judge") / "server.log", scalar=False) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def scalar_url(models, tmp_path_factory) -> Iterator[str]:
+    with served(models.scalar, tmp_path_factory.mktemp("scalar") / "server.log", scalar=True) as url:
+        yield url
+
+
+def with_client(use, url: str, *, scalar: bool):
+    async def run():
+        client = Client(RewardModel(placement="server", url=(url,)), scalar=scalar)
+        await client.open()
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+# A model behind a URL ------------------------------------------------------------------------------------------------
+
+
+def conversation(answer: str) -> list[dict]:
+    return [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": answer}]
+
+
+def test_a_scalar_model_gives_the_numbers_that_transformers_gives(models, scalar_url):
+    import torch
+    from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+    scorer = LlamaForSequenceClassification.from_pretrained(models.scalar, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(models.scalar)
+    conversations = [conversation(answer) for answer in ("3", "4", "three, I think")]
+    expected = []
+    for one in conversations:
+        ids = tokenizer.apply_chat_template(one, return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            expected.append(scorer(ids).logits.item())
+
+    async def ask(client: Client) -> tuple[list[Verdict], list[Verdict]]:
+        rendered_here = await client.judge([*conversations, conversation(LONG)])
+        client._template = None  # as if its tokenizer could not be had
+        return rendered_here, await client.judge([*conversations, conversation(LONG)])
+
+    for verdicts in with_client(ask, scalar_url, scalar=True):
+        assert [verdict.value for verdict in verdicts[:3]] == pytest.approx(expected, abs=1e-4)
+        assert (verdicts[3].too_long, verdicts[3].failure) == (True, None)
+    assert max(map(abs, expected)) > 1.0
+
+
+def test_a_judge_writes_what_transformers_writes(models, judge_url):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.judge)
+    policy = AutoModelForCausalLM.from_pretrained(models.judge, dtype=torch.float32).eval()
+    messages = [{"role": "user", "content": "Grade.\nWhat is 3 + 3?\n5"}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # pyright: ignore
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    written = policy.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
+    expected = tokenizer.decode(written, skip_special_tokens=True)
+
+    async def ask(client: Client) -> tuple[list[Answer], list[Answer]]:
+        long = Question([{"role": "user", "content": LONG}])
+        greedy = await client.write([Question(messages), Question([], text=text), long], Writing(32))
+        drawn = [await client.write([Question(messages, key=key)], Writing(32, temperature=2.0)) for key in "xxyz"]
+        return greedy, [answer for [answer] in drawn]
+
+    greedy, drawn = with_client(ask, judge_url, scalar=False)
+    assert [answer.text for answer in greedy] == [expected, expected, None]
+    assert greedy[0].prompt_tokens == greedy[1].prompt_tokens == ids.shape[1]  # no second BOS token
+    assert [answer.too_long for answer in greedy] == [False, False, True]
+    assert drawn[0].text == drawn[1].text
+    assert len({answer.text for answer in drawn} - {None}) > 1
+
+
+# The same recipe, wherever its models are ----------------------------------------------------------------------------
+
+
+def scored(rewards: list[dict], rows: list[dict] = ROWS) -> tuple[list[dict], list[tuple[int, int, int]]]:
+    """What the rows are worth; and what each model was asked and said: calls, tokens read, tokens written."""
+    with Scorer(rewards) as scorer:
+        results = scorer.score(rows)
+        usages = [reward.backend.usage for reward in scorer.rewards if isinstance(reward, ModelReward)]
+        return results, [(usage.calls, usage.prompt_tokens, usage.new_tokens) for usage in usages]
+
+
+def same_values(found: list[dict], expected: list[dict]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["failure"] == other["failure"] == [None] * len(one["reward"])
+        assert one["reward"] == pytest.approx(other["reward"], abs=1e-4)
+        for parts, others in zip(one["parts"], other["parts"], strict=True):
+            assert parts == pytest.approx(others, abs=1e-4)
+
+
+def test_judges_say_the_same_behind_a_url_as_in_this_process(models, judge_url):
+    in_this_process = {"path": str(models.judge), "dtype": "float32", "device": "cpu"}
+    here, asked_here = scored(models.rewards(**in_this_process))
+    same_values(here, models.expected)  # it has learnt its lessons, so there is something to compare
+    assert [calls for calls, _, _ in asked_here] == [4 * len(ROWS), len(ROWS)]
+    other_name = judge_url.replace("127.0.0.1", "localhost")
+    for model in (
+        {"url": judge_url},
+        {"url": [judge_url, f"{other_name}/v1"], "path": str(models.judge)},
+        {"url": judge_url, "tokenizer": str(models.judge)},  # rendered here, sent as tokens
+    ):
+        there, asked_there = scored(models.rewards(placement="server", **model))
+        same_values(there, here)
+        assert asked_there == asked_here
+    [[calls, read, _]] = scored(models.rewards(**in_this_process)[:1], ODD)[1]
+    [[calls_there, read_there, _]] = scored(models.rewards(placement="server", url=judge_url)[:1], ODD)[1]
+    assert (calls_there, read_there) == (calls, read)
+
+
+def test_a_scalar_model_says_the_same_behind_a_url_as_in_this_process(models, scalar_url):
+    def reward(**model) -> list[dict]:
+        return [{"kind": "scalar_model", "model": model}]
+
+    here, asked_here = scored(reward(path=str(models.scalar), dtype="float32", device="cpu"), ROWS + ODD)
+    there, asked_there = scored(reward(placement="server", url=scalar_url), ROWS + ODD)
+    same_values(there, here)
+    assert asked_there == asked_here
+    values = [value for one in here for value in one["reward"]]
+    assert max(values) - min(values) > 0.1
+
+
+def test_a_trained_reward_model_says_the_same_in_vllm(tmp_path, models, pairs_file):
+    """`plaudit reward-model`, full and with LoRA merged: what it saves is served as it is."""
+    for name, lora in (("full", None), ("lora", {"rank": 4})):
+        recipe = pair_recipe(models.judge, pairs_file, tmp_path / name, model={"dtype": "float32", "lora": lora})
+        folder = train_reward_model(write_recipe(tmp_path / f"{name}.yaml", recipe))
+        here, _ = scored([{"kind": "scalar_model", "model": {"path": str(folder), "dtype": "float32", "device": "cpu"}}], ROWS)
+        with served(folder, tmp_path / f"{name}.log", scalar=True) as url:
+            there, _ = scored([{"kind": "scalar_model", "model": {"placement": "server", "url": url}}], ROWS)
+        for ours, theirs in zip(here, there, strict=True):
+            assert theirs["reward"] == pytest.approx(ours["reward"], abs=1e-4)
+
+
+# A server that a recipe starts ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scoring:
+    """`plaudit score` of a recipe that starts a server."""
+
+    process: subprocess.Popen
+    out: Path
+    log: Path
+    port: int
+
+    @property
+    def kept(self) -> int:
+        """How many scores it has so far."""
+        file = self.out.with_name(f"{self.out.name}.scores.sqlite")
+        try:
+            with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
+                return database.execute("select count(*) from scores").fetchone()[0]
+        except sqlite3.Error:
+            return 0
+
+    def wait_until_in_the_middle(self) -> None:
+        wait_for(lambda: self.kept >= 8 or self.process.poll() is not None, "scores")
+        assert self.process.poll() is None, self.log.read_text()
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def scoring(models, tmp_path) -> Iterator[Scoring]:
+    port = free_port()
+    model = {"path": str(models.judge), "placement": "launch", "program": str(PYTHON), "port": port, "arguments": ARGUMENTS}
+    [reward, _] = models.rewards(**model)
+    recipe = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{**reward, "limits": {"at_once": 2}}]})
+    # More of the same, so that it lasts; told apart, or the cache would answer.
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(20) for row in ROWS])
+    command = [sys.executable, "-m", "plaudit", "score", rows, "--rewards", recipe, "--out", tmp_path / "scored.jsonl"]
+    log = tmp_path / "log"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "VLLM_API_KEY": KEY}
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=REPOSITORY)
+    yield Scoring(process, tmp_path / "scored.jsonl", log, port)
+    process.terminate()
+    process.wait()
+
+
+def test_one_that_dies_is_restarted_and_in_the_end_it_is_gone(models, scoring):
+    scoring.wait_until_in_the_middle()
+    before = scoring.family()
+    # What a machine without memory kills: the child that has the weights.
+    [engine] = [process for process in before if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())]
+    engine.kill()
+    wait_for(lambda: not answers(f"http://127.0.0.1:{scoring.port}"), "end of the server", within_s=60)
+    wait_for(lambda: answers(f"http://127.0.0.1:{scoring.port}"), "second server")
+    after = scoring.family()
+    assert scoring.process.wait(120) == 0, scoring.log.read_text()
+    said = " ".join(scoring.log.read_text().split())
+    assert "starting it once more" in said
+    assert KEY not in said
+    lines = [json.loads(line) for line in scoring.out.read_text().splitlines()]
+    assert len(lines) == 20 * len(ROWS)
+    for i, line in enumerate(lines):
+        assert line["failure"] == [None] * 4
+        assert line["reward"] == [parts["judge"] for parts in models.expected[i % len(ROWS)]["parts"]]
+    assert gone(*(process.pid for process in (*before, *after)))
+    assert port_is_free(scoring.port)
+
+
+def test_killed_with_9_we_leave_no_server(scoring):
+    scoring.wait_until_in_the_middle()
+    family = [process.pid for process in scoring.family()]
+    assert len(family) >= 3  # the guard, vLLM, its engine
+    os.kill(scoring.process.pid, signal.SIGKILL)
+    scoring.process.wait()
+    assert gone(*family, within_s=60.0)
+    assert port_is_free(scoring.port)
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        return probe.connect_ex(("127.0.0.1", port)) != 0

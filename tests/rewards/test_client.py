@@ -1,0 +1,326 @@
+"""How rewards are asked: limits, retries, giving up, the cache; and a long run with faults of every kind."""
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import PrivateAttr
+
+from plaudit.objectives.advantages import grpo
+from plaudit.rewards.cache import ScoreCache, keys, reward_digest
+from plaudit.rewards.functions.function import Function
+from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.runner import RewardRunner
+from plaudit.types import Group, Score
+from support.rewards import group, values, write_function
+
+
+class Busy(Reward):
+    """Takes a moment, counts how many calls are under way, and fails as often as its responses say: 'f2' fails twice."""
+
+    kind: Literal["busy"] = "busy"
+    takes_s: float = 0.01
+    alone: bool = True
+    _tries: Counter = PrivateAttr(default_factory=Counter)
+    _under_way: int = PrivateAttr(0)
+    _most: int = PrivateAttr(0)
+    _began: list = PrivateAttr(default_factory=list)
+
+    async def score(self, groups: list[Group]) -> list[list[Score]]:
+        self._under_way += 1
+        self._most = max(self._most, self._under_way)
+        self._began.append(time.monotonic())
+        await asyncio.sleep(self.takes_s)
+        self._under_way -= 1
+        return [[self._one(sample.text) for sample in one.samples] for one in groups]
+
+    def _one(self, text: str) -> Score:
+        self._tries[text] += 1
+        if text.startswith("f") and self._tries[text] <= int(text[1:]):
+            return failed("http", f"try {self._tries[text]}")
+        return Score(1.0)
+
+
+class Together(Busy):
+    """Compares the samples of a group."""
+
+    scores_alone = False
+
+
+def ask(reward: Reward, *groups: Group, **settings) -> list[list[float | None]]:
+    with RewardRunner([reward], tolerant=True, **settings) as runner:
+        return [values(one) for one in runner.collect(groups)]
+
+
+def test_no_more_calls_at_once_than_allowed():
+    reward = Busy(takes_s=0.1, limits={"at_once": 3})
+    ask(reward, *(group("a", id=str(i)) for i in range(12)))
+    assert (reward._most, len(reward._began)) == (3, 12)
+
+
+def test_no_more_calls_a_second_than_allowed():
+    reward, began = Busy(takes_s=0.0, limits={"per_s": 100}), time.monotonic()
+    ask(reward, *(group("a", id=str(i)) for i in range(6)))
+    assert all(call - began >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward._began)))
+
+
+def test_a_call_that_takes_too_long_fails_with_its_cause():
+    with RewardRunner([Busy(takes_s=30, limits={"timeout_s": 0.05})], tolerant=True) as runner:
+        [scored] = runner.collect([group("a", "b")])
+    assert [score.failure.cause for score in scored.scores if score.failure] == ["timeout", "timeout"]
+
+
+def test_what_failed_is_asked_for_again_and_nothing_else():
+    reward = Busy(limits={"retries": 2, "backoff_s": 0.001})
+    assert ask(reward, group("a", "f1", "f2", "f3")) == [[1.0, 1.0, 1.0, None]]
+    assert reward._tries == {"a": 1, "f1": 2, "f2": 3, "f3": 3}
+
+
+def test_a_reward_that_compares_samples_is_asked_about_the_whole_group_again():
+    reward = Together(limits={"retries": 1, "backoff_s": 0.001})
+    assert ask(reward, group("a", "f1")) == [[1.0, 1.0]]
+    assert reward._tries == {"a": 2, "f1": 2}
+
+
+def test_a_dead_reward_is_given_up_and_tried_again_later():
+    reward = Busy(takes_s=0.0, limits={"at_once": 1, "give_up_after": 3, "pause_s": 60})
+    with RewardRunner([reward], tolerant=True) as runner:
+        scored = runner.collect([group(f"f{9 + i}", id=str(i)) for i in range(8)])
+        causes = [one.scores[0].failure.cause for one in scored if one.scores[0].failure]
+        assert causes == ["http"] * 3 + ["given_up"] * 5
+        assert "3 calls in a row had failed, the last with http: try 1" in scored[-1].scores[0].failure.message
+        runner.askers[0]._given_up_until = 0.0  # a minute later
+        again = runner.collect([group("a", id=str(i)) for i in range(4)])
+        assert [values(one) for one in again] == [[1.0]] * 4  # one call found that it works again
+
+
+def test_rows_that_lack_something_do_not_count_as_a_dead_reward():
+    class Lacking(Busy):
+        def _one(self, text: str) -> Score:
+            return failed("no_ground_truth", "none") if text == "none" else Score(1.0)
+
+    reward = Lacking(takes_s=0.0, limits={"at_once": 1, "give_up_after": 2})
+    assert ask(reward, *(group("none", id=str(i)) for i in range(5)), group("a")) == [[None]] * 5 + [[1.0]]
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_scored_is_not_scored_again(tmp_path):
+    first, second = Busy(), Busy()
+    rows = [group("a", "f1", id="1"), group("b", id="2")]
+    assert ask(first, *rows, cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0]]
+    assert ask(second, *rows, group("a", id="1", truth="another"), cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0], [1.0]]
+    assert second._tries == {"f1": 1, "a": 1}  # a failure, and the same answer to another question
+
+
+def test_a_group_that_is_compared_is_known_as_a_whole_or_not_at_all(tmp_path):
+    assert ask(Together(), group("a", "b"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0]]
+    same, other = Together(), Together()
+    ask(same, group("a", "b"), cache=tmp_path / "c.sqlite")
+    ask(other, group("a", "c"), cache=tmp_path / "c.sqlite")
+    assert (same._tries, other._tries) == ({}, {"a": 1, "c": 1})
+
+
+def test_parts_views_and_traces_are_kept(tmp_path):
+    path = write_function(
+        tmp_path, "def compute_score(solution_str): return {'score': 1, 'part': 2.0, 'why': 'so', 'malformed': True}"
+    )
+    found = []
+    for _ in range(2):
+        with RewardRunner([Function(kind="function", path=str(path))], cache=tmp_path / "c.sqlite") as runner:
+            [scored] = runner.collect([group("ä\ud800")])
+            found.append(scored.by_reward["function"])
+            counts = runner.askers[0].counts
+    assert found[0] == found[1]
+    assert counts["cached"] == 1
+
+
+def test_scores_belong_to_settings_and_files_not_to_how_they_are_used(tmp_path):
+    path = write_function(tmp_path, "def compute_score(solution_str): return 1")
+    base = Function(kind="function", path=str(path))
+    digest = reward_digest(base)
+    assert reward_digest(Function(kind="function", path=str(path), weight=2.0, name="x", timeout_s=3.0, scale=0.1)) == digest
+    assert reward_digest(Function(kind="function", path=str(path), arguments={"a": 1})) != digest
+    assert reward_digest(Function(kind="function", path=str(path), view={"extract": "line"})) != digest
+    path.write_text("def compute_score(solution_str): return 2")
+    assert reward_digest(base) != digest
+    one = group("a", "b")
+    assert (
+        len({*keys(digest, one, scores_alone=True), *keys(digest, one, scores_alone=False), *keys("x", one, scores_alone=True)})
+        == 6
+    )
+
+
+def test_a_quick_rule_keeps_nothing_unless_asked_to(tmp_path):
+    from plaudit.rewards.rules.exact import Exact
+
+    for setting, kept in ((None, 0), (True, 1)):
+        file = tmp_path / f"{setting}.sqlite"
+        ask(Exact(kind="exact", cache=setting), group("4"), cache=file)
+        with sqlite3.connect(file) as database:
+            assert database.execute("select count(*) from scores").fetchone() == (kept,)
+
+
+def test_what_is_not_needed_any_more_goes(tmp_path):
+    cache = ScoreCache(tmp_path / "c.sqlite")
+    cache.put({"k": Score(1.0), "failed": failed("x", "y")})
+    assert cache.get(["k", "failed"]) == {"k": Score(1.0)}
+    cache.clear()
+    assert cache.get(["k"]) == {}
+    cache.close()
+
+
+def test_the_same_answer_twice_is_asked_for_once(tmp_path):
+    reward = Busy()
+    assert ask(reward, group("a", "b", "a"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0, 1.0]]
+    assert reward._tries == {"a": 1, "b": 1}
+
+
+def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, capsys):
+    other = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
+    with RewardRunner([Busy()], cache=tmp_path / "c.sqlite") as runner:
+        other.execute("begin exclusive")
+        assert [values(one) for one in runner.collect([group("a"), group("b")])] == [[1.0], [1.0]]
+        other.execute("rollback")
+        runner.saved()
+    other.close()
+    assert capsys.readouterr().err.count("scores are not kept any more") == 1
+
+
+def test_what_is_given_up_is_not_waited_for():
+    reward = Busy(takes_s=0.0, limits={"at_once": 1, "per_s": 50, "give_up_after": 3})
+    ask(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
+    assert len(reward._began) == 3
+
+
+def test_a_timeout_of_the_rewards_own_is_its_exception():
+    class Impatient(Busy):
+        async def score(self, groups: list[Group]) -> list[list[Score]]:
+            raise TimeoutError("the database")
+
+    with RewardRunner([Impatient()], tolerant=True) as runner:
+        [scored] = runner.collect([group("a")])
+    assert scored.scores[0].failure is not None
+    assert "TimeoutError: the database" in scored.scores[0].failure.message
+
+
+# 2,000 samples, 30 % faults ------------------------------------------------------------------------------------------
+
+FAULTY = """
+import os, time
+from pathlib import Path
+def compute_score(solution_str, log):
+    kind, number = solution_str.split()
+    with open(log, "a") as file:
+        file.write(solution_str + "\\n")
+    if kind == "raises": raise ValueError("no")
+    if kind == "hangs": time.sleep(1000)
+    if kind == "dies": os._exit(3)
+    if kind == "nan": return float("nan")
+    return int(number) % 5
+"""
+# So that it cannot end before it is killed.
+WAITS_AT_A_GATE = """
+    while Path(log).exists() and Path(log).read_bytes().count(b"\\n") >= int(Path(log + ".gate").read_text()):
+        time.sleep(0.01)"""
+FAULTS = ("raises", "nan", "dies", "hangs")
+SAMPLES, GROUP = 2000, 8
+
+
+def responses() -> list[str]:
+    """Of every ten three are faults: mostly exceptions and NaN, every 40th a death, two hang."""
+
+    def kind(i: int) -> str:
+        if i % 10 not in (2, 5, 8):
+            return "good"
+        return "hangs" if i % 1000 == 15 else "dies" if i % 40 == 25 else "nan" if i % 20 >= 10 else "raises"
+
+    return [f"{kind(i)} {i}" for i in range(SAMPLES)]
+
+
+@pytest.fixture
+def faulty(tmp_path) -> Function:
+    path = write_function(tmp_path, FAULTY)
+    arguments = {"log": str(tmp_path / "calls.txt")}
+    return Function(kind="function", path=str(path), arguments=arguments, timeout_s=5.0, workers=4, max_failure_rate=0.5)
+
+
+def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
+    texts = responses()
+    expected = Counter(text.split()[0] for text in texts)
+    assert sum(expected[fault] for fault in FAULTS) == 0.3 * SAMPLES
+    groups = [group(*texts[i : i + GROUP], id=str(i)) for i in range(0, SAMPLES, GROUP)]
+    with RewardRunner([faulty]) as runner:
+        scored = runner.collect(groups, expected=SAMPLES)
+        counts = runner.askers[0].counts
+    found = {score.view: score for one in scored for score in one.by_reward["function"]}
+    assert list(found) == texts
+    causes = {"raises": "exception", "nan": "not_a_number", "dies": "died", "hangs": "timeout"}
+    for text, score in found.items():
+        kind, number = text.split()
+        if kind == "good":
+            assert (score.value, score.failure) == (int(number) % 5, None)
+        else:
+            assert score.value is None  # never a zero
+            assert score.failure is not None
+            assert score.failure.cause == causes[kind]
+    assert counts["scored"] + sum(counts[f"failed: {cause}"] for cause in causes.values()) == SAMPLES
+    assert {kind: counts[f"failed: {cause}"] for kind, cause in causes.items()} == {kind: expected[kind] for kind in FAULTS}
+    calls = Counter((tmp_path / "calls.txt").read_text().splitlines())
+    assert calls == Counter(texts)  # each of them was called once
+
+    # The first group by hand: 0…7 without the faults at 2 and 5 is 0, 1, 3, 4, 1, 2, whose mean is 11/6.
+    import torch
+
+    first = values(scored[0])
+    assert first == [0.0, 1.0, None, 3.0, 4.0, None, 1.0, 2.0]
+    valid = torch.tensor([value is not None for value in first])
+    rewards = torch.tensor([value if value is not None else float("nan") for value in first], dtype=torch.float64)
+    advantages = grpo(rewards, valid, divide_by_std=False)
+    assert advantages.tolist() == pytest.approx([-11 / 6, -5 / 6, 0, 7 / 6, 13 / 6, 0, -5 / 6, 1 / 6])
+
+
+def test_killed_in_the_middle_nothing_is_scored_twice(faulty, tmp_path):
+    """`plaudit score`, killed with -9 three times on its way."""
+    texts = [text for text in responses() if not text.startswith("hangs")][:1200]
+    rows = [{"prompt": "p", "responses": texts[i : i + 6]} for i in range(0, len(texts), 6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(faulty.path).write_text(FAULTY.replace("    kind, number", f"{WAITS_AT_A_GATE}\n    kind, number", 1))
+    patient = faulty.model_copy(update={"timeout_s": 60.0})
+    (tmp_path / "r.yaml").write_text(json.dumps({"rewards": [patient.model_dump(mode="json", exclude_defaults=True)]}))
+    command = [sys.executable, "-m", "plaudit", "score", str(tmp_path / "rows.jsonl"), "--rewards", str(tmp_path / "r.yaml")]
+    command += ["--out", str(tmp_path / "out.jsonl")]
+    calls, gate = tmp_path / "calls.txt", tmp_path / "calls.txt.gate"
+    for stop_after in (150, 500, 900):
+        gate.write_text(str(stop_after))
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (not calls.exists() or calls.read_bytes().count(b"\n") < stop_after):
+            time.sleep(0.01)
+        assert process.poll() is None, "it ended before it could be killed"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    gate.write_text(str(10**9))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [response for line in lines for response in line["responses"]] == texts
+    for line in lines:
+        for text, reward, failure in zip(line["responses"], line["reward"], line["failure"], strict=True):
+            assert (reward is not None) == text.startswith("good")
+            assert (failure is None) == text.startswith("good")
+    made = Counter(calls.read_text().splitlines())
+    # Good ones that were called again were under way when it was killed: at most a batch for each worker and kill.
+    twice = [text for text, count in made.items() if count > 1 and text.startswith("good")]
+    assert len(twice) <= 3 * faulty.workers * 16
+    assert len(lines) == len(rows)
+    assert not (tmp_path / "out.jsonl.scores.sqlite").exists()

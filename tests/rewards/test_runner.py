@@ -1,0 +1,671 @@
+"""Rewards: what they pay, what becomes of their failures, and user functions at their worst."""
+
+import asyncio
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.recipe import RLRecipe
+from plaudit.rewards.combine import combine
+from plaudit.rewards.functions.function import Function
+from plaudit.rewards.metrics import metrics
+from plaudit.rewards.reward import Reward, Rule
+from plaudit.rewards.rules.exact import Exact
+from plaudit.rewards.runner import RewardRunner
+from plaudit.types import Failure, Group, Prompt, Sample, Score, ScoredGroup
+from support.paths import REPOSITORY, TESTS
+from support.processes import gone
+from support.rewards import BROKEN, collect, function, group, values, write_function
+
+# Exact match ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("truth", "right", "wrong"),
+    [
+        ("4", " 4\n", "four"),
+        (" Paris ", "Paris", "paris"),
+        (4, "4", "4.0"),
+        (72.0, "72", "7"),
+        (0.5, "0.5", ".5"),
+        (True, "true", "1"),
+        (["4", "four"], "four", "['4', 'four']"),
+        (np.array(["4", "four"]), "4", "five"),
+    ],
+)
+def test_exact_pays_for_the_ground_truth_and_nothing_else(truth, right, wrong):
+    [scored] = collect(Exact(kind="exact"), group(right, wrong, "", truth=truth))
+    assert values(scored) == [1.0, 0.0, 0.0]
+    assert scored.by_reward["exact"][0].view == right
+
+
+def test_exact_ignores_case_if_asked():
+    [scored] = collect(Exact(kind="exact", ignore_case=True), group("PARIS", "Lyon", truth="Paris"))
+    assert values(scored) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("truth", [None, "", "  ", [], {"answer": "4"}])
+def test_exact_without_a_ground_truth_is_a_failure_not_a_zero(truth):
+    [scored] = collect(Exact(kind="exact", max_failure_rate=1.0), group("4", truth=truth))
+    [score] = scored.scores
+    assert score.value is None
+    assert score.failure is not None
+    assert score.failure.cause == "no_ground_truth"
+
+
+# A user's function ---------------------------------------------------------------------------------------------------
+
+HOSTILE = dedent("""
+    import asyncio, ctypes, os, re, signal, sys, threading, time
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        act = globals().get("act_" + solution_str)
+        return act() if act else float(solution_str == ground_truth)
+
+    def act_raise(): raise ValueError("no digits")
+    def act_exit(): sys.exit(3)
+    def act_interrupt(): raise KeyboardInterrupt
+    def act_recursion(): return act_recursion()
+    def act_unprintable():
+        class Odd(Exception):
+            def __str__(self): raise TypeError
+        raise Odd
+    def act_nan(): return float("nan")
+    def act_inf(): return float("-inf")
+    def act_none(): return None
+    def act_text(): return "1.0"
+    def act_huge(): return 10 ** 400
+    def act_list(): return [1.0]
+    def act_unpicklable(): return lambda: 1
+    def act_no_score(): return {"accuracy": 1.0}
+    def act_nan_score(): return {"score": float("nan")}
+    def act_memory(): return bytearray(1 << 60)
+    def act_os_exit(): os._exit(7)
+    def act_os_exit_quietly(): os._exit(0)
+    def act_segfault(): ctypes.string_at(8)
+    def act_killed(): os.kill(os.getpid(), signal.SIGKILL)
+    def act_kills_its_group(): os.killpg(0, signal.SIGKILL)
+    def act_closes_everything(): os.closerange(0, 1000)
+    def act_loop():
+        while True: pass
+    def act_sleep(): time.sleep(1000)
+    def act_c_code(): return re.match(r"(a+)+$", "a" * 60 + "b")
+    def act_deaf():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    def act_prints_for_ever():
+        while True: print("y" * 1000)
+    def act_dies_and_leaves_a_child():
+        if os.fork() == 0: time.sleep(1000)
+        os._exit(9)
+""")
+
+# What each does, the cause it must have, and what the message must say.
+BAD = {
+    "raise": ("exception", r"ValueError: no digits, at hostile\.py:8"),
+    "exit": ("exception", "SystemExit: 3"),
+    "interrupt": ("exception", "KeyboardInterrupt"),
+    "recursion": ("exception", "RecursionError"),
+    "unprintable": ("exception", "Odd"),
+    "memory": ("exception", "MemoryError"),
+    "nan": ("not_a_number", "nan"),
+    "inf": ("not_a_number", "-inf"),
+    "none": ("not_a_number", "None"),
+    "text": ("not_a_number", "1.0"),
+    "huge": ("not_a_number", "1000"),
+    "list": ("not_a_number", r"\[1.0\]"),
+    "unpicklable": ("not_a_number", "lambda"),
+    "nan_score": ("not_a_number", "'score' is nan"),
+    "no_score": ("bad_result", "without 'score' .*accuracy"),
+    "os_exit": ("died", "exit code 7"),
+    "os_exit_quietly": ("died", "exit code 0"),
+    "segfault": ("died", r"SIGSEGV, at hostile\.py:\d+"),
+    "killed": ("died", "SIGKILL"),
+    "kills_its_group": ("died", "SIGKILL"),
+    "closes_everything": ("died", "exit code"),
+    "dies_and_leaves_a_child": ("died", "exit code 9"),
+}
+AT = r"at hostile\.py:\d+"
+HANGS = {"loop": AT, "sleep": AT, "c_code": AT, "deaf": "", "prints_for_ever": ""}
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("functions") / "hostile.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+def check_only_the_bad_one_fails(scored: ScoredGroup, cause: str, message: str) -> None:
+    assert values(scored) == [1.0, 0.0, None, 1.0, 0.0]
+    failure = scored.scores[2].failure
+    assert failure is not None
+    assert failure.cause == cause
+    assert re.search(message, failure.message), failure.message
+
+
+def test_a_function_that_misbehaves_fails_its_own_sample_only(hostile):
+    """All of them through one pool, one after the other: none takes it down for the next."""
+    groups = [group("4", "5", act, "4", "5", id=act) for act in BAD]
+    for scored in collect(function(hostile), *groups):
+        check_only_the_bad_one_fails(scored, *BAD[scored.group.prompt.id])
+
+
+def test_a_function_that_hangs_is_killed_and_fails_its_own_sample_only(hostile):
+    groups = [group("4", "5", act, "4", "5", id=act) for act in HANGS]
+    for scored in collect(function(hostile, timeout_s=3.0, workers=2), *groups):
+        check_only_the_bad_one_fails(scored, "timeout", f"after 3 s.*{HANGS[scored.group.prompt.id]}")
+
+
+def test_the_time_limit_is_for_running_not_for_waiting(tmp_path):
+    path = write_function(
+        tmp_path,
+        """
+        import time
+        def compute_score(solution_str):
+            time.sleep(0.5)
+            return 1
+        """,
+    )
+    [scored] = collect(function(path, timeout_s=3.0), group(*"abcdefgh"))
+    assert values(scored) == [1.0] * 8
+
+
+def test_what_a_function_prints_neither_blocks_nor_shows(tmp_path, capfd):
+    path = write_function(
+        tmp_path,
+        """
+        import os, sys
+        print("x" * 2**20)
+        def compute_score(solution_str):
+            print("x" * 2**20)
+            sys.stderr.write("y" * 2**20)
+            os.write(1, b"z" * 2**20)
+            assert sys.stdin.read() == ""
+            return 1
+        """,
+    )
+    [scored] = collect(function(path), group("a", "b"))
+    assert values(scored) == [1.0, 1.0]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_children_that_a_function_forks_answer_nothing_and_die_with_it(tmp_path):
+    path = write_function(
+        tmp_path,
+        """
+        import os, time
+        from pathlib import Path
+        def compute_score(solution_str, pids):
+            if solution_str == "comes back":
+                return 0.5 if os.fork() else 0.1
+            if (child := os.fork()) == 0:
+                time.sleep(1000)
+            Path(pids).write_text(str(child))
+            return 1
+        """,
+    )
+    pids = tmp_path / "pids"
+    [scored] = collect(function(path, arguments={"pids": str(pids)}), group("comes back", "stays", "comes back"))
+    assert values(scored) == [0.5, 1.0, 0.5]
+    assert gone(int(pids.read_text()))
+
+
+def test_a_process_that_dies_between_calls_is_replaced_before_the_next(tmp_path):
+    path = write_function(
+        tmp_path,
+        """
+        import os, threading, time
+        def end(told):
+            while not os.path.exists(told):
+                time.sleep(0.01)
+            os._exit(5)
+        def compute_score(solution_str, told):
+            if solution_str == "later":
+                threading.Thread(target=end, args=[told]).start()
+            return float(os.getpid())
+        """,
+    )
+    told = tmp_path / "told"
+    with RewardRunner([function(path, arguments={"told": str(told)})]) as rewards:
+        [first] = rewards.collect([group("later")])
+        assert first.scores[0].value is not None
+        told.touch()
+        assert gone(int(first.scores[0].value))
+        [second] = rewards.collect([group("now")])
+        assert second.scores[0].failure is None
+
+
+def test_results_as_verl_knows_them(tmp_path):
+    path = write_function(
+        tmp_path,
+        """
+        import sys
+        import numpy as np
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+            return {
+                "int": 2, "bool": True, "numpy": np.float32(0.5), "array": np.array(0.25), "numpy bool": np.bool_(True),
+                "dict": {"score": 1, "accuracy": np.float64(0.5), "format": True, "pred": "4", "bad": float("nan")},
+                "malformed": {"score": -1, "malformed": True},
+                "given": {"score": extra_info["index"], "source": data_source, "truth": ground_truth, **kwargs},
+                "torch": "torch" in sys.modules,
+            }[solution_str]
+        """,
+    )
+    texts = ("int", "bool", "numpy", "array", "numpy bool", "dict", "malformed", "given", "torch")
+    row = group(*texts, truth=["4"], data_source="gsm8k", extra_info={"index": 7})
+    [scored] = collect(function(path, arguments={"strict": 3}), row)
+    assert values(scored) == [2.0, 1.0, 0.5, 0.25, 1.0, 1.0, -1.0, 7.0, 0.0]
+    by_text = dict(zip(texts, scored.by_reward["function"], strict=True))
+    assert by_text["dict"].parts == {"accuracy": 0.5, "format": 1.0}
+    assert by_text["dict"].trace == {"pred": "4", "bad": "nan"}
+    assert by_text["dict"].view == "dict"
+    assert [text for text, score in by_text.items() if score.malformed] == ["malformed"]
+    assert by_text["given"].parts == {"strict": 3.0}
+    assert by_text["given"].trace == {"source": "gsm8k", "truth": "['4']"}
+
+
+def test_an_async_function_and_a_neighbouring_module(tmp_path):
+    (tmp_path / "neighbour.py").write_text("REWARD = 0.75")
+    path = write_function(
+        tmp_path,
+        """
+        import asyncio
+        from neighbour import REWARD
+        async def compute_score(solution_str):
+            await asyncio.sleep(0)
+            return REWARD
+        """,
+    )
+    [scored] = collect(function(path), group("a", "b"))
+    assert values(scored) == [0.75, 0.75]
+
+
+def test_a_row_that_cannot_be_sent_fails_alone(hostile):
+    scored = collect(function(hostile), group("4", truth=threading.Lock(), id="odd"), group("4"))
+    assert [score.failure.cause for score in scored[0].scores if score.failure] == ["exception"]
+    assert values(scored[1]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "message"),
+    [
+        ("import no_such_module\n", {}, r"reward.py cannot be imported: ModuleNotFoundError: .*no_such_module.*at reward.py:1"),
+        ("def compute_score(:\n", {}, r"cannot be imported: SyntaxError: .*at reward.py:1"),
+        ("import os; os._exit(4)\n", {}, r"cannot be imported: exit code 4"),
+        ("def compute_scores(solution_str): ...\n", {}, r"no function compute_score .*Did you mean compute_scores\?"),
+        ("compute_score = 3\n", {}, r"no function compute_score \(it has: none\)"),
+        ("def compute_score(solution_str, ground): ...\n", {}, r"missing a required argument: 'ground'"),
+        ("def compute_score(ground_truth): ...\n", {}, r"does not take solution_str"),
+        ("def compute_score(solution_str): ...\n", {"arguments": {"strict": 1}}, r"unexpected keyword argument 'strict'"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_told_before_anything_starts(tmp_path, body, settings, message):
+    path = write_function(tmp_path, body)
+    with pytest.raises(RecipeError, match=message), RewardRunner([function(path, **settings)]):
+        pass
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest(hostile):
+    with pytest.raises(RecipeError, match=r"reward 'mine': .*hostil\.py does not exist. Did you mean .*hostile\.py\?"):
+        RewardRunner([function(hostile.with_name("hostil.py"), name="mine")]).__enter__()
+
+
+def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
+    """kill -9 of a program (without a main guard) whose function forks, and hangs in C code that lets no other thread run."""
+    path = write_function(
+        tmp_path,
+        """
+        import os, re, time
+        def compute_score(solution_str, folder):
+            if (child := os.fork()) == 0:
+                time.sleep(1000)
+            with open(f"{folder}/{solution_str}.aside", "w") as file:
+                file.write(f"{os.getpid()} {child}")
+            os.rename(f"{folder}/{solution_str}.aside", f"{folder}/{solution_str}.pids")
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        """,
+    )
+    program = tmp_path / "program.py"
+    settings = {"timeout_s": 1000.0, "workers": 2, "arguments": {"folder": str(tmp_path)}}
+    program.write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(TESTS)!r})
+        from support.rewards import RewardRunner, function, group
+        with RewardRunner([function({str(path)!r}, **{settings})]) as rewards:
+            rewards.collect([group("a", "b")])
+        """)
+    )
+    parent = subprocess.Popen([sys.executable, str(program)])
+    try:
+        deadline = time.monotonic() + 200
+        while len(found := list(tmp_path.glob("*.pids"))) < 2 and time.monotonic() < deadline and parent.poll() is None:
+            time.sleep(0.02)
+        pids = [int(pid) for file in found for pid in file.read_text().split()]
+        assert len(pids) == 4
+        everything = {child.pid for child in psutil.Process(parent.pid).children(recursive=True)}
+        assert set(pids) <= everything
+    finally:
+        parent.kill()
+        parent.wait()
+    assert gone(*everything)
+
+
+def test_workers_are_gone_when_the_runner_is_left_in_the_middle_of_a_call(hostile):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def groups():
+        yield group("c_code")
+        raise RuntimeError("sampling broke")
+
+    with RewardRunner([function(hostile, timeout_s=1000.0, workers=2)]) as rewards:
+        workers = {child.pid for child in psutil.Process().children(recursive=True)} - before
+        assert len(workers) >= 2
+        with pytest.raises(RuntimeError, match="sampling broke"):
+            rewards.collect(groups())
+    assert gone(*workers)
+
+
+# Together ------------------------------------------------------------------------------------------------------------
+
+
+class Fixed(Rule):
+    """Pays what the response says."""
+
+    kind: str = "fixed"
+
+    def value(self, prompt: Prompt, sample: Sample) -> float:
+        return float(sample.text)
+
+
+def of_one(rewards: list[Fixed], scores: list[Score]) -> Score:
+    """What one sample's scores come to."""
+    [score] = combine(rewards, group("0"), [[score] for score in scores], {})
+    return score
+
+
+def test_the_sum_is_weighted_and_parts_have_their_reward_before_them():
+    rewards = [Fixed(name="a"), Fixed(name="b", weight=0.5), Fixed(name="seen", weight=0.0)]
+    score = of_one(rewards, [Score(1.0, {"x": 3.0}), Score(-4.0), Score(9.0)])
+    assert score.value == 1.0 * 1 + 0.5 * -4
+    assert score.parts == {"a": 1.0, "a/x": 3.0, "b": -4.0, "seen": 9.0}
+    assert (score.malformed, score.failure) == (False, None)
+
+
+@pytest.mark.parametrize(("setting", "value"), [(None, 0.25), (-1.0, -1.0)])
+def test_a_malformed_answer_has_a_stated_value(setting, value):
+    score = of_one([Fixed(malformed=setting), Fixed(name="other")], [Score(0.25, malformed=True), Score(2.0)])
+    assert score.value == value + 2.0
+    assert score.malformed
+    assert score.parts == {"fixed": value, "other": 2.0}
+
+
+def test_a_failure_drops_the_sample_or_counts_as_stated_or_does_not_matter():
+    dropped = of_one([Fixed(name="a"), Fixed(name="b")], [Score(1.0), BROKEN])
+    assert (dropped.value, dropped.parts) == (None, {"a": 1.0})
+    assert dropped.failure == Failure("timeout", "b: after 60 s")
+    stated = of_one([Fixed(name="a"), Fixed(name="b", on_failure=-0.5, weight=2.0)], [Score(1.0), BROKEN])
+    assert (stated.value, stated.failure, stated.parts) == (0.0, None, {"a": 1.0, "b": -0.5})
+    measured = of_one([Fixed(name="a"), Fixed(name="b", weight=0.0)], [Score(1.0), BROKEN])
+    assert (measured.value, measured.failure, measured.parts) == (1.0, None, {"a": 1.0})
+
+
+def test_metrics_count_what_was_dropped_and_average_the_rest():
+    class Odd(Fixed):
+        def value(self, prompt: Prompt, sample: Sample) -> float | Score:
+            return BROKEN if sample.text == "5" else Score(float(sample.text), malformed=sample.text == "0")
+
+    with RewardRunner([Odd(name="odd", max_failure_rate=1.0), Fixed(name="seen", weight=0.0)]) as rewards:
+        scored = rewards.collect([group("1", "0", "5", "3"), group("2", "2", "5", "5"), group("2", "5", "5", "5")])
+    assert [values(one) for one in scored] == [[1, 0, None, 3], [2, 2, None, None], [2, None, None, None]]
+    got = metrics(scored)
+    assert got["reward"] == (1 + 0 + 3 + 2 + 2 + 2) / 6
+    assert math.isclose(got["reward_std"] ** 2, (1 + 0 + 9 + 4 + 4 + 4) / 6 - (10 / 6) ** 2)
+    assert (got["reward_min"], got["reward_max"]) == (0.0, 3.0)
+    assert got["parts/odd"] == 10 / 6
+    assert got["parts/seen"] == (10 + 6 * 5) / 12
+    assert got["malformed"] == 1 / 12
+    assert got["dropped"] == got["failures/timeout"] == got["failures/odd/timeout"] == 6
+    assert got["groups_without_signal"] == 2 / 3
+    assert "reward" not in metrics([ScoredGroup(group("5"), (BROKEN,), {"odd": (BROKEN,)})])
+
+
+# The runner ----------------------------------------------------------------------------------------------------------
+
+
+class Awaiting(Reward):
+    """Does what a test asks, on the runner's loop."""
+
+    kind: str = "awaiting"
+    does: object
+
+    async def score(self, groups):
+        return await self.does(*groups)
+
+
+def ones(of: Group) -> list[list[Score]]:
+    return [[Score(1.0) for _ in of.samples]]
+
+
+def test_scoring_goes_on_while_sampling_does():
+    scored = threading.Event()
+
+    async def does(of: Group):
+        scored.set()
+        return ones(of)
+
+    def groups():
+        yield group("a", id="first")
+        assert scored.wait(20), "the first group was not scored while the second was being sampled"
+        yield group("b", id="second")
+
+    with RewardRunner([Awaiting(does=does)]) as rewards:
+        assert [one.group.prompt.id for one in rewards.collect(groups())] == ["first", "second"]
+        assert rewards.waited_s >= 0.0
+
+
+def test_groups_come_back_in_the_order_they_came_whichever_is_done_first():
+    second_done = asyncio.Event()
+
+    async def does(of: Group):
+        if of.prompt.id == "first":
+            await asyncio.wait_for(second_done.wait(), 20)
+        else:
+            second_done.set()
+        return ones(of)
+
+    scored = collect(Awaiting(does=does), group("a", id="first"), group("b", id="second"))
+    assert [one.group.prompt.id for one in scored] == ["first", "second"]
+    assert [values(one) for one in scored] == [[1.0], [1.0]]
+
+
+def test_rewards_score_side_by_side():
+    there = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+    def meets(me: str, other: str):
+        async def does(of: Group):
+            there[me].set()
+            await asyncio.wait_for(there[other].wait(), 20)
+            return ones(of)
+
+        return does
+
+    with RewardRunner([Awaiting(name=me, does=meets(me, other)) for me, other in ("ab", "ba")]) as rewards:
+        [scored] = rewards.collect([group("x")])
+    assert values(scored) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (ZeroDivisionError("oops"), "exception"),
+        ([], "exception"),
+        ([[Score(1.0)]], "exception"),
+        (None, "exception"),
+        ([[1.0, 2.0]], "bad_result"),
+        ([[Score(None), Score(math.nan)]], "not_a_number"),
+    ],
+)
+def test_a_bug_in_a_reward_is_a_failure_of_that_group_only(result, cause):
+    async def does(of: Group):
+        if of.prompt.id == "good":
+            return ones(of)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    bad, good = collect(Awaiting(does=does, max_failure_rate=1.0), group("a", "b", id="bad"), group("c", id="good"))
+    assert [score.failure.cause for score in bad.scores if score.failure] == [cause, cause]
+    assert values(good) == [1.0]
+
+
+def test_a_rule_that_raises_fails_that_sample_only():
+    [scored] = collect(Fixed(max_failure_rate=0.5), group("1.5", "one", "nan", "2"))
+    assert values(scored) == [1.5, None, None, 2.0]
+    assert [score.failure.cause for score in scored.scores if score.failure] == ["exception", "not_a_number"]
+    assert "ValueError: could not convert string to float: 'one', at test_runner.py" in scored.scores[1].failure.message
+
+
+def test_too_many_failures_stop_the_run_with_the_cause(hostile):
+    reward = function(hostile, name="mine", max_failure_rate=0.25)
+    message = (
+        r"reward 'mine' failed on at least 3 of 8 samples "
+        r"\(2 exception: ValueError: no digits, at hostile.py:8, 1 not_a_number: .*nan\); "
+        r"max_failure_rate is 0.25\. .*go on with the same command"
+    )
+    with RewardRunner([reward]) as rewards:
+        assert len(rewards.collect([group("raise", "4", "4", "nan", "4", "4", "4", "4")])) == 1  # 2 of 8 are allowed
+        with pytest.raises(TrainingStopped, match=message):
+            rewards.collect([group("raise", "4", "raise", "nan"), group("4", "4", "4", "4")])
+
+
+def test_too_many_failures_are_not_waited_out():
+    async def does(of: Group):
+        if of.prompt.id == "hangs":
+            await asyncio.Event().wait()
+        return [[BROKEN for _ in of.samples]]
+
+    with pytest.raises(TrainingStopped, match="failed on at least 1 of 2 samples"):
+        collect(Awaiting(does=does), group("a", id="hangs"), group("b"))
+
+
+def test_on_failure_stop_stops_at_the_first_one_and_sampling_with_it():
+    failed, closed = threading.Event(), []
+
+    async def does(of: Group):
+        asyncio.get_running_loop().call_soon(failed.set)
+        return [[BROKEN for _ in of.samples]]
+
+    def groups():
+        try:
+            for _ in range(1000):
+                yield group("a")
+                assert failed.wait(20)
+                time.sleep(0.2)
+        finally:
+            closed.append(True)
+
+    message = r"failed on at least (\d+) of \d+ samples \(\1 timeout: after 60 s\); on_failure is stop"
+    with RewardRunner([Awaiting(does=does, on_failure="stop")]) as rewards, pytest.raises(TrainingStopped, match=message):
+        rewards.collect(groups())
+    assert closed
+
+
+def test_what_sampling_raises_comes_through_and_the_runner_goes_on():
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def does(of: Group):
+        if of.prompt.id == "waits":
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return ones(of)
+
+    def groups():
+        yield group("a", id="waits")
+        assert started.wait(20)
+        raise KeyError("sampling broke")
+
+    with RewardRunner([Awaiting(does=does)]) as rewards:
+        with pytest.raises(KeyError, match="sampling broke"):
+            rewards.collect(groups())
+        assert cancelled.wait(20)
+        assert values(rewards.collect([group("b")])[0]) == [1.0]
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C goes to the main thread")
+def test_ctrl_c_does_not_wait_for_a_reward():
+    async def does(of: Group):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(Awaiting(does=does), group("a"))
+
+
+# Recipes -------------------------------------------------------------------------------------------------------------
+
+
+def recipe(*rewards) -> RLRecipe:
+    tree = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"dir": "r"}, "rewards": list(rewards)}
+    return RLRecipe.model_validate(tree)
+
+
+def test_a_recipe_holds_rewards_of_their_kinds_and_gives_them_back():
+    read = recipe(
+        {"kind": "exact", "ignore_case": True}, {"kind": "function", "path": "f.py", "arguments": {"a": 1}, "on_failure": 0.5}
+    )
+    exact, own = read.rewards
+    assert isinstance(exact, Exact)
+    assert isinstance(own, Function)
+    assert (exact.ignore_case, own.timeout_s, own.on_failure, own.label) == (True, 10.0, 0.5, "function")
+    assert RLRecipe.model_validate(read.model_dump(exclude_unset=True)) == read
+
+
+@pytest.mark.parametrize(
+    ("entry", "place", "message"),
+    [
+        ({"kind": "exactt"}, ("rewards", 0), "unknown kind"),
+        ({"weight": 1.0}, ("rewards", 0), "no kind"),
+        ({"kind": "exact", "ignorecase": True}, ("rewards", 0, "ignorecase"), "not permitted"),
+        ({"kind": "function"}, ("rewards", 0, "path"), "required"),
+        ({"kind": "function", "path": "f.py", "timeout_s": 0}, ("rewards", 0, "timeout_s"), "greater than 0"),
+        ({"kind": "function", "path": "f.py", "workers": True}, ("rewards", 0, "workers"), "should not be true"),
+    ],
+)
+def test_a_wrong_entry_of_rewards_is_told_with_its_place(entry, place, message):
+    with pytest.raises(ValidationError) as caught:
+        recipe(entry)
+    error = caught.value.errors()[0]
+    assert error["loc"] == place
+    assert message in error["msg"]
+    if "unknown" in message:
+        assert {"'exact'", "'function'"} <= set(error["ctx"]["expected_tags"].split(", "))  # what a suggestion is made from
+
+
+def test_rewards_do_not_import_torch():
+    package = REPOSITORY / "plaudit"
+    files = sorted(
+        file.relative_to(package.parent) for file in (package / "rewards").rglob("*.py") if file.stem not in ("__init__", "worker")
+    )
+    modules = ", ".join(".".join(file.with_suffix("").parts) for file in files)
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 0

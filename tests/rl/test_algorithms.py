@@ -1,0 +1,451 @@
+"""Every algorithm through the whole loop on a tiny model: it runs, its update is its formula however it is split, its state is
+resumed, and settings that mean nothing are refused."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from plaudit.config import load, to_yaml
+from plaudit.data.pack import micro_batches
+from plaudit.doctor.rewards import check_algorithm
+from plaudit.errors import RecipeError
+from plaudit.loops import rl
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.trainable import load_model
+from plaudit.objectives.aggregate import sequence_weights
+from plaudit.recipe import Algorithm, KLReward, Model, RLRecipe
+from plaudit.rl.estimators import token_advantages, with_advantages
+from plaudit.rl.experience import updates, weighted
+from plaudit.rl.kl_penalty import KLPenalty
+from plaudit.rl.policy_loss import policy_loss
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.types import Experience
+from support.experience import EVERYTHING, samples_by_hand
+from support.paths import REPOSITORY
+from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
+
+# Without a critic; ppo is tested in test_critic.py.
+KINDS = ("grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax")
+SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
+ALGORITHMS = {
+    "GRPO": {"kind": "grpo"},
+    "Dr.GRPO": {"kind": "grpo", "divide_by_std": False, "aggregation": "seq-mean-token-sum-norm"},
+    "DAPO": {"kind": "grpo", "clip": [0.2, 0.28], "aggregation": "token-mean"},
+    "RLOO": {"kind": "rloo", "kl_reward": {"coefficient": 0.01}},
+    "REINFORCE": {"kind": "rloo", "loss": "policy_gradient"},
+    "REINFORCE++": {"kind": "reinforce++", "discount": 0.99, "kl_reward": {"coefficient": 0.01, "target": 0.05, "horizon": 100}},
+    "REINFORCE++ baseline": {"kind": "reinforce++-baseline", "kl_coefficient": 0.001, "kl_kind": "k2"},
+    "ReMax": {"kind": "remax", "loss": "policy_gradient"},
+    "GDPO": {"kind": "gdpo"},
+    "GSPO": {"kind": "grpo", "divide_by_std": False, "loss": "gspo", "clip": [3e-4, 4e-4], "aggregation": "seq-mean-token-mean"},
+    "CISPO": {"kind": "grpo", "loss": "cispo", "clip": [0.9, 0.28]},
+    "positive SFT": {"kind": "grpo", "positive_sft_coefficient": 0.1, "entropy_coefficient": 0.001},
+    "truncated importance": {"kind": "grpo", "importance": {"level": "token", "high": 2.0}},
+    "masked importance": {"kind": "grpo", "importance": {"level": "sequence", "mode": "mask", "low": 0.5, "high": 2.0}},
+}
+
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_file(relative_prompts) -> Path:
+    return relative_prompts
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, prompts_file):
+    """Writes a recipe whose run folder has its name. Two rewards, so that GDPO has something to do."""
+
+    def write(name: str = "run", **sections) -> Path:
+        gdpo = sections.get("algorithm", {}).get("kind") == "gdpo"
+        reward = {"kind": "regex", "pattern": "[a-z]", "normalise": "group" if gdpo else "none"}
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / name, reward, **sections)
+        tree["rewards"].append({**reward, "name": "digits", "pattern": "[0-9]", "weight": 0.5})
+        return write_recipe(tmp_path / f"{name}.yaml", tree)
+
+    return write
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list[list[Experience]]:
+    """What every update has learnt from."""
+    taken: list[list[Experience]] = []
+
+    def updates_and_record(*arguments, **settings):
+        for samples in updates(*arguments, **settings):
+            taken.append(samples)
+            yield samples
+
+    monkeypatch.setattr(rl, "updates", updates_and_record)
+    return taken
+
+
+def metrics_of(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+# Two steps of each ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_steps(tmp_path, recipe, tiny_model, name):
+    model = train_rl(recipe(algorithm=ALGORITHMS[name], train=SEVERAL_UPDATES))
+    rows, settings = metrics_of(tmp_path / "run"), ALGORITHMS[name]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values()), row
+        assert row["grad_norm"] > 0
+        assert {"ratio", "clip_fraction", "policy_kl", "entropy", "mismatch"} <= row.keys()
+        assert ("importance" in row) == ("importance" in settings)
+        assert ("kl_reward" in row) == ("kl_reward" in settings)
+        assert ("kl" in row) == ("kl_reward" in settings or "kl_coefficient" in settings)
+        assert ("baseline_reward" in row) == (settings["kind"] == "remax")
+        assert ("positive_sft_loss" in row) == ("positive_sft_coefficient" in settings)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_model, model))
+    assert any(not torch.equal(before[weight], after[weight]) for weight in after)
+
+
+def test_one_sample_a_prompt_is_enough_where_nothing_is_compared(tmp_path, recipe):
+    for kind in ("reinforce++", "remax"):
+        train_rl(recipe(kind, algorithm={"kind": kind}, rollout={"n": 1}, run={"max_steps": 1}))
+        assert metrics_of(tmp_path / kind)[0]["grad_norm"] > 0
+
+
+FAILS_ON_SOME = """
+def compute_score(solution_str):
+    if len(solution_str) % 3 == 0:
+        raise ValueError("of this length I cannot tell")
+    return len(solution_str)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropped_samples_are_not_trained_on(tmp_path, recipe, recorded, kind):
+    """Whatever the kind: a sample whose reward failed is in no update, and what is left has finite advantages."""
+    (tmp_path / "reward.py").write_text(FAILS_ON_SOME)
+    file = recipe(algorithm={"kind": kind}, run={"max_steps": 1})
+    tree = json.loads(file.read_text())
+    tree["rewards"] = [
+        {"kind": "function", "path": str(tmp_path / "reward.py"), "workers": 1, "timeout_s": 60, "max_failure_rate": 1.0,
+         "normalise": "group" if kind == "gdpo" else "none"}
+    ]  # fmt: skip
+    train_rl(write_recipe(file, tree))
+    [row] = metrics_of(tmp_path / "run")
+    assert 0 < row["dropped"] < 12
+    assert sum(map(len, recorded)) == 12 - row["dropped"]
+    assert all(np.isfinite(sample.advantages).all() for samples in recorded for sample in samples)
+    assert any(sample.advantages.any() for samples in recorded for sample in samples)
+
+
+# Advantages of a step -------------------------------------------------------------------------------------------------
+
+
+def paid(*rewards: float, length: int = 2) -> list[torch.Tensor]:
+    """Samples of some tokens, their reward at the last."""
+    return [torch.tensor([0.0] * (length - 1) + [reward], dtype=torch.float64) for reward in rewards]
+
+
+def test_each_kind_by_hand():
+    """Two groups, 1 3 | 0 0, of two tokens each. Centred: −1 1 | 0 0, whose variance over 4 is 2/3, over 8 tokens 4/7."""
+    rewards, sizes = paid(1, 3, 0, 0), [2, 2]
+
+    def of_samples(kind: str, **settings) -> list[float]:
+        found = token_advantages(rewards, sizes, Algorithm(kind=kind, **settings), baselines=[2.0, 0.5])
+        assert all(A[0] == A[1] for A in found)
+        return [A[0].item() for A in found]
+
+    root = math.sqrt
+    assert of_samples("grpo", divide_by_std=False) == [-1, 1, 0, 0]
+    assert of_samples("grpo") == pytest.approx([-1 / root(2), 1 / root(2), 0, 0], abs=1e-6)
+    assert of_samples("rloo") == [-2, 2, 0, 0]
+    assert of_samples("gdpo") == pytest.approx([-root(3 / 2), root(3 / 2), 0, 0], abs=1e-7)
+    assert of_samples("reinforce++-baseline") == pytest.approx([-root(7 / 4), root(7 / 4), 0, 0], abs=1e-7)
+    assert of_samples("remax") == [-1, 1, -0.5, -0.5]
+    # Rewards less their mean of 1: 0 2 −1 −1, whose variance over 8 tokens is 12/7.
+    assert of_samples("reinforce++") == pytest.approx([0, 2 / root(12 / 7), -1 / root(12 / 7), -1 / root(12 / 7)], abs=1e-7)
+
+
+def test_reinforce_plus_plus_discounts_tokens_far_from_the_end():
+    [A] = token_advantages(paid(1, length=3), [1], Algorithm(kind="reinforce++", discount=0.5))
+    returns = np.array([0.25, 0.5, 1.0])
+    np.testing.assert_allclose(A, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "gdpo", "reinforce++-baseline"])
+def test_a_group_left_with_one_sample_gets_nothing_and_counts_nowhere(kind):
+    """The others have what they have without it. (Dropped samples are not there at all.)"""
+    algorithm = Algorithm(kind=kind)
+    alone = token_advantages(paid(1, 3, 0, 4), [2, 2], algorithm)
+    beside = token_advantages(paid(1, 3, 100, 0, 4), [2, 1, 2], algorithm)
+    assert beside[2].tolist() == [0.0, 0.0]
+    for A, B in zip(alone, [*beside[:2], *beside[3:]], strict=True):
+        assert torch.equal(A, B)
+
+
+def test_a_group_whose_greedy_sample_was_dropped_gets_nothing():
+    found = token_advantages(paid(1, 3, 0, 4), [2, 2], Algorithm(kind="remax"), baselines=[None, 1.0])
+    assert [A[0].item() for A in found] == [0, 0, -1, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_which_nothing_is_left_has_no_advantages(kind):
+    assert with_advantages([[], []], Algorithm(kind=kind), baselines=[1.0, 1.0])[0] == [[], []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_of_groups_and_of_samples_changes_no_advantage(kind):
+    algorithm = Algorithm(kind=kind)
+    there = token_advantages(paid(1, 3, 7, 0, 4), [3, 2], algorithm, baselines=[2.0, 0.5])
+    back = token_advantages(paid(4, 0, 7, 3, 1), [2, 3], algorithm, baselines=[0.5, 2.0])
+    for A, B in zip(there, reversed(back), strict=True):
+        torch.testing.assert_close(A, B, rtol=0, atol=1e-12)
+
+
+# KL in the reward -----------------------------------------------------------------------------------------------------
+
+
+def experience(reward: float, old: list[float], ref: list[float], **more) -> Experience:
+    n = len(old)
+    return Experience(
+        tokens=np.arange(3, 3 + 1 + n).astype(np.int32),
+        loss_mask=np.arange(1 + n) >= 1,
+        advantages=np.zeros(n),
+        sampler_logprobs=np.array(old),
+        reward=reward,
+        old_logprobs=np.array(old),
+        ref_logprobs=np.array(ref),
+        **more,
+    )
+
+
+def test_every_token_pays_for_its_distance():
+    """log π_old − log ref is 1 and 2, and 0; β = 0.1: the first sample is worth 5 − 0.3, the second 3."""
+    group = [experience(5.0, [-1.0, -1.0], [-2.0, -3.0]), experience(3.0, [-1.0], [-1.0])]
+    penalty = KLPenalty(KLReward(coefficient=0.1))
+    [found], metrics = with_advantages([group], Algorithm(kind="grpo", divide_by_std=False), penalty=penalty)
+    np.testing.assert_allclose(found[0].advantages, [0.85, 0.85])
+    np.testing.assert_allclose(found[1].advantages, [-0.85])
+    assert metrics == {"kl_reward_coefficient": 0.1, "kl_reward": pytest.approx(1.0)}
+    # What is still to come: of the first token −0.1 − 0.2 + 5, of the second −0.2 + 5.
+    remax, _ = with_advantages([group], Algorithm(kind="remax"), baselines=[4.0], penalty=penalty)
+    np.testing.assert_allclose(remax[0][0].advantages, [0.7, 0.8])
+
+
+def test_the_coefficient_moves_after_the_step_and_is_saved():
+    penalty = KLPenalty(KLReward(coefficient=0.1, target=0.5, horizon=10))
+    group = [experience(5.0, [-1.0, -1.0], [-2.0, -3.0]), experience(3.0, [-1.0], [-1.0])]
+    _, first = with_advantages([group], Algorithm(), penalty=penalty)
+    _, second = with_advantages([group], Algorithm(), penalty=penalty)
+    assert first["kl_reward_coefficient"] == 0.1
+    assert second["kl_reward_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+    again = KLPenalty(penalty.settings)
+    again.load_state(json.loads(json.dumps(penalty.state())))
+    assert again.coefficient == penalty.coefficient
+    again.load_state({})
+    assert again.coefficient == 0.1
+
+
+def test_an_adaptive_coefficient_is_resumed_exactly(tmp_path, recipe, monkeypatch):
+    settings = {
+        "algorithm": {"kind": "reinforce++", "kl_reward": {"coefficient": 0.05, "target": 1e-4, "horizon": 30}},
+        "run": {"max_steps": 4, "save_every": 1},
+    }
+    train_rl(recipe("reference", **settings))
+    file = recipe("stopped", **settings)
+    stop_before(monkeypatch, 3)
+    with pytest.raises(Stopped):
+        train_rl(file)
+    train_rl(file)
+    reference, stopped = tmp_path / "reference", tmp_path / "stopped"
+    coefficients = [row["kl_reward_coefficient"] for row in metrics_of(reference)]
+    assert len(set(coefficients)) == 4, "it moves in every step"
+    assert metrics_of(stopped) == metrics_of(reference)
+    for name in ("model/model.safetensors", "checkpoints/step_000004/state.json"):
+        assert (stopped / name).read_bytes() == (reference / name).read_bytes()
+
+
+def test_a_fixed_coefficient_holds_the_policy_back(tmp_path, recipe):
+    """AdamW takes whole steps of noise too, so a tiny model is never still; that it does not wander off is what KL is for."""
+    for name, coefficient in (("loose", 1e-6), ("held", 3.0)):
+        settings = {"kind": "reinforce++", "kl_reward": {"coefficient": coefficient}}
+        train_rl(recipe(name, algorithm=settings, rollout={"n": 8}, run={"max_steps": 12}))
+    loose, held = (metrics_of(tmp_path / name)[-1]["kl"] for name in ("loose", "held"))
+    assert held < loose / 2
+
+
+# ReMax's baseline -----------------------------------------------------------------------------------------------------
+
+
+def test_the_greedy_sample_is_scored_and_not_trained_on(tmp_path, recipe, recorded, monkeypatch):
+    calls = []
+    generate = NativeEngine.generate
+
+    def generate_and_record(self, requests, sampling):
+        calls.append((sampling.temperature, [request.n for request in requests]))
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(NativeEngine, "generate", generate_and_record)
+    train_rl(recipe(algorithm={"kind": "remax"}, run={"max_steps": 1}))
+    assert sorted(calls) == [(0.0, [1, 1, 1]), (1.0, [4, 4, 4])]
+    [samples] = recorded
+    assert len(samples) == 3 * 4
+    # A = reward − baseline: of the samples of a prompt, the same is taken off.
+    for group in (samples[0:4], samples[4:8], samples[8:12]):
+        baselines = {round(sample.reward - sample.advantages[0], 9) for sample in group}
+        assert len(baselines) == 1
+    [row] = metrics_of(tmp_path / "run")
+    mean = np.mean([sample.reward - sample.advantages[0] for sample in samples])
+    assert row["baseline_reward"] == pytest.approx(mean)
+
+
+# The loss of an update ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return load_model(Model(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
+
+
+def update_of(model, samples: list[Experience], algorithm: Algorithm, budget: int) -> tuple[float, dict, dict]:
+    """Loss, gradient and metrics, summed over micro-batches."""
+    model.zero_grad()
+    loss, total, metrics = policy_loss(model, samples, algorithm, 0.9), 0.0, {}
+    for batch in micro_batches(samples, budget):
+        share, others = loss(batch)
+        share.backward()
+        total += share.item()
+        metrics = {name: metrics.get(name, 0.0) + value.item() for name, value in others.items()}
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo", "policy_gradient"])
+def test_split_and_order_change_no_update(model, loss, aggregation):
+    """With every other term beside it. Each sample alone, several to a micro-batch, and all in one; there and back."""
+    algorithm = Algorithm(loss=loss, aggregation=aggregation, **EVERYTHING)
+    samples = weighted(samples_by_hand(), algorithm, horizon=12)
+    total, gradient, metrics = update_of(model, samples, algorithm, 10_000)
+    assert 0 < metrics["importance_bounded"] < 1
+    for others, budget in ((samples, 1), (samples, 20), (samples[::-1], 10_000), (samples[::-1], 20)):
+        again, of_it, told = update_of(model, others, algorithm, budget)
+        assert again == pytest.approx(total, rel=1e-7)
+        assert told == pytest.approx(metrics, rel=1e-6)
+        for name, g in gradient.items():
+            # Not closer: advantages and log-probs are packed in fp32, transformers computes norms in fp32.
+            assert (of_it[name] - g).norm() <= 1e-6 * g.norm(), name
+
+
+def test_the_supervised_term_is_a_mean_over_tokens_that_were_better(model):
+    """Without any other term to speak of: A = 0 where it is not positive, so the rest of the loss is known too."""
+    samples = [replace(s, advantages=np.full(s.num_targets, A)) for s, A in zip(samples_by_hand(), (2, -1, 1, 0, -3), strict=True)]
+    for aggregation in ("token-mean", "seq-mean-token-mean"):
+        algorithm = Algorithm(loss="policy_gradient", aggregation=aggregation, positive_sft_coefficient=0.5)
+        found = weighted(samples, algorithm, horizon=12)
+        better = sequence_weights(torch.tensor([1, 0, 3, 0, 0]), aggregation, horizon=12).tolist()
+        assert [sample.positive_weight for sample in found] == better
+        _, _, metrics = update_of(model, found, algorithm, 10_000)
+        with torch.no_grad():
+            [batch] = micro_batches(found, 10_000)
+            logprobs = target_logprobs(model, batch, temperature=0.9).logprobs_N.split([s.num_targets for s in found])
+        expected = -(better[0] * 2 * logprobs[0].sum() + better[2] * 1 * logprobs[2].sum())
+        assert metrics["positive_sft_loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
+    for batch in micro_batches(samples_by_hand(), 20):
+        starts = batch.starts_S1.tolist()
+        counted = [int(batch.loss_mask_T[a:b].sum()) for a, b in pairwise(starts)]
+        assert batch.target_lengths_S.tolist() == counted
+
+
+# What means nothing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        ({"loss": "gspo", "dual_clip": 5.0}, "dual_clip is a bound of loss clipped; gspo has none: leave it out"),
+        ({"loss": "policy_gradient", "clip": 0.1}, "clip bounds a ratio, and policy_gradient has none"),
+        ({"loss": "policy_gradient", "old_logprobs": "sampler"}, "policy_gradient has none: leave it out"),
+        # The same with what is the default anyway: who writes it down expects something of it.
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip is a bound of loss clipped; cispo has none"),
+        ({"loss": "policy_gradient", "clip": 0.2}, "clip bounds a ratio.*take loss clipped, gspo or cispo, or leave it out"),
+        ({"loss": "policy_gradient", "old_logprobs": "recomputed"}, "old_logprobs is what a ratio is taken against"),
+        (
+            {"kl_kind": "k3"},
+            "kl_kind is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward",
+        ),
+        ({"kind": "rloo", "divide_by_std": True}, "divide_by_std is for grpo; rloo never divides: leave it out"),
+        ({"discount": 1.0}, "discount is for reinforce[+][+] and ppo; grpo pays the whole response"),
+        ({"gae_lambda": 1.0}, "gae_lambda is for ppo, which has a critic; grpo has none"),
+        ({"kl_reward": {"horizon": 10_000}}, "there is no target: set one, or leave it out"),
+        ({"importance": {}, "old_logprobs": "sampler"}, "take old_logprobs recomputed"),
+        ({"importance": {"low": 0.5}}, "low is for mode mask"),
+        ({"importance": {"high": 0.5}}, "high"),
+        ({"kind": "reinforce++", "divide_by_std": False}, "divide_by_std is for grpo; reinforce[+][+] always divides"),
+        ({"kind": "rloo", "discount": 0.9}, r"discount is for reinforce[+][+] and ppo; rloo pays the whole response"),
+        ({"kl_reward": {"horizon": 5}}, "there is no target: set one"),
+        ({"kl_reward": {"coefficient": 0}}, "kl_reward.coefficient"),
+        ({"advantage": "rloo"}, "algorithm.advantage is not a setting. Here it is algorithm.kind."),
+        ({"kind": "reinforce"}, "algorithm.kind"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(recipe, algorithm, told):
+    with pytest.raises(RecipeError, match=told):
+        train_rl(recipe(algorithm=algorithm))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "gdpo", "reinforce++-baseline"])
+def test_groups_of_one_are_refused_where_they_are_compared(recipe, kind):
+    with pytest.raises(RecipeError, match=rf"rollout.n is 1, but {kind.replace('+', '[+]')} compares the samples of a group"):
+        train_rl(recipe(algorithm={"kind": kind}, rollout={"n": 1}))
+
+
+def test_gdpo_without_normalised_rewards_is_refused(recipe):
+    with pytest.raises(
+        RecipeError, match="gdpo, which normalises each reward by its group and adds them up: give digits normalise"
+    ):
+        train_rl(recipe(algorithm={"kind": "gdpo"}), "rewards.1.normalise=none")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_resolved_recipe_is_a_recipe(recipe, tmp_path, name):
+    """Where every setting is written out, those that do nothing beside the others as comments."""
+    loaded = load(recipe(algorithm=ALGORITHMS[name]))
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(to_yaml(loaded))
+    assert load(resolved).recipe == loaded.recipe
+    assert "# gae_lambda: 1.0 # does nothing here" in {" ".join(line.split()) for line in resolved.read_text().splitlines()}
+    assert "[does nothing: it is for ppo, which has a critic;" in to_yaml(loaded, explain=True)
+
+
+def test_doctor_tells_what_is_seldom_meant(recipe):
+    def told(**algorithm) -> str:
+        loaded = load(recipe(algorithm=algorithm, train=SEVERAL_UPDATES)).recipe
+        assert isinstance(loaded, RLRecipe)
+        return " ".join(text for _, text in check_algorithm(loaded))
+
+    assert told() == told(loss="gspo", clip=[3e-4, 4e-4]) == told(loss="cispo") == ""
+    assert "GSPO's own are [0.0003, 0.0004]" in told(loss="gspo")
+    assert "only the first of 2 updates a step" in told(loss="policy_gradient")
+
+
+def test_recipe_lines_of_the_documentation_are_valid():
+    rows = re.findall(r"^\| [^|]+ \| `(\{kind: [^`]+\})`", (REPOSITORY / "docs/algorithms.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+    kinds, losses = (get_args(Algorithm.model_fields[name].annotation) for name in ("kind", "loss"))
+    found = [Algorithm(**yaml.safe_load(row)) for row in rows]
+    assert {algorithm.kind for algorithm in found} == set(kinds) == {*KINDS, "ppo"}
+    assert {algorithm.loss for algorithm in found} == set(losses)

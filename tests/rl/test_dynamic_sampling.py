@@ -1,0 +1,176 @@
+"""Dynamic sampling: groups without a signal are replaced by others, in an order that can be repeated, and never without end."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plaudit.data.order import RowOrder, RowStream
+from plaudit.data.rows import read_rows
+from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.loops import rl
+from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
+from support.rows import prompt_rows, write_jsonl
+
+# Pays for what is written if the answer is odd, and 1 otherwise: about half of the prompts have no signal.
+SOMETIMES = """
+def compute_score(solution_str, ground_truth):
+    return float(len(solution_str)) if int(ground_truth) % 2 else 1.0
+"""
+NEVER = """
+def compute_score(solution_str):
+    return 1.0
+"""
+
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_file(tmp_path_factory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("prompts"))
+        yield write_jsonl(Path("prompts.jsonl"), prompt_rows(24))
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, prompts_file):
+    def write(name: str = "run", function: str = SOMETIMES, rounds: int = 8, kind: str = "grpo", **sections) -> Path:
+        (tmp_path / "reward.py").write_text(function)
+        settings = {"train": {"prompts_per_step": 4, "tokens_per_micro_batch": 512}} | sections
+        algorithm = {"kind": kind, "dynamic_sampling": {"max_rounds": rounds}}
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / name, tmp_path / "reward.py", algorithm=algorithm, **settings)
+        return write_recipe(tmp_path / f"{name}.yaml", tree)
+
+    return write
+
+
+@pytest.fixture
+def learnt(monkeypatch) -> list[list[str]]:
+    """The prompts that every step has learnt from."""
+    steps: list[list[str]] = []
+    learn = rl.learn
+
+    def record(trainer, reference, groups, *others):
+        steps.append([group.group.prompt.id for group in groups])
+        return learn(trainer, reference, groups, *others)
+
+    monkeypatch.setattr(rl, "learn", record)
+    return steps
+
+
+def metrics_of(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def sampled(run: Path, step: int) -> dict[str, set[float]]:
+    """The rewards of each prompt, in the order they were sampled."""
+    found: dict[str, set[float]] = {}
+    for row in read_rows(run / f"samples/train_{step:06d}.parquet"):
+        found.setdefault(row["prompt_id"], set()).add(row["reward"])
+    return found
+
+
+def row_of(prompt_id: str) -> int:
+    return int(re.findall(r"\d+", prompt_id.partition("#")[0])[-1])
+
+
+def test_steps_are_full_of_groups_with_a_signal_in_the_order_of_prompts(tmp_path, recipe, learnt):
+    train_rl(recipe(run={"max_steps": 3}))
+    run, ids = tmp_path / "run", []
+    for step, row in enumerate(metrics_of(run), 1):
+        groups = sampled(run, step)
+        with_signal = [prompt for prompt, rewards in groups.items() if len(rewards) > 1]
+        assert learnt[step - 1] == with_signal[:4]
+        assert len(learnt[step - 1]) == 4
+        assert row["groups"] == len(groups) > 4
+        assert row["rounds"] > 1
+        assert row["groups_missing"] == 0
+        assert row["groups_without_signal"] == pytest.approx(1 - len(with_signal) / len(groups))
+        ids += groups
+        assert row["epoch"] == pytest.approx(len(ids) / 24)
+    # No prompt twice before all had their turn.
+    rows = [row_of(prompt) for prompt in ids]
+    assert len(set(rows[:24])) == min(24, len(rows))
+
+
+def test_where_there_is_never_a_signal_a_step_ends_after_its_rounds(tmp_path, recipe, learnt, capsys):
+    train_rl(recipe(function=NEVER, rounds=3))
+    rows = metrics_of(tmp_path / "run")
+    assert [(row["rounds"], row["groups"], row["groups_missing"]) for row in rows] == [(3, 12, 4), (3, 12, 4)]
+    assert learnt == [[], []]
+    said = capsys.readouterr().err
+    assert "in no group do the rewards of samples differ" in said
+
+
+def test_with_what_there_is_a_step_goes_on_and_says_so(tmp_path, recipe, learnt, capsys):
+    train_rl(recipe(rounds=1, run={"max_steps": 1}))
+    [row] = metrics_of(tmp_path / "run")
+    assert row["rounds"] == 1
+    assert 0 < len(learnt[0]) < 4
+    assert row["groups_missing"] == 4 - len(learnt[0])
+    assert f"max_rounds, {row['groups_missing']:.0f} groups with a signal are missing" in " ".join(capsys.readouterr().err.split())
+
+
+def test_resumed_exactly(tmp_path, recipe, monkeypatch):
+    settings = {"run": {"max_steps": 4, "save_every": 1}}
+    train_rl(recipe("reference", **settings))
+    file = recipe("stopped", **settings)
+    stop_before(monkeypatch, 3)
+    with pytest.raises(Stopped):
+        train_rl(file)
+    train_rl(file)
+    reference, stopped = tmp_path / "reference", tmp_path / "stopped"
+    assert metrics_of(stopped) == metrics_of(reference)
+    for name in ("model/model.safetensors", "checkpoints/step_000004/state.json"):
+        assert (stopped / name).read_bytes() == (reference / name).read_bytes()
+    taken = json.loads((reference / "checkpoints/step_000004/state.json").read_text())["prompts"]["taken"]
+    assert taken == sum(row["groups"] for row in metrics_of(reference)) > 16
+
+
+def test_a_reward_that_stops_a_later_round_leaves_no_trace_of_the_rounds_before_it(tmp_path, recipe, monkeypatch):
+    """Running means have seen the first round by then; the checkpoint that is saved must not."""
+
+    def write(name: str) -> Path:
+        file = recipe(name, run={"max_steps": 3})
+        tree = json.loads(file.read_text())
+        tree["rewards"][0]["normalise"] = "running"
+        return write_recipe(file, tree)
+
+    train_rl(write("reference"))
+    draw, calls = rl.draw, []
+
+    def draw_or_stop(engine, rewards, prompts, n, sampling, *others, **settings):
+        calls.append(sampling.step)
+        if calls.count(2) == 2:
+            raise TrainingStopped("the judge is gone")
+        return draw(engine, rewards, prompts, n, sampling, *others, **settings)
+
+    file = write("stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "draw", draw_or_stop)
+        with pytest.raises(TrainingStopped, match="step 2: the judge is gone"):
+            train_rl(file)
+    train_rl(file)
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "reference")
+    state = "checkpoints/step_000003/state.json"
+    assert (tmp_path / "stopped" / state).read_bytes() == (tmp_path / "reference" / state).read_bytes()
+
+
+def test_without_it_the_order_is_as_it_was(tmp_path, recipe):
+    """Its first round asks the prompts that the step would have asked."""
+    order = RowOrder(24, per_step=4, epochs=100, seed=0)
+    stream = RowStream(order)
+    assert stream.ahead(0, 4) == order.rows(0)
+    assert stream.ahead(4, 4) == order.rows(1)
+    stream.taken = 22
+    assert stream.ahead(0, 4) == [*order.rows(5)[2:], *order.rows(6)[:2]]
+
+
+@pytest.mark.parametrize("kind", ["reinforce++", "remax"])
+def test_refused_where_no_groups_are_compared(recipe, kind):
+    with pytest.raises(RecipeError, match="compares no groups: leave it out"):
+        train_rl(recipe(kind=kind))

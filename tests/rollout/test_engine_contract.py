@@ -1,0 +1,47 @@
+"""The engine contract, passed by each engine."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.models.trainable import load_policy
+from plaudit.recipe import Model
+from plaudit.rollout.native.engine import NativeEngine
+from support.engine_contract import EngineContract, Subject, sharpen
+
+
+def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
+    def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
+        engine, passes = NativeEngine(model, tokenizer, **settings), []
+        hidden = engine.forward.decoder.hidden
+
+        def counted(step):
+            passes.append(1)
+            return hidden(step)
+
+        engine.forward.decoder.hidden = counted
+        return Subject(engine, model, tokenizer, lambda: len(passes))
+
+    return make
+
+
+ENGINES = {
+    "native": native(),
+    "native in three rows": native(max_sequences=3),
+    "native in blocks of 8": native(block_tokens=8),
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def subject(request, tiny_model) -> Subject:
+    tokenizer = load_tokenizer(str(tiny_model))
+    model_settings = Model(path=str(tiny_model), dtype="float32")
+    policy = load_policy(model_settings, load_template(tokenizer, None), torch.device("cpu"))
+    return ENGINES[request.param](sharpen(policy.model), tokenizer)
+
+
+class TestContract(EngineContract):
+    pass

@@ -1,0 +1,636 @@
+"""`plaudit serve`: a real server in a process of its own, asked over HTTP."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+import pytest
+import yaml
+
+from plaudit.data.conversations import ROLES
+from support.paths import REPOSITORY
+from support.rows import write_jsonl
+
+FUNCTION = """
+import pathlib, time
+
+def compute_score(solution_str, extra_info=None):
+    word, _, rest = solution_str.partition(" ")
+    if word == "raise":
+        raise ValueError("no such thing")
+    if word == "nan":
+        return float("nan")
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "wait":
+        while not pathlib.Path(rest).exists():
+            time.sleep(0.01)
+    if word == "touch":
+        time.sleep(0.05)
+        pathlib.Path(rest).touch()
+    return {"score": float(len(solution_str)), "words": len(solution_str.split())}
+"""
+TOKEN = "correct-horse-7"
+SCORED = {"prompt": "2 + 2 =", "responses": ["4", "5"], "ground_truth": "4"}
+
+
+@dataclass
+class Answer:
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+    token: str | None = None
+
+    def ask(self, path: str, body: Any = None, *, method: str | None = None, token: str | None = None, **headers: str) -> Answer:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers} if data is not None else headers
+        if token or self.token:
+            headers["Authorization"] = f"Bearer {token or self.token}"
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as got:
+                return Answer(got.status, got.read(), dict(got.headers))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, error.read(), dict(error.headers))
+
+    def score(self, *items: dict, **more: Any) -> list[dict]:
+        answer = self.ask("/score", {"items": items, **more})
+        assert answer.status == 200, answer.body
+        return answer.json["items"]
+
+    def metric(self, line: str) -> float:
+        text = self.ask("/metrics").body.decode()
+        return next((float(found.rpartition(" ")[2]) for found in text.splitlines() if found.startswith(f"{line} ")), 0.0)
+
+    def until(self, what: Any, seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < end, f"did not happen; the server said: {self.log.read_text()}"
+            time.sleep(0.02)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(100)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, rewards: list[dict], *arguments: object, ready: bool = True, **environment: str) -> Iterator[Served]:
+    recipe, log = folder / "serve.yaml", folder / "serve.log"
+    recipe.write_text(yaml.safe_dump({"rewards": rewards}))
+    command = [sys.executable, "-m", "plaudit", "serve", str(recipe), "--port", "0", *map(str, arguments)]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, stdout=file, cwd=REPOSITORY, env={**os.environ, **environment})
+    try:
+        served = Served(process, "", log)
+        served.until(
+            lambda: re.search("ready after" if ready else "listening on", log.read_text()) or process.poll() is not None, 200
+        )
+        found = re.search(r"listening on (http://\S+);", log.read_text())
+        served.url = found[1] if found else ""
+        yield served
+    finally:
+        process.kill()
+        process.wait()
+
+
+def function(folder: Path, **settings: Any) -> dict:
+    (folder / "function.py").write_text(FUNCTION)
+    return {"kind": "function", "name": "mine", "path": str(folder / "function.py"), "workers": 2, "timeout_s": 30, **settings}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def rewards(folder) -> list[dict]:
+    return [
+        {"kind": "exact", "view": {"extract": "line"}, "when": {"data_source": ["", "sums"]}},
+        function(folder, weight=0.5, when={"data_source": "mine*"}, limits={"give_up_after": None}),
+        {"kind": "length", "unit": "words", "at_most": 3, "weight": 0.0},
+        {"kind": "overlong", "max_tokens": 10, "buffer_tokens": 10, "when": {"data_source": "sums"}},
+    ]
+
+
+@pytest.fixture(scope="module")
+def served(folder, rewards) -> Iterator[Served]:
+    limits = ("--max-items", 300, "--max-body-bytes", 200_000, "--max-in-flight", 40, "--timeout-s", 6)
+    with serving(folder, rewards, *limits) as running:
+        yield running
+        assert running.stop() == 0
+        assert "Traceback" not in running.log.read_text()
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_item_has_a_score_for_each_response(served):
+    [item] = served.score({**SCORED, "id": "mine"})
+    assert (item["index"], item["id"]) == (0, "mine")
+    first, second = item["responses"]
+    parts = {"exact": 1.0, "length": 1.0, "length/length": 1.0}
+    assert first == {"reward": 1.0, "parts": parts, "malformed": False, "failure": None, "by_reward": None}
+    assert (second["reward"], second["parts"]["exact"]) == (0.0, 0.0)
+
+
+def test_scores_are_those_of_plaudit_score(served, folder, rewards, plaudit):
+    rows = [
+        {"prompt": f"{i} + 1 =", "responses": [f"so\n{i + 1}", f"{i}", ""], "ground_truth": str(i + 1)} | extra
+        for i in range(20)
+        for extra in ({}, {"data_source": "sums", "tokens": [5, 12, None]}, {"data_source": "mine"}, {"data_source": "nobody's"})
+    ]
+    rows += [{"prompt": "p", "responses": ["raise", "nan", "some words"], "data_source": "mine"}]
+    rows += [{"prompt": [{"role": "user", "content": "no truth"}], "responses": ["4"]}]
+    write_jsonl(folder / "rows.jsonl", rows)
+    (folder / "r.yaml").write_text(yaml.safe_dump({"rewards": rewards}))
+    out = folder / "out.jsonl"
+    assert plaudit("score", folder / "rows.jsonl", "--rewards", folder / "r.yaml", "--out", out)[0] == 0
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    items = []
+    for row in written:
+        tokens = row.get("tokens") or [None] * len(row["responses"])
+        responses = [{"text": text, "tokens": count} for text, count in zip(row["responses"], tokens, strict=True)]
+        fields = {name: row[name] for name in ("id", "prompt", "ground_truth", "data_source") if name in row}
+        items.append({**fields, "responses": responses})
+    for row, item in zip(written, served.score(*items), strict=True):
+        assert item["id"] == row["id"]
+        for name in ("reward", "parts", "malformed", "failure"):
+            assert [one[name] for one in item["responses"]] == row[name], row
+    assert any(None in row["reward"] for row in written)
+
+
+def test_a_reward_that_fails_is_a_failure_with_its_cause(served):
+    raised, nan, fine = served.score({"responses": ["raise", "nan", "fine"], "data_source": "mine"})[0]["responses"]
+    assert (raised["reward"], raised["failure"]["reward"], raised["failure"]["cause"]) == (None, "mine", "exception")
+    assert "no such thing" in raised["failure"]["message"]
+    assert (nan["reward"], nan["failure"]["cause"]) == (None, "not_a_number")
+    assert (fine["reward"], fine["failure"]) == (2.0, None)
+    assert served.metric('plaudit_reward_failures_total{reward="mine",cause="exception"}') >= 1
+
+
+def test_details_are_given_only_if_asked_for(served):
+    [item] = served.score({"responses": ["so\n4"], "ground_truth": "4"}, details=True)
+    by_reward = item["responses"][0]["by_reward"]
+    assert (by_reward["exact"]["value"], by_reward["exact"]["view"]) == (1.0, "4")
+    assert by_reward["mine"] == {"value": None, "parts": {}, "malformed": False, "failure": None, "view": None, "trace": {}}
+    assert by_reward["length"]["parts"] == {"length": 2.0}
+
+
+def test_a_stream_has_a_line_for_each_item_as_soon_as_it_is_scored(served, tmp_path):
+    gate = tmp_path / "gate"
+    items = [
+        {"responses": [f"wait {gate}"], "data_source": "mine", "id": "slow"},
+        SCORED,
+        {"responses": ["raise"], "data_source": "mine"},
+    ]
+    request = urllib.request.Request(
+        served.url + "/score/stream", json.dumps({"items": items}).encode(), {"Content-Type": "application/json"}
+    )
+    lines = []
+    with urllib.request.urlopen(request) as answer:
+        assert answer.headers["Content-Type"] == "application/x-ndjson"
+        for line in answer:
+            lines.append(json.loads(line))
+            if len(lines) == 2:
+                gate.touch()  # the slow one could not go on before the others had come
+    assert sorted(line["index"] for line in lines) == [0, 1, 2]
+    assert (lines[-1]["index"], lines[-1]["id"]) == (0, "slow")
+    assert lines[-1]["responses"][0]["failure"] is None
+
+
+def test_what_takes_too_long_has_failed_and_the_rest_is_there(served):
+    slow, quick = served.score({"responses": ["sleep 7", "sleep 7"], "data_source": "mine"}, SCORED)
+    assert [one["failure"]["cause"] for one in slow["responses"]] == ["timeout", "timeout"]
+    assert [one["reward"] for one in quick["responses"]] == [1.0, 0.0]
+    assert served.metric('plaudit_samples_without_value_total{cause="timeout"}') == 2
+
+
+def test_many_requests_side_by_side(served):
+    async def ask_all() -> list[tuple[int, float | None]]:
+        connector = aiohttp.TCPConnector(limit=32)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def ask(i: int) -> tuple[int, float | None]:
+                own = {"responses": ["x" * (i % 50)], "data_source": "mine"} if i % 2 else {**SCORED, "ground_truth": "5"}
+                async with session.post(f"{served.url}/score", json={"items": [own]}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return i, (await answer.json())["items"][0]["responses"][0]["reward"]
+
+            return await asyncio.gather(*map(ask, range(600)))
+
+    for i, reward in asyncio.run(ask_all()):
+        assert reward == (0.5 * (i % 50) if i % 2 else 0.0)
+    assert served.metric("plaudit_in_flight") == 0
+
+
+@pytest.mark.parametrize(("path", "status"), [("/score", 499), ("/score/stream", 200)])
+def test_work_for_a_client_that_has_gone_is_not_done(served, tmp_path, path, status):
+    items = [{"responses": [f"touch {tmp_path / str(i)}"], "data_source": "mine"} for i in range(290)]
+    body = json.dumps({"items": items}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    answered = f'plaudit_requests_total{{path="{path}",status="{status}"}}'
+    before = served.metric(answered)
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        served.until(lambda: any(tmp_path.iterdir()))
+    served.until(lambda: served.metric("plaudit_in_flight") == 0)
+    assert served.metric(answered) == before + 1
+    # The processes make the calls that they have been handed, 16 each; a call to both of them comes behind these.
+    served.until(lambda: served.score({"responses": ["x"] * 40, "data_source": "mine"})[0]["responses"][-1]["reward"] == 0.5)
+    assert len(list(tmp_path.iterdir())) < 200
+
+
+# What cannot be scored -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "where", "message"),
+    [
+        (b"", "body", "is missing"),
+        (b"{", "body", "is not JSON"),
+        (b"\xff\xfe{}", "body", "is not JSON"),
+        (b"[]", "body", "should be"),
+        (b'{"items": [{"responses": ["a"], "ground_truth": NaN}]}', "body", "NaN is not a number"),
+        (b'{"items": [{"responses": ["a"], "ground_truth": -Infinity}]}', "body", "-Infinity is not a number"),
+        (b'{"items": [{"responses": ["a"], "ground_truth": 1e999}]}', "body", "1e999 is too large"),
+        (b'{"items": [{"responses": ["a"], "ground_truth": ' + b"9" * 5000 + b"}]}", "body", "is not JSON"),
+        (b'{"items": [{"responses": ["a"], "ground_truth": ' + b"[" * 90 + b"]" * 90 + b"}]}", "body", "deeper than 64"),
+        (b'{"items": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "body", "deeper than 64"),
+        (b'{"items": [{"responses": ["a\\ud800"]}]}', "items.0.responses.0", "half a character"),
+        (b'{"items": [{"responses": ["a"]}, {"responses": ["a"], "ground_truth": "\\ud800"}]}', "items.1", "half a character"),
+        (b'{"items": [{"responses": ["a"], "extra_info": {"\\udfff": 1}}]}', "items.0", "half a character"),
+        (b'{"items": [{"responses": []}]}', "items.0.responses", "at least 1 item"),
+        (b'{"items": [{"responses": ["a"]}, {"response": "a"}]}', "items.1.responses", "is missing"),
+        (b'{"items": [{"responses": ["a"], "respones": "a"}]}', "items.0.respones", "Did you mean responses?"),
+        (b'{"items": [{"responses": [3]}]}', "items.0.responses.0", "should be text, or an object with `text`"),
+        (b'{"items": [{"responses": [{"text": "a", "tokens": -1}]}]}', "items.0.responses.0.tokens", "greater than or equal to 0"),
+        (b'{"items": [{"responses": [{"text": "a", "tokens": "3"}]}]}', "items.0.responses.0.tokens", "integer"),
+        (b'{"items": [{"responses": ["a"], "prompt": []}]}', "items.0.prompt", "at least 1 item"),
+        (b'{"items": [{"responses": ["a"], "prompt": [{"role": "usr", "content": ""}]}]}', "items.0.prompt.0.role", "'user'"),
+        (b'{"items": [{"responses": ["a"], "extra_info": 3}]}', "items.0.extra_info", "dictionary"),
+    ],
+    ids=lambda value: value[:40].decode(errors="replace") if isinstance(value, bytes) else None,
+)
+@pytest.mark.parametrize("path", ["/score", "/score/stream"])
+def test_bad_input_is_told_where(served, path, body, where, message):
+    answer = served.ask(path, body)
+    assert (answer.status, answer.json["cause"]) == (422, "unreadable"), answer.body
+    assert where in [problem["where"] for problem in answer.json["problems"]]
+    assert message in str(answer.json["problems"])
+
+
+def test_numbers_and_texts_of_all_sorts_are_fine(served):
+    truths = [10**4000, 1e308, -0.0, True, None, {"a": [1, {"b": None}]}, "\x00", "𝄞", [], "9" * 5000]
+    items = [{"responses": ["\x00 𝄞 \u202e", "", "nan", "1e999"], "ground_truth": truth, "prompt": "[{"} for truth in truths]
+    assert len(served.score(*items, details=True)) == len(truths)
+
+
+def test_limits_are_told(served):
+    many = served.ask("/score", {"items": [{"responses": ["a"]}] * 301})
+    assert (many.status, many.json["problems"][0]["where"]) == (422, "items")
+    assert "may have 300 items, this one has 301" in many.json["message"]
+    large = served.ask("/score", {"items": [{"responses": ["a" * 300_000]}]})
+    assert (large.status, large.json["cause"]) == (413, "too_large")
+    assert "200,000 bytes" in large.json["message"]
+    assert served.ask("/score", {"items": []}).json == {"items": []}
+
+
+def test_a_body_without_a_stated_length_is_limited_too(served):
+    async def send() -> int:
+        async def pieces():
+            for _ in range(100):
+                yield b" " * 10_000
+
+        async with aiohttp.ClientSession() as session, session.post(f"{served.url}/score", data=pieces()) as answer:
+            return answer.status
+
+    assert asyncio.run(send()) == 413
+
+
+def test_more_than_may_be_under_way_are_sent_away(served):
+    async def ask_all() -> list[int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(_: int) -> int:
+                body = {"items": [{"responses": ["sleep 0.25"], "data_source": "mine"}]}
+                async with session.post(f"{served.url}/score", json=body) as answer:
+                    if answer.status == 429:
+                        assert answer.headers["Retry-After"]
+                        assert (await answer.json())["cause"] == "busy"
+                    return answer.status
+
+            return await asyncio.gather(*map(ask, range(60)))
+
+    statuses = asyncio.run(ask_all())
+    assert 0 < statuses.count(429) <= 20  # fewer where some are done before the last ones come
+    assert statuses.count(200) == 60 - statuses.count(429)
+
+
+def test_other_paths_methods_and_types(served):
+    assert served.ask("/nothing").status == 404
+    wrong = served.ask("/score", method="GET")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    text = served.ask("/score", b"{}", **{"Content-Type": "text/plain"})
+    assert (text.status, text.json["message"]) == (422, "body: should be sent as Content-Type: application/json")
+
+
+# What else can be asked ----------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_told_without_how_they_are_reached(served):
+    told = {one["name"]: one for one in served.ask("/rewards").json["rewards"]}
+    assert list(told) == ["exact", "mine", "length", "overlong"]
+    assert (told["mine"]["kind"], told["mine"]["weight"]) == ("function", 0.5)
+    assert told["length"]["settings"] == {"unit": "words", "at_most": 3, "weight": 0.0}
+
+
+def test_metrics_can_be_parsed_and_count(served):
+    before = served.metric("plaudit_samples_total"), served.metric('plaudit_requests_total{path="/score",status="200"}')
+    served.score(SCORED)
+    assert served.metric("plaudit_samples_total") == before[0] + 2
+    assert served.metric('plaudit_requests_total{path="/score",status="200"}') == before[1] + 1
+    answer = served.ask("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    declared = set()
+    for line in answer.body.decode().splitlines():
+        if line.startswith("# TYPE"):
+            declared.add(line.split()[2])
+        elif not line.startswith("#"):
+            found = re.fullmatch(r'(\w+)(\{\w+="[^"]*"(,\w+="[^"]*")*\})? (\S+)', line)
+            assert found, line
+            float(found[4])
+            assert found[1] in declared or re.sub("_(bucket|sum|count)$", "", found[1]) in declared
+    buckets = [served.metric(f'plaudit_request_seconds_bucket{{path="/score",le="{le}"}}') for le in ("0.001", "1.0", "+Inf")]
+    assert buckets == sorted(buckets)
+    assert 0.0 < served.metric('plaudit_reward_mean{reward="exact"}') < 1.0
+
+
+def test_the_api_describes_itself(served):
+    assert served.ask("/health").json["state"] == "ready"
+    assert b"swagger" in served.ask("/docs").body
+    described = served.ask("/openapi.json").json
+    assert set(described["paths"]) == {"/health", "/rewards", "/metrics", "/score", "/score/stream"}
+    assert described["components"]["schemas"]["ScoreRequest"]["properties"]["items"]["maxItems"] == 300
+    for path in ("/score", "/score/stream"):
+        assert {"200", "408", "413", "422", "429", "500", "503"} == set(described["paths"][path]["post"]["responses"])
+
+
+def test_roles_are_those_of_conversations():
+    from plaudit.serving.wire import Message
+
+    assert get_args(Message.model_fields["role"].annotation) == ROLES
+
+
+# Tokens, starting and stopping ---------------------------------------------------------------------------------------
+
+
+def test_a_token_is_wanted_for_all_but_health(tmp_path):
+    with serving(tmp_path, [{"kind": "exact"}], "--token-env", "SCORES", SCORES=TOKEN) as served:
+        for path, body in (("/score", {"items": []}), ("/score/stream", {"items": []}), ("/rewards", None), ("/metrics", None)):
+            for wrong in (None, TOKEN[:-1], TOKEN + "x"):
+                answer = served.ask(path, body, token=wrong)
+                assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert served.ask(path, body, Authorization=f"Basic {TOKEN}").status == 401
+            assert served.ask(path, body, token=TOKEN).status == 200
+        assert served.ask("/health").status == 200
+        described = served.ask("/openapi.json").json
+        assert described["paths"]["/score"]["post"]["security"] == [{"token": []}]
+        assert "security" not in described["paths"]["/health"]["get"]
+        assert TOKEN not in served.log.read_text()
+
+
+def test_a_signal_lets_requests_finish_and_nobody_in(tmp_path):
+    with serving(tmp_path, [function(tmp_path)]) as served:
+        answers: list[Answer] = []
+        gate = tmp_path / "gate"
+        body = {"items": [{"responses": [f"wait {gate}"]}, {"responses": ["four"]}]}
+        asking = [
+            threading.Thread(target=lambda path=path: answers.append(served.ask(path, body)))
+            for path in ("/score", "/score/stream")
+        ]
+        for thread in asking:
+            thread.start()
+        served.until(lambda: served.metric("plaudit_in_flight") == 2)
+        served.process.send_signal(signal.SIGTERM)
+        served.until(lambda: "finishing 2 requests" in served.log.read_text())
+        gate.touch()
+        assert served.process.wait(100) == 0
+        for thread in asking:
+            thread.join()
+        assert [answer.status for answer in answers] == [200, 200]
+        rewards = [f'"reward":{float(len(text))}'.encode() for text in (f"wait {gate}", "four")]
+        assert all(reward in answer.body for answer in answers for reward in rewards)
+        with pytest.raises(urllib.error.URLError):
+            served.ask("/health")
+
+
+def test_what_takes_longer_than_the_grace_has_failed(tmp_path):
+    with serving(tmp_path, [function(tmp_path)], "--grace-s", 0.5) as served:
+        answers: list[Answer] = []
+        asking = threading.Thread(target=lambda: answers.append(served.ask("/score", {"items": [{"responses": ["sleep 25"]}]})))
+        asking.start()
+        served.until(lambda: served.metric("plaudit_in_flight") == 1)
+        assert served.stop(signal.SIGINT) == 0
+        asking.join()
+        assert answers[0].json["items"][0]["responses"][0]["failure"]["cause"] == "stopping"
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    with serving(tmp_path, [function(tmp_path)]) as served:
+
+        def ask() -> None:
+            with pytest.raises((ConnectionError, urllib.error.URLError)):
+                served.ask("/score", {"items": [{"responses": ["sleep 25"]}]})
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        served.until(lambda: served.metric("plaudit_in_flight") == 1)
+        served.process.send_signal(signal.SIGTERM)
+        served.until(lambda: "stopping" in served.log.read_text())
+        assert served.stop() == 128 + signal.SIGTERM
+        asking.join()
+
+
+def test_health_answers_while_rewards_are_opened(tmp_path):
+    reward = function(tmp_path)
+    (tmp_path / "function.py").write_text("import time\ntime.sleep(1000)\n" + FUNCTION)
+    with serving(tmp_path, [reward], ready=False) as served:
+        answer = served.ask("/health")
+        assert (answer.status, answer.json["state"]) == (503, "starting")
+        refused = served.ask("/score", {"items": []})
+        assert (refused.status, refused.json["cause"]) == (503, "starting")
+        assert served.stop() == 0  # and it need not be ready to be stopped
+
+
+def test_a_reward_that_cannot_open_is_told(tmp_path):
+    reward = function(tmp_path)
+    (tmp_path / "function.py").write_text("import nothing_of_the_sort")
+    with serving(tmp_path, [reward]) as served:
+        assert served.process.wait(30) == 2
+        assert "nothing_of_the_sort" in served.log.read_text().splitlines()[-1]
+        assert "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: whoever reaches this machine could use the rewards"),
+        (["--token-env", "NOT_THERE"], "--token-env NOT_THERE: there is no such environment variable"),
+        (["--host", "256.0.0.1", "--insecure"], "--host 256.0.0.1: "),
+        (["rewards.0.wieght=2"], "is not a setting. Did you mean rewards.0.weight?"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, plaudit, arguments, message):
+    (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}]")
+    code, out, err = plaudit("serve", tmp_path / "r.yaml", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_port_in_use_is_told(tmp_path, plaudit):
+    (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}]")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, _, err = plaudit("serve", tmp_path / "r.yaml", "--port", taken.getsockname()[1])
+    assert code == 2
+    assert "cannot listen on 127.0.0.1:" in err
+    assert "Choose another --port" in err
+
+
+def test_without_the_extra_it_says_which(tmp_path, plaudit, monkeypatch):
+    (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}]")
+    for name in [name for name in sys.modules if name.startswith(("plaudit.serving.", "uvicorn"))]:
+        if name != "plaudit.serving.cli":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, err = plaudit("serve", tmp_path / "r.yaml")
+    assert code == 2
+    assert "pip install 'plaudit[serve]'" in err
+
+
+# Models behind rewards -----------------------------------------------------------------------------------------------
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Gives each candidate the number that it is."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "judge"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        scores = dict(re.findall(r"^\[([A-Z])\]\n(\d+)$", asked, re.MULTILINE))
+        text = "Scores:\n" + ", ".join(f"{letter}: {score}" for letter, score in scores.items())
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        self._answer({"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 7}})
+
+    def _answer(self, body: dict) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_a_group_judge_sees_the_responses_of_an_item_together(tmp_path):
+    judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=judge.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{judge.server_port}"
+    reward = {"kind": "group_judge", "answer": "score", "model": {"placement": "server", "url": url, "path": "judge"}}
+    with serving(tmp_path, [reward], "--cache", tmp_path / "scores.sqlite") as served:
+        for asked_before in (0, 1):
+            first, second = served.score({"responses": ["3", "8"]}, {"responses": ["1", "2", "5"]}, details=True)
+            assert [one["reward"] for one in first["responses"]] == [3.0, 8.0]
+            assert [one["reward"] for one in second["responses"]] == [1.0, 2.0, 5.0]
+            assert "[A]" in first["responses"][0]["by_reward"]["group_judge"]["trace"]["prompt"]
+            assert served.metric('plaudit_reward_cached_total{reward="group_judge"}') == 5 * asked_before
+        assert served.metric('plaudit_model_calls_total{model="judge"}') == 2
+        assert served.metric('plaudit_model_prompt_tokens_total{model="judge"}') == 200
+        assert served.metric('plaudit_model_new_tokens_total{model="judge"}') == 14
+        [told] = served.ask("/rewards").json["rewards"]
+        assert told["compares_responses"] is True
+        assert url not in json.dumps(told)
+        assert served.stop() == 0
+    judge.shutdown()
+
+
+# The documentation ---------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_documentation(tmp_path):
+    text = (REPOSITORY / "docs/serve.md").read_text(encoding="utf-8")
+    rewards = yaml.safe_load(re.findall(r"^With `rewards: (\[.*\])`", text, re.MULTILINE)[0])
+    asked = json.loads(re.findall(r"curl -s localhost:8321/score .* -d '(.*?)'\n```", text, re.DOTALL)[0])
+    answer = json.loads(re.findall(r"```json\n(.*?)```", text, re.DOTALL)[0])
+    client, stream = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    with serving(tmp_path, rewards) as served:
+        assert served.ask("/score", asked).json == answer
+        code = f"import json\n{client}\n{stream}".replace("http://127.0.0.1:8321", served.url)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+        assert done.stdout.splitlines() == ["[1.1, 0.1]", "0 [1.1, 0.1]"], done.stderr
+    assert "    [1.1, 0.1]\n" in text
+
+
+# Fuzzing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_the_api_is_as_it_describes_itself(tmp_path, token):
+    """Requests made from the description, right ones and wrong ones: no 5xx, nothing undocumented, nothing wrongly refused."""
+    rewards = [{"kind": "exact"}, {"kind": "math", "name": "maths"}, function(tmp_path), {"kind": "repetition", "weight": 0.1}]
+    secured = ("--token-env", "SCORES") if token else ()
+    with serving(tmp_path, rewards, *secured, "--timeout-s", 10, SCORES=TOKEN) as served:
+        command = [
+            str(Path(sys.executable).with_name("schemathesis")), "run", f"{served.url}/openapi.json", "--checks", "all",
+            "--seed", "7", "--max-examples", "20" if token else "60", "--request-timeout", "20", "--no-color",
+        ]  # fmt: skip
+        if token:
+            command += ["--header", f"Authorization: Bearer {token}"]
+            served.token = token
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
+        assert done.returncode == 0, re.sub(r"\n +curl .*", "", done.stdout)[-6000:]
+        assert "No issues found" in done.stdout
+        assert served.ask("/health").json["state"] == "ready"
+        assert served.metric('plaudit_requests_total{path="/score",status="200"}') > 10
+        assert served.stop() == 0
+        assert "Traceback" not in served.log.read_text()

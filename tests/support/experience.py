@@ -1,0 +1,79 @@
+"""Samples to update a policy or a critic on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plaudit.data.templates import load_model_template
+from plaudit.models.critic import SharedCritic, load_critic
+from plaudit.models.trainable import TrainableModel, load_policy
+from plaudit.recipe import Model
+from plaudit.types import Experience
+
+
+def samples_by_hand() -> list[Experience]:
+    chance = np.random.RandomState(0)
+    result = []
+    for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4)):
+        logprobs = chance.normal(-5.8, 0.8, response)
+        result.append(
+            Experience(
+                tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
+                loss_mask=np.arange(prompt + response) >= prompt,
+                advantages=chance.normal(0, 1, response),
+                sampler_logprobs=logprobs,
+                old_logprobs=logprobs + chance.normal(0, 0.3, response),
+                ref_logprobs=chance.normal(-5.8, 0.5, response),
+            )
+        )
+    return result
+
+
+EVERYTHING = {
+    "kl_coefficient": 0.3,
+    "entropy_coefficient": 0.2,
+    "positive_sft_coefficient": 0.5,
+    "importance": {"level": "sequence", "mode": "mask", "low": 0.1, "high": 2.0},
+}
+
+
+CPU = torch.device("cpu")
+
+
+def critic_of(path: Path, **settings):
+    model = Model(path=str(path), dtype="float32", **settings)
+    return load_critic(model, load_model_template(Model(path=str(path))), CPU)
+
+
+def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
+    """A policy, and a critic on its layers whose head is not at 0."""
+    model = Model(path=str(path), **{"dtype": "float32"} | settings)
+    policy = load_policy(model, load_model_template(model), CPU)
+    critic = SharedCritic(policy, model.path)
+    torch.nn.init.normal_(critic.model.weight, generator=torch.Generator().manual_seed(1))
+    return policy, critic
+
+
+def experience(chance: np.random.RandomState, prompt: int, response: int, **more) -> Experience:
+    return Experience(
+        tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
+        loss_mask=np.arange(prompt + response) >= prompt,
+        advantages=np.zeros(response),
+        sampler_logprobs=np.zeros(response),
+        **more,
+    )
+
+
+def valued_samples() -> list[Experience]:
+    chance = np.random.RandomState(0)
+    return [
+        replace(
+            experience(chance, prompt, response, values=chance.normal(0, 0.3, response), returns=chance.normal(0, 1, response)),
+            advantages=chance.normal(0, 1, response),
+            sampler_logprobs=chance.normal(-5, 0.1, response),
+            weight=1 / 27,
+        )
+        for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4))
+    ]

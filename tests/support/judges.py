@@ -1,0 +1,86 @@
+"""Rewards with a scripted model behind them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plaudit.recipe import ScoreRecipe
+from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
+from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.rewards.reward import Reward
+from plaudit.rewards.runner import RewardRunner
+from plaudit.types import Failure, Group, Message, Score, ScoredGroup
+from support.rewards import group
+
+MODEL = {"path": "models/none"}
+
+
+class Scripted(Backend):
+    """Answers with what `say` gives for a prompt: text, an Answer, or an exception's worth of Failure."""
+
+    def __init__(self, say: Callable[..., Any] | str | list[str]):
+        self.say, self.usage = say, Usage()
+        self.asked: list[tuple[str, Writing]] = []
+        self.keys: list[str] = []
+        self.questions: list[Question] = []
+        self.opened = self.closed = self.loaded = 0
+
+    async def open(self) -> None:
+        self.opened += 1
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    async def load(self) -> None:
+        self.loaded += 1
+
+    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+        await asyncio.sleep(0)
+        return [self._answer(question, writing) for question in questions]
+
+    def _answer(self, question: Question, writing: Writing) -> Answer:
+        text = question.text if question.text is not None else question.messages[-1]["content"]
+        self.asked.append((text, writing))
+        self.keys.append(question.key)
+        self.questions.append(question)
+        if isinstance(self.say, list):
+            given = self.say[min(len(self.asked), len(self.say)) - 1]
+        else:
+            given = self.say if isinstance(self.say, str) else self.say(text)
+        if isinstance(given, Failure):
+            return Answer(None, given)
+        return given if isinstance(given, Answer) else Answer(given, new_tokens=1)
+
+    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+        assert callable(self.say)
+        given = [self.say(conversation) for conversation in conversations]
+        return [one if isinstance(one, Verdict) else Verdict(one) for one in given]
+
+
+def make(kind: str, say: Any = None, **given: Any) -> Any:
+    """A reward of a recipe, with a scripted model behind it."""
+    given = {"kind": kind, "model": MODEL, "max_failure_rate": 1.0, **given}
+    [reward] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
+    if say is not None:
+        assert isinstance(reward, ModelReward)
+        reward._backend = Scripted(say)
+    return reward
+
+
+def collect(reward: Reward, *groups: Group) -> list[ScoredGroup]:
+    with RewardRunner([reward], tolerant=True) as runner:
+        return runner.collect(groups)
+
+
+def scores_of(reward: Reward, *texts: str, **prompt: Any) -> list[Score]:
+    [got] = collect(reward, group(*texts, **prompt))
+    return list(got.by_reward[reward.label])
+
+
+def backend_of(reward: ModelReward) -> Scripted:
+    assert isinstance(reward._backend, Scripted)
+    return reward._backend
+
+
+def causes(scores: Sequence[Score]) -> list[str | None]:
+    return [None if score.failure is None else score.failure.cause for score in scores]

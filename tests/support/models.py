@@ -1,0 +1,40 @@
+"""Tiny models, and changes to them."""
+
+import json
+import shutil
+from pathlib import Path
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def with_other_tokens(model: Path, folder: Path) -> Path:
+    """The same model, but for its tokenizer: as many tokens, with other numbers."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+BOS_TEMPLATE = (
+    "<|endoftext|>{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_classifier(source: Path, folder: Path, labels: int = 1) -> Path:
+    """A sequence classifier with the causal model's config and tokenizer, and weights that look at what they read."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source, num_labels=labels)
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder

@@ -1,0 +1,9 @@
+"""Where things lie."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+REPOSITORY = TESTS.parent
+CHAT_TEMPLATES = TESTS / "support/chat_templates"
+REFERENCE = TESTS / "support/reference"
+"""Numbers of other systems."""

@@ -1,0 +1,159 @@
+"""plaudit's commands in processes of their own, to be killed, without the ten seconds each would take to import torch: they are
+forked from one that has."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+
+FORKS = multiprocessing.get_context("forkserver")
+LOOPS = [f"plaudit.loops.{name}" for name in ("sft", "dpo", "reward_model", "rl", "sample")]
+FORKS.set_forkserver_preload(["plaudit.cli", *LOOPS, "peft", "transformers.models.llama.modeling_llama"])
+
+MAIN = "from plaudit.cli import main; main()"
+# What a command does that gets a signal at a moment: it sends it itself. Whoever watches from outside may look too late on a busy
+# machine, when the moment is past or the run over.
+SENDS_ITSELF_A_SIGNAL = """
+import os, signal, sys
+from plaudit.cli import main
+from plaudit.run import Run
+
+number, moment = signal.Signals[sys.argv[1]], sys.argv[2]
+del sys.argv[1:3]
+log = Run.log
+
+def send_if(now):
+    if moment == now:
+        os.kill(os.getpid(), number)
+
+def log_and_send(self, step, metrics):
+    send_if(f"before line {step}")
+    row = log(self, step, metrics)
+    send_if(f"behind line {step}")
+    return row
+
+def send_before(event, arguments):
+    if event in ("open", "os.rename"):
+        send_if(f"{event} {'/'.join(str(arguments[0]).split('/')[-2:])}")
+
+Run.log = log_and_send
+sys.addaudithook(send_before)
+main()
+"""
+
+
+class Command:
+    """A plaudit command that runs, without drawing curves. `script`: what is run instead of its `main`, with the arguments in
+    sys.argv."""
+
+    started: ClassVar[list["Command"]] = []
+
+    def __init__(self, *arguments: object, script: str = MAIN, cwd: Path | None = None, **more: str):
+        """`more`: variables of its environment, besides ours."""
+        self._said = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (as long as this is there)
+        self._process = FORKS.Process(
+            target=_run,
+            kwargs={
+                "arguments": list(map(str, arguments)),
+                "script": script,
+                "cwd": str(cwd or Path.cwd()),
+                "environment": {**os.environ, **more},
+                "output": self._said.name,
+            },
+        )
+        self._process.start()
+        self.started.append(self)
+
+    @property
+    def output(self) -> str:
+        return Path(self._said.name).read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, condition: Callable[[], object], within_s: float = 200.0) -> None:
+        """Until something is so, and stays so: what is gone again may never be seen."""
+        deadline = time.monotonic() + within_s
+        while True:
+            alive = self._process.is_alive()  # asked first, so that what it did last is seen
+            if condition():
+                return
+            assert alive, f"ended early:\n{self.output}"
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.005)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, within_s: float = 200.0) -> int:
+        """How it ended: its exit code, or -9 if that signal ended it."""
+        self._process.join(within_s)
+        code = self._process.exitcode
+        assert code is not None, f"does not end:\n{self.output}"
+        return code
+
+    def kill(self) -> int:
+        self._process.kill()
+        return self.wait()
+
+    @classmethod
+    def kill_all(cls) -> None:
+        while cls.started:
+            cls.started.pop().kill()
+
+
+def signalled(number: signal.Signals, moment: str, *arguments: object, cwd: Path | None = None, forked: bool = True) -> str:
+    """Runs a command and ends it by a signal: `before line N` or `behind line N` of the metrics, or when it is about to `open` or
+    `os.rename` FOLDER/FILE. What it said. Not `forked`: in an interpreter of its own, as a user's is."""
+    given = [number.name, moment, *map(str, arguments)]
+    if forked:
+        command = Command(*given, script=SENDS_ITSELF_A_SIGNAL, cwd=cwd)
+        code, output = command.wait(), command.output
+    else:
+        fresh = [sys.executable, "-c", SENDS_ITSELF_A_SIGNAL, *given]
+        done = subprocess.run(fresh, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, timeout=250)
+        code, output = done.returncode, done.stdout
+    assert code == (-number if number == signal.SIGKILL else 130), output
+    return output
+
+
+def _run(arguments: list[str], script: str, cwd: str, environment: dict[str, str], output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2))
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["plaudit", *arguments]
+    import plaudit.run
+
+    plaudit.run.draw_curves = lambda *_: None  # a picture of twenty panels takes longer than these runs
+    assert threading.active_count() == 1, "what is imported before must start no thread: it would not be here"
+    exec(script, {"__name__": "__main__"})
+
+
+def gone(*pids: int | None, within_s: float = 20.0) -> bool:
+    """Whether these processes end in time. One that nobody has waited for yet has ended, once its last thread has: until then its
+    files and ports are open."""
+
+    def runs(pid: int) -> bool:
+        try:
+            process = psutil.Process(pid)
+            return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + within_s
+    while any(pid is not None and runs(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,102 @@
+"""Updates made by one process or by two; `main` is the program of each of the two."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from plaudit.data.pack import micro_batches, pair_micro_batches
+from plaudit.models.critic import target_values
+from plaudit.models.logprobs import target_logprobs
+from plaudit.objectives.supervised import nll
+from plaudit.preference.losses import dpo_loss, reward_model_loss
+from plaudit.recipe import Algorithm, Critic, Optim
+from plaudit.recipe.preference import RewardModelLoss
+from plaudit.rl.experience import weighted
+from plaudit.rl.policy_loss import policy_loss
+from plaudit.rl.value_loss import shared_loss, value_loss
+from plaudit.train.trainer import Trained, Trainer
+from plaudit.types import Batch
+from plaudit.world import World
+from support.examples import make_examples
+from support.experience import EVERYTHING, critic_of, samples_by_hand, shared_of, valued_samples
+from support.preferences import LOSSES, loaded, make_pairs
+
+UPDATES = 2
+
+
+Case = Callable[[Path, Path], tuple[Trained | tuple[Trained, Trained], Callable, Sequence[Batch]]]
+"""A model, or two of which the second's gradients come with the first's; the loss of an update, and its micro-batches: of a model's
+folder and a file of pairs."""
+
+
+def supervised(folder: Path, _: Path, **model):
+    policy, examples = loaded(folder, scalar=False, **model), make_examples()
+    targets = sum(example.num_targets for example in examples)
+    return policy, lambda batch: (nll(target_logprobs(policy.model, batch).logprobs_N, targets), {}), micro_batches(examples, 60)
+
+
+def reinforced(folder: Path, _: Path, loss: str, aggregation: str, budget: int = 20):
+    policy, algorithm = loaded(folder, scalar=False), Algorithm(loss=loss, aggregation=aggregation, **EVERYTHING)
+    samples = weighted(samples_by_hand(), algorithm, horizon=12)
+    return policy, policy_loss(policy.model, samples, algorithm, 0.9), micro_batches(samples, budget)
+
+
+def preferred(folder: Path, file: Path, name: str):
+    scalar = isinstance(LOSSES[name], RewardModelLoss)
+    policy, pairs = loaded(folder, scalar=scalar), make_pairs(folder, file, scalar=scalar)
+    make = reward_model_loss if scalar else dpo_loss
+    return policy, make(policy.model, pairs, LOSSES[name]), pair_micro_batches(pairs, 150)  # pyright: ignore
+
+
+def valued(folder: Path, _: Path):
+    critic, samples = critic_of(folder), valued_samples()
+    return critic, value_loss(partial(target_values, critic.model), samples, clip=0.2), micro_batches(samples, 20)
+
+
+def valued_by_the_policy(folder: Path, _: Path):
+    (policy, head), algorithm = shared_of(folder), Algorithm(kind="ppo")
+    samples = weighted(valued_samples(), algorithm, horizon=12)
+    return (policy, head), shared_loss(policy.model, head, samples, algorithm, Critic(shared=True), 0.9), micro_batches(samples, 20)
+
+
+CASES: dict[str, Case] = {
+    "sft": supervised,
+    "sft with dropout": partial(supervised, lora={"rank": 4, "dropout": 0.5}),
+    "value": valued,
+    "value, shared": valued_by_the_policy,
+    **{f"{loss}, {mode}": partial(reinforced, loss=loss, aggregation=mode)
+       for loss in ("clipped", "gspo", "cispo", "policy_gradient") for mode in ("token-mean", "seq-mean-token-mean")},
+    "clipped, one micro-batch": partial(reinforced, loss="clipped", aggregation="token-mean", budget=10_000),
+    **{name: partial(preferred, name=name) for name in LOSSES},
+}  # fmt: skip
+
+
+def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
+    """What updates return, what the first one's gradients were (Adam's first moment), and the weights after the last."""
+    models, loss, batches = case(folder, pairs)
+    models = models if isinstance(models, tuple) else (models,)
+    trainers = [Trainer(model, Optim(lr=1e-3), seed=3, max_skipped_steps=0, world=world) for model in models]
+    told, first = [], {}
+    for _ in range(UPDATES):
+        for i, trainer in enumerate(trainers):
+            results = trainer.update(() if i else batches, loss, 1e-3)
+            told.append({name: value for name, value in results.items() if not name.startswith("time/")})
+        first = first or {
+            f"{i} {name}": tensor.clone()
+            for i, trainer in enumerate(trainers)
+            for name, tensor in trainer.optimiser.state().items()
+            if name.startswith("exp_avg/")
+        }
+    weights = {f"{i} {name}": parameter.detach() for i, model in enumerate(models) for name, parameter in model.trainable()}
+    return {"told": told, "first": first, "weights": weights, "micro_batches": len(batches)}
+
+
+def main() -> None:
+    folder, pairs, scratch, rank = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    dist.init_process_group("gloo", init_method=f"file://{scratch / 'meeting'}", rank=rank, world_size=2)
+    torch.save({name: outcome(case, folder, pairs, World.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,64 @@
+"""Two processes that train together (gloo) make the update that one makes: for every loss, and with dropout.
+
+`main` is the program of the two processes.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plaudit.recipe import Optim
+from plaudit.train.optimiser import Optimiser
+from plaudit.world import World
+from support.processes import Command
+from support.world import CASES, UPDATES, outcome
+
+
+@pytest.fixture(scope="module")
+def of_two(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
+    """Every case in two processes: what came out of each."""
+    scratch = tmp_path_factory.mktemp("ranks")
+    given, script = (tiny_models["qwen2"], pairs_file, scratch), "from support.world import main; main()"
+    for process in [Command(*given, rank, script=script) for rank in (0, 1)]:
+        assert process.wait() == 0, process.output
+    return [torch.load(scratch / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_make_the_update_of_one(tiny_models, pairs_file, of_two, name):
+    alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, World.alone())
+    one, other = (result[name] for result in of_two)
+    assert one["told"] == other["told"]
+    for parameter, weight in one["weights"].items():
+        assert torch.equal(weight, other["weights"][parameter]), parameter
+    assert alone["micro_batches"] == 1 if "one micro-batch" in name else alone["micro_batches"] > 2
+    updates = list(zip(one["told"], alone["told"], strict=True))
+    for ours, expected in updates[: len(updates) // UPDATES]:
+        assert ours == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for ours, expected in updates[len(updates) // UPDATES :]:
+        assert ours == pytest.approx(expected, rel=1e-3, abs=1e-4)  # Adam has divided by gradients that are next to nothing
+    assert alone["first"].keys() == one["first"].keys()
+    whole = torch.cat([moment.flatten() for moment in alone["first"].values()]).norm()
+    assert whole > 0
+    for parameter, moment in alone["first"].items():
+        assert (one["first"][parameter] - moment).norm() <= 2e-6 * max(moment.norm(), 1e-3 * whole), parameter
+
+
+def test_a_weight_without_a_gradient_anywhere_is_left_alone(monkeypatch):
+    """And one that has its gradient elsewhere is not."""
+    here, there, nowhere = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimiser = Optimiser({"here": here, "there": there, "nowhere": nowhere}.items(), Optim())
+    here.grad = torch.tensor([1.0, 2.0])
+
+    def all_reduce(tensor: torch.Tensor, op=None, group=None) -> None:
+        if op == dist.ReduceOp.MAX:
+            tensor.copy_(torch.maximum(tensor, torch.tensor([0, 1, 0], dtype=tensor.dtype)))
+        else:
+            tensor += torch.tensor([0.0, 0.0, 5.0, 6.0])
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    optimiser.sum_gradients(World(0, 2, torch.device("cpu")))
+    assert here.grad.tolist() == [1, 2]
+    assert there.grad is not None
+    assert there.grad.tolist() == [5, 6]
+    assert nowhere.grad is None

@@ -1,0 +1,499 @@
+"""Settings that save memory: what they leave on the device, and that the numbers stay what they were."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from plaudit.config import load as load_recipe
+from plaudit.data.pack import micro_batches
+from plaudit.errors import RecipeError
+from plaudit.loops import rl
+from plaudit.models import residual
+from plaudit.models.liger import use_liger
+from plaudit.models.memory import Budget, plan_memory
+from plaudit.models.products import side_by_side, together
+from plaudit.models.weights import OffloadedModule
+from plaudit.recipe import Lora, Model, Optim
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.train import memory_plan, offload, optimiser
+from plaudit.train.checkpoint import find_checkpoint, save_checkpoint
+from plaudit.train.memory_plan import plan_devices, settle_checkpointing
+from plaudit.train.offload import HostState
+from plaudit.train.optimiser import Optimiser
+from support.recipes import pair_recipe, rl_recipe, sft_recipe, train_dpo, train_rl, train_sft, write_recipe
+from support.training import assert_same_bits, load, make_trainer, nll_of, rows_of, snapshot
+
+CPU = torch.device("cpu")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """The CPU as if it were a GPU: state leaves it, and passes through in parts that cut tensors."""
+    monkeypatch.setattr(optimiser, "has_device_memory", lambda device: True)
+    monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, part_elements=1024))
+
+
+# The optimiser's state ------------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "lora": {"dtype": "bfloat16", "lora": {"rank": 4}},
+}
+
+
+@pytest.mark.parametrize("how", TRAINED)
+def test_offloaded_state_makes_the_same_steps(tiny_models, apart, how):
+    """Two updates without, then two with it, of Qwen2: matrices, biases and norms."""
+    trainers = []
+    for offloaded in (False, True):
+        policy = load(tiny_models["qwen2"], **TRAINED[how])
+        trainer = make_trainer(policy, weight_decay=0.1, offload=offloaded)
+        batches = micro_batches(rows_of(policy), 64)
+        metrics = [trainer.update(batches, nll_of(policy, batches)) for _ in range(2)]
+        trainers.append((trainer, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics]))
+    (plain, told), (offloaded, told_too) = trainers
+    assert told == told_too
+    assert_same_bits(snapshot(plain), snapshot(offloaded))
+    assert (plain.optimiser.resident_bytes, offloaded.optimiser.resident_bytes) == (
+        sum(p.numel() for _, p in plain.policy.trainable()) * (12 if how == "bf16" else 8),
+        0,
+    )
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
+    """One update, saved; the next one with the other setting, from the checkpoint, is that of a run that was not interrupted."""
+    policy = load(tiny_model, dtype="bfloat16")
+    batches = micro_batches(rows_of(policy), 64)
+    trainer = make_trainer(policy, offload=first)
+    trainer.update(batches, nll_of(policy, batches))
+    save_checkpoint(tmp_path, 1, trainer)
+    trainer.update(batches, nll_of(policy, batches))
+
+    again = load(tiny_model, dtype="bfloat16")
+    resumed = make_trainer(again, offload=not first)
+    found, _ = find_checkpoint(tmp_path)
+    assert found is not None
+    found.load_into(resumed)
+    resumed.update(batches, nll_of(again, batches))
+    assert_same_bits(snapshot(trainer), snapshot(resumed))
+
+
+def test_on_a_cpu_offload_is_nothing(tiny_model):
+    policy = load(tiny_model, dtype="bfloat16")
+    kept = Optimiser(policy.trainable(), Optim(offload=True)).resident_bytes
+    assert kept == Optimiser(policy.trainable(), Optim()).resident_bytes > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
+    """200 and 70 elements begin at 0 and 256, since pieces begin at multiples of 64; parts are of 128."""
+    shapes = {"a": torch.Size([10, 20]), "b": torch.Size([70])}
+    state = HostState({"a": shapes["a"]}, {"b": shapes["b"]}, torch.device(device), part_elements=128)
+    state.master("a").copy_(torch.arange(200.0).view(10, 20))
+    passed = []
+
+    def work(pieces: list[offload.Piece]) -> None:
+        for piece in pieces:
+            passed.append((piece.name, piece.at.start, piece.at.stop))
+            piece.exp_avg.add_(1)
+            piece.exp_avg_sq.add_(2)
+            if piece.master is not None:
+                piece.master.mul_(2)
+
+    for _ in range(2):
+        state.pass_through(work)  # pyright: ignore
+    state.settled()
+    assert passed == 2 * [("a", 0, 128), ("a", 128, 200), ("b", 0, 70)]
+    assert torch.equal(state.master("a"), 4 * torch.arange(200.0).view(10, 20))
+    for name, shape in shapes.items():
+        assert torch.equal(state.moments(name)[0], torch.full(shape, 2.0))
+        assert torch.equal(state.moments(name)[1], torch.full(shape, 4.0))
+
+
+def test_a_parameter_without_gradient_is_left_alone(apart):
+    parameters = {name: nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for name in ("learns", "rests")}
+    optimiser = Optimiser(parameters.items(), Optim(lr=0.1, weight_decay=0.5, offload=True))
+    parameters["learns"].sum().backward()
+    optimiser.step(0.1)
+    assert torch.equal(parameters["rests"], torch.ones(3, 4, dtype=torch.bfloat16))
+    assert not torch.equal(parameters["learns"], parameters["rests"])
+    assert {key for key in optimiser.state() if key.endswith("/rests")} == {"weight/rests"}
+
+
+@on_gpu
+@pytest.mark.parametrize("how", TRAINED)
+def test_on_a_gpu_offloaded_state_makes_the_same_steps(tiny_models, monkeypatch, how):
+    """To the bit, with parts that cut tensors and more of them than are under way; nothing is left on the GPU between updates."""
+    monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, part_elements=1024))
+    results, kept = [], []
+    for offloaded in (False, True):
+        policy = load(tiny_models["qwen2"], **TRAINED[how])
+        policy.model.to("cuda")  # pyright: ignore
+        trainer = make_trainer(policy, weight_decay=0.1, offload=offloaded)
+        batches = micro_batches(rows_of(policy), 64, "cuda")
+        for _ in range(3):
+            trainer.update(batches, nll_of(policy, batches))
+        results.append({name: tensor.cpu() for name, tensor in snapshot(trainer).items()})
+        state = trainer.optimiser.state()
+        kept.append(sum(t.numel() for n, t in state.items() if t.is_cuda and not n.startswith("weight/")))
+    assert_same_bits(*results)
+    assert kept[0] > 0
+    assert kept[1] == 0
+
+
+# A model that is away -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_side_by_side_comes_back_so(device):
+    """Or products of it would have to be made one by one, or the whole be made anew."""
+    module = nn.ModuleDict({name: nn.Linear(5, rows) for name, rows in (("a", 3), ("b", 4))}).to(device)
+    module.register_buffer("strided", torch.arange(12.0, device=device).view(3, 4).T[1:])
+    weights = [module[name].weight for name in "ab"]
+    whole = together(weights).clone()
+    offloaded = OffloadedModule(module, torch.device(device))
+    for times in (1, 2, 4):
+        with offloaded.on_device():
+            found = side_by_side(weights)
+            assert torch.equal(found, whole * times)
+            found.mul_(2)
+            assert torch.equal(module.strided.cpu(), torch.arange(12.0).view(3, 4).T[1:])
+        assert all(parameter.device == CPU for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_visitor_takes_along_what_it_has_learnt(tiny_model, device):
+    policy = load(tiny_model, dtype="bfloat16")
+    policy.model.to(device)  # pyright: ignore
+    trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64, device)
+    other = load(tiny_model, dtype="bfloat16")
+    other.model.to(device)  # pyright: ignore
+    resident = make_trainer(other)
+    offloaded = OffloadedModule(policy.model, torch.device(device))
+    for _ in range(2):
+        assert policy.device == CPU
+        with offloaded.on_device():
+            assert policy.device.type == device
+            trainer.update(batches, nll_of(policy, batches))
+        resident.update(batches, nll_of(other, batches))
+    assert all(p.device == CPU for p in policy.model.parameters())
+    a, b = ({name: tensor.cpu() for name, tensor in snapshot(one).items()} for one in (trainer, resident))
+    assert_same_bits(a, b)
+
+
+# Checkpointing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_any_number_of_checkpointed_layers_gives_the_same_gradients(tiny_models, lora):
+    def gradients(checkpointed: Any) -> dict[str, torch.Tensor]:
+        policy = load(tiny_models["qwen2"], dtype="float32", lora=lora, gradient_checkpointing=checkpointed)
+        assert sum(getattr(m, "gradient_checkpointing", False) for m in policy.model.get_decoder().layers) == int(checkpointed)  # pyright: ignore
+        for batch in micro_batches(rows_of(policy), 64):
+            nll_of(policy, [batch])(batch).backward()
+        return {name: p.grad for name, p in policy.trainable() if p.grad is not None}
+
+    without = gradients(False)
+    for checkpointed in (1, 2):
+        assert_same_bits(without, gradients(checkpointed))
+
+
+def test_more_layers_than_there_are_cannot_be_checkpointed(tiny_model):
+    with pytest.raises(RecipeError, match=r"gradient_checkpointing is 3, and .* has 2 layers: true stands for all"):
+        load(tiny_model, gradient_checkpointing=3)
+
+
+@pytest.fixture
+def large(tmp_path) -> Path:
+    """The config of a model of eight layers; a plan needs nothing else."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=1000, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=704,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "large")
+    (tmp_path / "large/model.safetensors").touch()  # never read
+    return tmp_path / "large"
+
+
+def sft_of(model: Path, rows_file: Path, tmp_path: Path, **settings: Any) -> Any:
+    tree = sft_recipe(model, rows_file, tmp_path / "run", model=settings, train={"tokens_per_micro_batch": 8192})
+    return load_recipe(write_recipe(tmp_path / "plan.yaml", {"stage": "sft", **tree})).recipe
+
+
+def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monkeypatch):
+    def need(checkpointed: Any) -> float:
+        recipe = sft_of(large, rows_file, tmp_path, gradient_checkpointing=checkpointed)
+        return plan_devices(recipe)["cpu"].at("training")
+
+    # Each layer that is checkpointed keeps 4 bytes for each of 256 of 8192 tokens, instead of its share.
+    share = 8192 * 4 * (13 * 256 + 2 * 128 + 4 * 704)
+    assert need(3) - need(False) == 3 * (8192 * 4 * 256 - share)
+    assert need(True) == need(7) + 8192 * 4 * 256, "the last one is there whole, or again"
+
+    auto, told = sft_of(large, rows_file, tmp_path, gradient_checkpointing="auto"), []
+    for there, expected in ((need(3) / 0.9, 3), (need(3) / 0.9 - 1, 4), (need(False) / 0.9, False), (need(7) / 2, 8)):
+        monkeypatch.setattr(memory_plan, "total_memory", lambda _, there=there: there)
+        assert settle_checkpointing(auto, told.append).model.gradient_checkpointing == expected
+    assert [line.split(" layers")[0].removeprefix("model.gradient_checkpointing: ") for line in told] == [
+        "3 of 8", "4 of 8", "none of 8", "8 of 8",
+    ]  # fmt: skip
+    assert [line.endswith("which may be too much: lower train.tokens_per_micro_batch") for line in told] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("head_size", [16, 24])
+def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
+    """On a GPU and in half precision, policies and what has a head for scores; with adapters or dropout layers are not fused."""
+    config = AutoConfig.from_pretrained(tiny_models[kind])
+    config.head_dim = head_size  # so that queries together may be wider than the residual stream
+    config.save_pretrained(tmp_path)
+
+    def kept(device: str = "cuda", dtype: Any = "bfloat16", *, scalar: bool = False, **settings: Any) -> float:
+        model = Model(path=str(tmp_path), dtype=dtype, **settings)
+        plan = plan_memory(model, torch.device(device), tokens_per_micro_batch=1000, scalar=scalar)
+        return plan.activations / plan.layers / (1000 * (2 if dtype == "bfloat16" else 4))
+
+    h, f = config.hidden_size, config.intermediate_size
+    q, k = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
+    expected = 7 * h + 2 * q + 2 * k + 3 * f + (q + 2 * k if kind == "qwen3" else 0)
+    assert kept() == kept(scalar=True) == kept(liger=True) == expected
+    whole = 13 * h + 2 * k + 4 * f
+    assert kept("cpu") == kept(dtype="float32") == kept(lora=Lora(rank=4)) == whole
+    config.attention_dropout = 0.1
+    config.save_pretrained(tmp_path)
+    assert kept() == whole
+
+
+def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):
+    """The critic has no head for tokens, so it needs no more layers; while it is unsettled, the policy does not suffer from it."""
+
+    def recipe(policy: Any, critic: Any) -> Any:
+        model = {"path": str(large), "gradient_checkpointing": policy}
+        sections = NOTHING | {"critic": {"gradient_checkpointing": critic}, "train": {"tokens_per_micro_batch": 8192}}
+        return load_recipe(ppo("plan", model=model, **sections)).recipe
+
+    def need(policy: Any, critic: Any) -> float:
+        return plan_devices(recipe(policy, critic))["cpu"].at("training")
+
+    there = need(5, True) / 0.9
+    monkeypatch.setattr(memory_plan, "total_memory", lambda _: there)
+    settled = settle_checkpointing(recipe("auto", "auto"), tell=lambda line: None)
+    assert settled.model.gradient_checkpointing == 5
+    assert need(5, settled.critic.gradient_checkpointing) == need(5, True)
+    assert 0 < settled.critic.gradient_checkpointing <= 5
+    with pytest.raises(RecipeError, match="no is no folder here"):
+        settle_checkpointing(
+            load_recipe(ppo("no", **NOTHING | {"critic": {"path": "no", "gradient_checkpointing": "auto"}})).recipe
+        )
+
+
+def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model, rows_file, tmp_path):
+    tree = sft_recipe(tiny_model, rows_file, tmp_path / "run", model={"gradient_checkpointing": "auto"}, run={"max_steps": 1})
+    file = write_recipe(tmp_path / "auto.yaml", {"stage": "sft", **tree})
+    code, _, said = plaudit("sft", file)
+    assert code == 0, said
+    assert "model.gradient_checkpointing: none of 2 layers, with which training takes about" in " ".join(said.split())
+    code, out, _ = plaudit("doctor", file)
+    assert code == 0
+    assert "none of 2 layers" in " ".join(out.split())
+    code, out, _ = plaudit("doctor", file, "model.gradient_checkpointing=3")
+    assert code == 1
+    assert "model.gradient_checkpointing is 3, and" in " ".join(out.split())
+    code, out, _ = plaudit("doctor", file, "model.liger=true")
+    assert code == 1
+    assert "Liger's kernels run on a GPU" in " ".join(out.split())
+
+
+# Everything together --------------------------------------------------------------------------------------------------
+
+EVERYTHING = {
+    "algorithm": {"kind": "ppo", "kl_coefficient": 0.01, "reference_placement": "offload"},
+    "critic": {"placement": "offload", "optim": {"lr": 1e-3, "offload": True}},
+    "optim": {"offload": True},
+}
+NOTHING = {"algorithm": {"kind": "ppo", "kl_coefficient": 0.01}, "critic": {"optim": {"lr": 1e-3}}}
+
+
+@pytest.fixture
+def ppo(tmp_path, tiny_model, prompts_file, reward_file) -> Callable[..., Path]:
+    def write(name: str, **sections: Any) -> Path:
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / name, reward_file, **sections)
+        return write_recipe(tmp_path / f"{name}.yaml", {"stage": "rl", **tree})
+
+    return write
+
+
+@pytest.mark.usefixtures("no_curves", "apart")
+def test_ppo_with_everything_offloaded_is_ppo(tmp_path, ppo, monkeypatch):
+    """Weights, trainers' states and metrics; and while the policy is sampled, nothing else counts as being there."""
+    monkeypatch.setattr(rl, "has_device_memory", lambda device: True)
+    reserved = []
+    made = NativeEngine.__init__
+    monkeypatch.setattr(
+        NativeEngine, "__init__", lambda self, *args, **kw: reserved.append(kw["reserved_bytes"]) or made(self, *args, **kw)
+    )
+    for name, settings in (("resident", NOTHING), ("offloaded", EVERYTHING)):
+        train_rl(ppo(name, model={"dtype": "bfloat16"}, **settings))
+    files = ["model/model.safetensors", "critic/model.safetensors"]
+    files += [f"checkpoints/step_000002/{who}/00000.safetensors" for who in ("trainer", "critic_trainer")]
+    for file in files:
+        one, other = (load_file(tmp_path / name / file) for name in ("resident", "offloaded"))
+        assert_same_bits(one, other)
+    rows = [
+        [
+            {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
+        for run in ("resident", "offloaded")
+    ]
+    assert rows[0] == rows[1]
+    assert rows[0][1]["kl"] > 0
+    assert reserved[0] > 0
+    assert reserved[1] == 0
+
+
+def test_the_plan_knows_what_is_away(ppo, tiny_model, monkeypatch):
+    monkeypatch.setattr(memory_plan, "resolve_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(memory_plan, "total_memory", lambda _: 1e12)
+
+    def plans(**sections: Any) -> dict[str, Budget]:
+        return plan_devices(load_recipe(ppo("plan", **sections)).recipe)
+
+    policy = sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
+    critic = policy - 320 * 64 + 64 if "lm_head.weight" in load_file(tiny_model / "model.safetensors") else policy + 64
+    resident, away = plans(model={"dtype": "bfloat16"}, **NOTHING), plans(model={"dtype": "bfloat16"}, **EVERYTHING)
+    assert "cpu" not in resident
+    # bf16: two bytes a weight, twelve of moments and master.
+    assert resident["cuda"].at("sampling", fixed_only=True) == (2 + 2 + 12) * policy + (2 + 12) * critic
+    assert away["cuda"].at("sampling", fixed_only=True) == 2 * policy
+    assert [away["cpu"].at(phase) for phase in ("sampling", "training")] == [(2 + 12) * policy + (2 + 12) * critic] * 2
+    # In training the critic is back; the states of so small models pass through in one part, in their turns.
+    needs = {need.name: need for need in away["cuda"].needs}
+    assert needs["critic: weights"].phases == ("training",)
+    assert needs["policy: moments, masters, passing"].fixed == 12 * policy
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"algorithm": {"reference_placement": "offload"}}, "without kl_coefficient or kl_reward there is none"),
+        (
+            {"algorithm": {"kl_coefficient": 0.1, "reference_placement": "offload"}, "model": {"lora": {"rank": 2}}},
+            "the reference is the policy without its adapters",
+        ),
+        ({"model": {"gradient_checkpointing": "some"}}, "model.gradient_checkpointing"),
+        ({"model": {"gradient_checkpointing": -1}}, "model.gradient_checkpointing"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(ppo, sections, reason):
+    with pytest.raises(RecipeError) as told:
+        load_recipe(ppo("wrong", **sections))
+    assert reason in str(told.value)
+
+
+def test_offload_may_be_turned_on_in_a_run_that_goes_on(tmp_path, tiny_model, rows_file):
+    def recipe(name: str) -> Path:
+        tree = sft_recipe(tiny_model, rows_file, tmp_path / name, run={"max_steps": 3, "save_every": 1})
+        return write_recipe(tmp_path / f"{name}.yaml", {"stage": "sft", **tree})
+
+    whole = train_sft(recipe("whole"))
+    train_sft(recipe("run"))
+    shutil.rmtree(tmp_path / "run/model")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:06d}")
+    again = train_sft(recipe("run"), "optim.offload=true")
+    for name, weight in load_file(whole / "model.safetensors").items():
+        assert torch.equal(load_file(again / "model.safetensors")[name], weight), name
+
+
+# Liger ----------------------------------------------------------------------------------------------------------------
+
+
+def test_liger_is_refused_where_it_cannot_be_used(tiny_model, monkeypatch):
+    with pytest.raises(RecipeError, match="Liger's kernels run on a GPU, and the model is on the cpu; set liger to false"):
+        load(tiny_model, liger=True)
+    model = load(tiny_model).model
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(RecipeError, match=r"liger is true, but it is not here .*pip install liger-kernel"):
+        use_liger(model, torch.device("cuda"))
+    monkeypatch.setattr(residual, "KNOWN", set())
+    with pytest.raises(RecipeError, match="Liger's kernels are used for Llama, Mistral, Qwen2 and Qwen3 models"):
+        use_liger(model, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_liger_changes_the_model_at_hand_and_no_other(tiny_models, monkeypatch, kind):
+    """With a stand-in that does to transformers what Liger does; the kernels themselves need a GPU."""
+    model = load(tiny_models[kind]).model
+    modeling = sys.modules[type(model).__module__]
+    norm = type(model.get_decoder().norm)  # pyright: ignore
+    given = []
+
+    def apply(model: Any, **options: bool) -> None:
+        given.append((model, options))
+        setattr(modeling, norm.__name__, SimpleNamespace)
+
+    stand_in = ModuleType("liger_kernel.transformers")
+    stand_in._apply_liger_kernel_to_instance = apply  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    use_liger(model, torch.device("cuda"))
+    [(changed, options)] = given
+    assert changed is model.get_decoder()
+    assert options == {
+        "rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": True, "swiglu": True,
+    }  # fmt: skip
+    assert getattr(modeling, norm.__name__) is norm, "models to come are as before"
+
+
+@on_gpu
+@pytest.mark.parametrize("how", ["bf16", "lora"])
+def test_liger_computes_what_the_model_does(tiny_models, how):
+    pytest.importorskip("liger_kernel")
+    results = []
+    for liger in (False, True):
+        policy = load(tiny_models["qwen2"], **TRAINED[how])
+        policy.model.to("cuda")  # pyright: ignore
+        if liger:
+            use_liger(policy.model, torch.device("cuda"))
+        batches = micro_batches(rows_of(policy), 10_000, "cuda")
+        loss = nll_of(policy, batches)(batches[0])
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.float().flatten() for _, p in policy.trainable() if p.grad is not None])))
+    (loss, gradient), (other_loss, other_gradient) = results
+    assert other_loss == pytest.approx(loss, rel=1e-3)
+    assert (gradient - other_gradient).norm() < 0.02 * gradient.norm()
+
+
+# LoRA in every stage (RL, critic and reward model: in their own files) --------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_a_lora_is_trained_and_saved_as_a_model_that_loads(tmp_path, tiny_model, rows_file, pairs_file, stage):
+    settings = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "run": {"max_steps": 2}, "optim": {"lr": 1e-2}}
+    if stage == "sft":
+        tree, train = sft_recipe(tiny_model, rows_file, tmp_path / "run", **settings), train_sft
+    else:
+        tree, train = pair_recipe(tiny_model, pairs_file, tmp_path / "run", **settings), train_dpo
+    folder = train(write_recipe(tmp_path / "lora.yaml", {"stage": stage, **tree}))
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    before, after = load_file(tiny_model / "model.safetensors"), load_file(folder / "model.safetensors")
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
