@@ -35,7 +35,7 @@ from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel
 from plaudit.models.weights import OffloadableWeights, OffloadedModule
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import Optim, SFTRecipe
+from plaudit.recipe import OptimSettings, SFTRecipe
 from plaudit.train.memory_plan import plan_policy, settle_checkpointing
 from plaudit.train.trainer import Trainer, compute_repeatably
 
@@ -92,7 +92,7 @@ def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tup
     model = build(size, device, liger=recipe.model.liger)
     checkpoint_layers(model, recipe.model)
     policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
-    trainer = Trainer(policy, Optim(lr=1e-5, offload=recipe.optim.offload), seed=0, max_skipped_steps=0)
+    trainer = Trainer(policy, OptimSettings(lr=1e-5, offload=recipe.optim.offload), seed=0, max_skipped_steps=0)
     losses, seconds = [], []
     for step in range(steps + 1):
         tokens = recipe.train.tokens_per_micro_batch

@@ -26,7 +26,7 @@ from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel
 from plaudit.models.verify import verify_packed
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import Optim
+from plaudit.recipe import OptimSettings
 from plaudit.train.trainer import Trainer
 from plaudit.types import Example
 
@@ -69,7 +69,7 @@ def rows(count: int, seed: int, vocabulary: int = VOCABULARY, longest: int = 409
 
 def trainer_for(model) -> Trainer:
     policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
-    return Trainer(policy, Optim(lr=1e-5), seed=0, max_skipped_steps=0)
+    return Trainer(policy, OptimSettings(lr=1e-5), seed=0, max_skipped_steps=0)
 
 
 def packed_step(trainer: Trainer, examples: list[Example]) -> dict[str, float]:

@@ -47,8 +47,8 @@ from plaudit.models.lora import merged_weights
 from plaudit.models.trainable import TrainableModel, load_model, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import Algorithm, Lora, Model, Optim
-from plaudit.recipe.rl import RLTrain
+from plaudit.recipe import AlgorithmSettings, LoraSettings, ModelSettings, OptimSettings
+from plaudit.recipe.rl import RLTrainSettings
 from plaudit.rl.estimators import with_advantages
 from plaudit.rl.experience import experiences, updates
 from plaudit.rl.policy_loss import policy_loss
@@ -213,7 +213,7 @@ def mismatch(job: dict, work: Work, report) -> None:
     """How far the log-probs that tokens were sampled with are from those that the trainer gives them."""
     name = job["model"]
     if job["model_path"] and name == Path(job["model_path"]).name:
-        recipe = Model(path=job["model_path"], dtype="bfloat16")
+        recipe = ModelSettings(path=job["model_path"], dtype="bfloat16")
         template = load_model_template(recipe)
         policy = load_policy(recipe, template, torch.device(job["device"]))
         prompts = [template.prompt_tokens([{"role": "user", "content": text}]) for text in PROMPTS[:8]]
@@ -230,7 +230,7 @@ def mismatch(job: dict, work: Work, report) -> None:
     whole = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
     rows_ST = (np.random.default_rng(5).zipf(2.0, (64, whole)) - 1) % vocabulary
     examples = [Example(row.astype(np.int32), np.arange(whole) > 0) for row in rows_ST]
-    trainer = Trainer(TrainableModel(model, template=None), Optim(lr=SFT_LR), seed=0, max_skipped_steps=0)  # pyright: ignore
+    trainer = Trainer(TrainableModel(model, template=None), OptimSettings(lr=SFT_LR), seed=0, max_skipped_steps=0)  # pyright: ignore
     targets, loss = sum(e.num_targets for e in examples), float("nan")
     for step in range(work.mismatch_sft_steps):
         batches = micro_batches(examples, work.tokens_per_micro_batch, job["device"])
@@ -289,7 +289,7 @@ def in_fp32(model: PreTrainedModel, how: str = attention.NAME, weights: dict[str
 
 def judge(job: dict, work: Work, report) -> None:
     """What the trainer says of samples that vLLM has drawn from the folder's model."""
-    model = load_model(Model(path=job["folder"], dtype="bfloat16"), torch.device(job["device"]))
+    model = load_model(ModelSettings(path=job["folder"], dtype="bfloat16"), torch.device(job["device"]))
     own = build(job["model"], work, job["device"]).state_dict()
     same = all(torch.equal(weight, own[name]) for name, weight in model.state_dict().items())  # as native was measured with
     given = json.loads(Path(job["samples"]).read_text())
@@ -322,10 +322,10 @@ def cycles(job: dict, work: Work, report) -> None:
     """Sample, learn, sample, …: does a cycle take longer, or more memory, as they go on?"""
     bare = memory()
     model = build(job["model"], work, job["device"], training=True)
-    trainer = Trainer(TrainableModel(model, template=None), Optim(lr=1e-6), seed=0, max_skipped_steps=0)  # pyright: ignore
+    trainer = Trainer(TrainableModel(model, template=None), OptimSettings(lr=1e-6), seed=0, max_skipped_steps=0)  # pyright: ignore
     engine = NativeEngine(model, None, max_sequences=work.max_sequences)
-    algorithm = Algorithm()
-    train = RLTrain(prompts_per_step=work.cycle_prompts, tokens_per_micro_batch=work.tokens_per_micro_batch)
+    algorithm = AlgorithmSettings()
+    train = RLTrainSettings(prompts_per_step=work.cycle_prompts, tokens_per_micro_batch=work.tokens_per_micro_batch)
     rows: list[dict[str, float]] = []
     for cycle in range(work.cycle_warm + work.cycles):
         forget_peak()
@@ -428,7 +428,7 @@ def subject_of(
     folder: Path, dtype: str, device: torch.device, *, lora: bool = False, modules: bool = False, ends: int = 5, **settings
 ) -> Subject:
     """Fresh weights hardly look at what they read, and seldom end: larger ones, and more tokens that end a response."""
-    recipe = Model(path=str(folder), dtype=dtype, lora=Lora(rank=4, alpha=8.0, dropout=0.5) if lora else None)  # pyright: ignore
+    recipe = ModelSettings(path=str(folder), dtype=dtype, lora=LoraSettings(rank=4, alpha=8.0, dropout=0.5) if lora else None)  # pyright: ignore
     policy = load_policy(recipe, load_template(load_tokenizer(str(folder)), None), device)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -596,7 +596,7 @@ def check_preempted(make: Callable[..., Subject]) -> Verdict:
 def check_training(make: Callable[..., Subject]) -> Verdict:
     """Sample, learn, sample, …: always with the weights of the last update."""
     subject, requests = make(max_sequences=7), prompts_of(LENGTHS, n=2)
-    trainer = Trainer(subject.policy, Optim(lr=3e-3), seed=0, max_skipped_steps=0)
+    trainer = Trainer(subject.policy, OptimSettings(lr=3e-3), seed=0, max_skipped_steps=0)
     model, passed, words = subject.policy.model, True, []
     written = prompts_of((40,))[0].tokens  # as if it had been: only to see that weights change
 

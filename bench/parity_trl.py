@@ -58,7 +58,7 @@ from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import load_policy
 from plaudit.objectives.advantages import grpo
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import Model, RLRecipe
+from plaudit.recipe import ModelSettings, RLRecipe
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.groups import sample_groups
 from plaudit.rollout.native.engine import NativeEngine
@@ -237,7 +237,7 @@ def recipe_of(case: Case, kind: str, folder: Path) -> dict:
     rows = conversations() if case.stage == "sft" else pairs()
     model = tiny_model(kind, rows, folder)
     if case.stage == "reward-model":
-        load_classifier(Model(path=str(model)), load_model_template(model), CPU, seed=3).save(folder / "classifier")
+        load_classifier(ModelSettings(path=str(model)), load_model_template(model), CPU, seed=3).save(folder / "classifier")
         model = folder / "classifier"
     total_rows = (NUM_STEPS - 1) * ROWS_PER_STEP + ROWS_OF_LAST_STEP[case.stage]
     per_step = "rows_per_step" if case.stage == "sft" else "pairs_per_step"
@@ -370,7 +370,7 @@ def weight_difference(folder: Path) -> float:
 
 def moved(model: Path, folder: Path, by: float, seed: int) -> Path:
     """The same model, each weight moved at random by so many of its matrix's deviations."""
-    policy = load_policy(Model(path=str(model), dtype="float32"), load_model_template(model), CPU)
+    policy = load_policy(ModelSettings(path=str(model), dtype="float32"), load_model_template(model), CPU)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in policy.trainable():
@@ -384,7 +384,7 @@ def sampled(model: Path, prompts: Path) -> list[Group]:
     """Groups of answers, some of which end early."""
     template = load_model_template(model)
     encoded = load_prompts([Source(prompts)], template, max_prompt_tokens=256, too_long="error").prompts
-    engine = NativeEngine(load_policy(Model(path=str(model), dtype="float32"), template, CPU).model, template.tokenizer)
+    engine = NativeEngine(load_policy(ModelSettings(path=str(model), dtype="float32"), template, CPU).model, template.tokenizer)
     sampling = Sampling(MAX_NEW_TOKENS, stop=("e", ".", "t"), seed=5)
     groups = {group.prompt.id: group for group in sample_groups(engine, encoded, SAMPLES_PER_PROMPT, sampling)}
     return [groups[one.prompt.id] for one in encoded]

@@ -146,11 +146,11 @@ def native(model_folder: str, prompts: list[list[int]], new_tokens: int, setting
 
     from plaudit.data.templates import load_model_template
     from plaudit.models.trainable import load_model
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
     from plaudit.rollout.engine import Request, Sampling
     from plaudit.rollout.native.engine import NativeEngine
 
-    recipe = Model(path=model_folder, dtype="bfloat16")
+    recipe = ModelSettings(path=model_folder, dtype="bfloat16")
     engine = NativeEngine(load_model(recipe, torch.device("cpu")), load_model_template(recipe).tokenizer)
     engine.end_tokens = frozenset()
     requests = [Request(str(i), np.array(tokens)) for i, tokens in enumerate(prompts)]

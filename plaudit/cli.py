@@ -16,7 +16,7 @@ from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_model, require_one_that_writes
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import Model, RLRecipe, ScoreRecipe
+from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
 from plaudit.serving.cli import serve
 
 app = typer.Typer(
@@ -128,7 +128,7 @@ def sample(
         raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per prompt.", param_hint="--out")
     if stop and "" in stop:
         raise typer.BadParameter("an empty string would end every response at once.", param_hint="--stop")
-    settings = Model(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
+    settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
     require_model(settings, "")
     require_one_that_writes(settings.path, "MODEL", "`plaudit sample` asks one that writes")

@@ -7,7 +7,16 @@ from pathlib import Path
 from plaudit.config import LoadedRecipe, load
 from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
-from plaudit.recipe import DPORecipe, Model, PairData, Recipe, RewardedRecipe, RewardSettings, ScoreRecipe, SFTData
+from plaudit.recipe import (
+    DPORecipe,
+    ModelSettings,
+    PairDataSettings,
+    Recipe,
+    RewardedRecipe,
+    RewardSettings,
+    ScoreRecipe,
+    SFTDataSettings,
+)
 
 
 def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
@@ -18,8 +27,8 @@ def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None)
         return loaded, {}
     data = loaded.recipe.data
     parts = {"train": data.train, "val": data.val}
-    named = data.dataset_info if isinstance(data, SFTData | PairData) else None
-    ranked = isinstance(data, PairData)
+    named = data.dataset_info if isinstance(data, SFTDataSettings | PairDataSettings) else None
+    ranked = isinstance(data, PairDataSettings)
     sources = {part: resolve_sources(names, named, f"data.{part}", ranked=ranked) for part, names in parts.items()}
     require_model(loaded.recipe.model, "model.")
     if loaded.recipe.stage != "reward-model":
@@ -52,7 +61,7 @@ def require_reward_files(recipe: Recipe) -> None:
                 read_longcot_config(one.view.longcot_config)
 
 
-def require_model(settings: Model, prefix: str) -> None:
+def require_model(settings: ModelSettings, prefix: str) -> None:
     """A model setting that must be a folder here, and is not. (`org/name` may be on the hub; transformers will tell.)"""
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):

@@ -18,7 +18,7 @@ from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.memory import MemoryPlan, plan_memory
 from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from support.recipes import sft_recipe, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
 
@@ -457,7 +457,7 @@ ADAPTERS = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 160))  # r
 )
 def test_memory_by_hand(tiny_model, settings, device, weights, training):
     def plan_for(tokens: int, **more) -> MemoryPlan:
-        model = Model.model_validate({"path": str(tiny_model), **settings, **more})
+        model = ModelSettings.model_validate({"path": str(tiny_model), **settings, **more})
         return plan_memory(model, torch.device(device), tokens_per_micro_batch=tokens)
 
     plan = plan_for(1000)
@@ -475,7 +475,7 @@ def test_memory_by_hand(tiny_model, settings, device, weights, training):
 def test_memory_counts_the_parameters_that_are_trained(tiny_models, kind, targets):
     from plaudit.data.templates import load_template, load_tokenizer
 
-    recipe = Model.model_validate({"path": str(tiny_models[kind]), "lora": targets and {"rank": 4, "targets": targets}})
+    recipe = ModelSettings.model_validate({"path": str(tiny_models[kind]), "lora": targets and {"rank": 4, "targets": targets}})
     cpu = torch.device("cpu")
     policy = load_policy(recipe, load_template(load_tokenizer(recipe.path), None), cpu)
     plan = plan_memory(recipe, cpu, tokens_per_micro_batch=1000)

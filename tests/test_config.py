@@ -16,7 +16,7 @@ from plaudit import plugins
 from plaudit.config import LoadedRecipe, flatten, load, to_yaml
 from plaudit.config import settings as recipe_settings
 from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
-from plaudit.recipe import STAGES, Optim, RewardSettings, Section, SFTRecipe
+from plaudit.recipe import STAGES, OptimSettings, RewardSettings, Section, SFTRecipe
 from plaudit.recipe.rewards import OneReward
 from plaudit.train.schedule import lr_at
 from support.paths import REPOSITORY
@@ -540,7 +540,7 @@ def test_what_a_resumed_run_may_change_exists(stage):
 @pytest.mark.parametrize("warmup", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("decay", [0.2, 0.5, 1.0])
 def test_wsd_does_not_jump_where_warmup_and_decay_would_overlap(warmup, decay):
-    optim = Optim(lr=1.0, schedule="wsd", warmup_ratio=warmup, decay_ratio=decay)
+    optim = OptimSettings(lr=1.0, schedule="wsd", warmup_ratio=warmup, decay_ratio=decay)
     rates = [lr_at(step, 10, optim) for step in range(10)]
     assert max(rates) == 1.0
     longest = max(abs(b - a) for a, b in pairwise(rates))

@@ -38,11 +38,11 @@ def classifier(tiny_model, tmp_path_factory) -> Path:
 
     from plaudit.data.templates import load_template, load_tokenizer
     from plaudit.models.classifier import load_classifier
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
 
     folder = tmp_path_factory.mktemp("models") / "classifier"
     template = load_template(load_tokenizer(str(tiny_model)), None)
-    load_classifier(Model(path=str(tiny_model)), template, torch.device("cpu"), seed=0).save(folder)
+    load_classifier(ModelSettings(path=str(tiny_model)), template, torch.device("cpu"), seed=0).save(folder)
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plaudit.recipe import Optim
+from plaudit.recipe import OptimSettings
 from plaudit.train.optimiser import Optimiser
 from plaudit.world import World
 from support.processes import Command
@@ -47,7 +47,7 @@ def test_two_processes_make_the_update_of_one(tiny_models, pairs_file, of_two, n
 def test_a_weight_without_a_gradient_anywhere_is_left_alone(monkeypatch):
     """And one that has its gradient elsewhere is not."""
     here, there, nowhere = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    optimiser = Optimiser({"here": here, "there": there, "nowhere": nowhere}.items(), Optim())
+    optimiser = Optimiser({"here": here, "there": there, "nowhere": nowhere}.items(), OptimSettings())
     here.grad = torch.tensor([1.0, 2.0])
 
     def all_reduce(tensor: torch.Tensor, op=None, group=None) -> None:

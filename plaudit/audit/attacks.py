@@ -19,7 +19,7 @@ from plaudit.audit.measures import EQUAL, right_labels
 from plaudit.audit.probes import PROBES, Probe, hostile_text, reformatted
 from plaudit.audit.responses import Panel, Response
 from plaudit.audit.targets import Target, make_target
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.types import Score
 
 WORST = 3
@@ -54,7 +54,7 @@ class Paid:
         return {a.target.index: s.value for a, s in self.of(name) if s.value is not None}
 
 
-def choose_targets(rollouts: Sequence[Rollout], responses: Sequence[Response], settings: Audit) -> list[Target]:
+def choose_targets(rollouts: Sequence[Rollout], responses: Sequence[Response], settings: AuditSettings) -> list[Target]:
     """Some prompts, those with a right response first; others lend them their answers."""
     right = find_right(responses, settings)
     numbers = list(range(len(rollouts)))
@@ -68,7 +68,7 @@ def choose_targets(rollouts: Sequence[Rollout], responses: Sequence[Response], s
     ]
 
 
-def find_right(responses: Sequence[Response], settings: Audit) -> dict[int, str]:
+def find_right(responses: Sequence[Response], settings: AuditSettings) -> dict[int, str]:
     """By group: the first response that is labelled right. Where nothing is: the best paid, if above the least there is."""
     labelled = [r for r in responses if r.label is not None]
     if labelled:
@@ -80,12 +80,12 @@ def find_right(responses: Sequence[Response], settings: Audit) -> dict[int, str]
     return {r.group: r.text for value, r in sorted(valued, key=lambda pair: pair[0]) if value > least}
 
 
-def chosen_probes(settings: Audit) -> list[Probe]:
+def chosen_probes(settings: AuditSettings) -> list[Probe]:
     wanted = settings.probes if settings.probes is not None else [probe.name for probe in PROBES]
     return [probe for probe in PROBES if probe.name in wanted and probe.name not in settings.without_probes]
 
 
-def attack(panel: Panel, targets: Sequence[Target], settings: Audit, *, compares: bool) -> Paid:
+def attack(panel: Panel, targets: Sequence[Target], settings: AuditSettings, *, compares: bool) -> Paid:
     """Every probe on every target."""
     made = [
         Attack(target, probe.name, text)
@@ -122,7 +122,9 @@ def _pay(panel: Panel, made: list[Attack], beside: Callable[[Target], Sequence[s
 # What came of it -----------------------------------------------------------------------------------------------------
 
 
-def measure_probes(paid: Paid, right: Mapping[int, float], scale: Mapping[str, Any], settings: Audit) -> list[dict[str, Any]]:
+def measure_probes(
+    paid: Paid, right: Mapping[int, float], scale: Mapping[str, Any], settings: AuditSettings
+) -> list[dict[str, Any]]:
     """Each probe: what it was paid on average, how often too much, and the best paid examples. `right`: by target, what the right
     response gets; if that is next to nothing, it is no measure of anything."""
     floor = scale["low"] + EQUAL * (scale["high"] - scale["low"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plaudit.audit.checks import check_all
 from plaudit.errors import PlauditError, nearest_path
-from plaudit.recipe import Audit, RewardSettings
+from plaudit.recipe import AuditSettings, RewardSettings
 from plaudit.rewards.cache import HARMLESS, reward_digest
 
 
@@ -19,7 +19,7 @@ def digest_rewards(rewards: Sequence[RewardSettings]) -> list[list[str]]:
     return [[reward.label, reward_digest(reward, HARMLESS)] for reward in rewards]
 
 
-def require_passed(settings: Audit, rewards: Sequence[RewardSettings]) -> None:
+def require_passed(settings: AuditSettings, rewards: Sequence[RewardSettings]) -> None:
     """Raise unless the audit.json that the settings name is of exactly these rewards, and its numbers keep the settings' bounds."""
     assert settings.require is not None
     path = Path(settings.require).expanduser()

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Check:
         return asdict(self)
 
 
-def check_all(numbers: dict[str, Any], settings: Audit) -> list[Check]:
+def check_all(numbers: dict[str, Any], settings: AuditSettings) -> list[Check]:
     """Every check that the settings ask for, the plain ones first and then one per hostile probe."""
     agreement = numbers["agreement"] or {}
     calibration = (agreement.get("reliability") or {}).get("calibration_error")

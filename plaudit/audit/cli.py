@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from plaudit.audit.dumps import Rollout
     from plaudit.audit.inspection import Report
     from plaudit.recipe import RewardSettings
-    from plaudit.recipe.audit import Audit
+    from plaudit.recipe.audit import AuditSettings
 
 
 def audit(
@@ -75,21 +75,21 @@ def audit(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ...], Audit]":
+def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ...], AuditSettings]":
     """A recipe's rewards and what they must show; their files are there."""
     from plaudit.config import load
     from plaudit.inputs import require_reward_files
     from plaudit.recipe import RewardedRecipe
-    from plaudit.recipe.audit import Audit
+    from plaudit.recipe.audit import AuditSettings
 
     loaded = load(recipe, overrides).recipe
     if not isinstance(loaded, RewardedRecipe):
         raise PlauditError(f"{recipe} is a recipe for `plaudit {loaded.stage}`: it has no rewards to audit")
     require_reward_files(loaded)
-    return loaded.rewards, getattr(loaded, "audit", None) or Audit()
+    return loaded.rewards, getattr(loaded, "audit", None) or AuditSettings()
 
 
-def _with_options(settings: "Audit", threshold: float | None, seed: int | None, probes: bool) -> "Audit":
+def _with_options(settings: "AuditSettings", threshold: float | None, seed: int | None, probes: bool) -> "AuditSettings":
     given = {"threshold": threshold, "seed": seed, "prompts": None if probes else 0}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 

@@ -29,7 +29,7 @@ from plaudit.audit.measures import (
 from plaudit.audit.responses import Panel, Response, flatten, tokens_per_character
 from plaudit.errors import DataError
 from plaudit.recipe import RewardSettings
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.report.progress import print_line
 from plaudit.rewards.reward import Reward, Rule
 from plaudit.rewards.runner import RewardRunner
@@ -43,7 +43,7 @@ class Report:
     title: str
     """The recipe it is of."""
     files: tuple[str, ...]
-    settings: Audit
+    settings: AuditSettings
     rewards: list[list[str]]
     """Of each reward: its name, and a digest of what its scores and their use depend on."""
     numbers: dict[str, Any]
@@ -74,7 +74,7 @@ class Report:
 
 
 def inspect(
-    title: str, files: Sequence[str], rewards: Sequence[RewardSettings], rollouts: Sequence[Rollout], settings: Audit
+    title: str, files: Sequence[str], rewards: Sequence[RewardSettings], rollouts: Sequence[Rollout], settings: AuditSettings
 ) -> Report:
     """Ask the rewards, measure, and hold it against the settings."""
     compare = [reward.label for reward in rewards if isinstance(reward, Reward) and not reward.scores_alone]
@@ -93,7 +93,7 @@ def _raw(reward: RewardSettings) -> RewardSettings:
     return reward.model_copy(update=changed)
 
 
-def _measure(panel: Panel, rollouts: Sequence[Rollout], settings: Audit, *, compares: bool) -> dict[str, Any]:
+def _measure(panel: Panel, rollouts: Sequence[Rollout], settings: AuditSettings, *, compares: bool) -> dict[str, Any]:
     print_line(f"scoring {sum(map(len, rollouts)):,} responses to {len(rollouts):,} prompts")
     scored = panel.score([(rollout.prompt, rollout.responses, rollout.tokens) for rollout in rollouts])
     responses = flatten(rollouts, scored)
@@ -138,7 +138,7 @@ def _require_some_value(responses: Sequence[Response]) -> None:
 
 
 def _ask_again(
-    panel: Panel, rollouts: Sequence[Rollout], scored: Sequence[ScoredGroup], settings: Audit, span: float
+    panel: Panel, rollouts: Sequence[Rollout], scored: Sequence[ScoredGroup], settings: AuditSettings, span: float
 ) -> tuple[Any, Any]:  # fmt: skip
     """Some groups a second time, and those of two or more in another order."""
     draw = random.Random(settings.seed + 2)

@@ -12,7 +12,7 @@ from typing import Any
 from plaudit.audit.agreement import accept_table, rank_agreement, reliability, share
 from plaudit.audit.correlation import pearson, spearman, spearman_partial, spearman_within
 from plaudit.audit.responses import Response
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.types import ScoredGroup
 
 EQUAL = 0.01
@@ -21,7 +21,7 @@ GRADES = 20
 """Labels with more different values than this are numbers on a scale, not classes."""
 
 
-def measure_scale(values: Sequence[float], settings: Audit) -> dict[str, Any]:
+def measure_scale(values: Sequence[float], settings: AuditSettings) -> dict[str, Any]:
     """Range and threshold; None if all values are the same and nothing is stated."""
     low, high = settings.range or ((min(values), max(values)) if values else (0.0, 0.0))
     middle = (low + high) / 2 if high > low else None
@@ -33,7 +33,7 @@ def measure_scale(values: Sequence[float], settings: Audit) -> dict[str, Any]:
     }
 
 
-def measure_agreement(responses: Sequence[Response], threshold: float | None, settings: Audit) -> dict[str, Any] | None:
+def measure_agreement(responses: Sequence[Response], threshold: float | None, settings: AuditSettings) -> dict[str, Any] | None:
     """Against the labels, where there are any."""
     labelled = [(r.value, r.label) for r in responses if r.value is not None and r.label is not None]
     if not labelled:
@@ -46,7 +46,7 @@ def measure_agreement(responses: Sequence[Response], threshold: float | None, se
     return result | {"reliability": reliability(values, right)}
 
 
-def right_labels(labels: Sequence[float], settings: Audit) -> list[bool]:
+def right_labels(labels: Sequence[float], settings: AuditSettings) -> list[bool]:
     """Which labels say right: at least the stated threshold, or the middle of what labels there are (true and false: 0.5)."""
     bound = settings.label_threshold
     if bound is None:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from plaudit.data.conversations import REASONING
 from plaudit.errors import DataError, RecipeError, nearest_path
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.types import Conversation, Example, Message
 
 NAMED = ("chatml", "llama3", "qwen", "plain")
@@ -247,7 +247,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def load_model_template(model: Model) -> ChatTemplate:
+def load_model_template(model: ModelSettings) -> ChatTemplate:
     """The tokenizer and template that a recipe's model is used with."""
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     return load_template(tokenizer, model.chat_template)

@@ -10,10 +10,10 @@ from plaudit.doctor.rows import check_tokens
 from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.scalar import value_head_file
-from plaudit.recipe import Critic, Model, RLRecipe
+from plaudit.recipe import CriticSettings, ModelSettings, RLRecipe
 
 
-def check_critic(critic: Critic, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int) -> Iterator[Finding]:
+def check_critic(critic: CriticSettings, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int) -> Iterator[Finding]:
     alone = f"; the first {critic.warmup_steps:,} steps are its alone" if critic.warmup_steps else ""
     if critic.shared:
         moved = f"the value loss counts {critic.coefficient:g} there" if critic.coefficient else "the value loss does not move them"
@@ -26,7 +26,7 @@ def check_critic(critic: Critic, recipe: RLRecipe, template: ChatTemplate | None
 
 
 def _check_model(
-    model: Model, critic: Critic, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int, alone: str
+    model: ModelSettings, critic: CriticSettings, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int, alone: str
 ) -> Iterator[Finding]:
     config = read_config(model.path, trust_remote_code=model.trust_remote_code)
     own = is_classifier(model.path, config) or value_head_file(model.path) is not None

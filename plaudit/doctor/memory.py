@@ -16,7 +16,7 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.trainable import resolve_device, resolve_dtype
-from plaudit.recipe import Model, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_backed import ModelReward
 from plaudit.train.memory_plan import RESIDENT, models_asked, plan_critic, plan_policy, settle_checkpointing
 
@@ -73,7 +73,7 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
 
 
-def _check_settings(section: str, model: Model, layers: int, device: torch.device) -> Iterator[Finding]:
+def _check_settings(section: str, model: ModelSettings, layers: int, device: torch.device) -> Iterator[Finding]:
     wanted = model.gradient_checkpointing
     if wanted is not True and isinstance(wanted, int) and wanted > layers:
         yield "✗", f"{section}.gradient_checkpointing is {wanted}, and {model.path} has {layers} layers"

@@ -27,7 +27,7 @@ from plaudit.models.memory import Budget
 from plaudit.recipe import (
     DPORecipe,
     PreferenceRecipe,
-    RewardModelData,
+    RewardModelDataSettings,
     RewardModelRecipe,
     RewardSettings,
     RLRecipe,
@@ -168,7 +168,7 @@ class _Page:
             yield from rows.check_prompts(template, rendered)
 
     def _pairs(self, recipe: PreferenceRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
-        column = recipe.data.margin_column if isinstance(recipe.data, RewardModelData) else None
+        column = recipe.data.margin_column if isinstance(recipe.data, RewardModelDataSettings) else None
         pairs = list(islice((pair for source in sources for pair in read_pairs(source, column)), max_rows or None))
         yield from preferences.check_margins(recipe, sources)
         if self.template is None:

@@ -24,7 +24,7 @@ from plaudit.models.folder import require_same_tokens
 from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
-from plaudit.recipe import DPORecipe, PairData
+from plaudit.recipe import DPORecipe, PairDataSettings
 from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
@@ -72,7 +72,7 @@ def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe) -> di
     return {f"val/{name}": value.item() for name, value in {"loss": loss, **others}.items()}
 
 
-def _pairs(part: str, sources: list[Source], template: ChatTemplate, data: PairData) -> list[Pair]:
+def _pairs(part: str, sources: list[Source], template: ChatTemplate, data: PairDataSettings) -> list[Pair]:
     result = load_pairs(
         sources,
         lambda conversations: template.examples(conversations, "all"),

@@ -25,7 +25,7 @@ from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import TrainableModel, resolve_device
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
-from plaudit.recipe import RewardModelData, RewardModelRecipe
+from plaudit.recipe import RewardModelDataSettings, RewardModelRecipe
 from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
@@ -72,7 +72,7 @@ def validate(classifier: TrainableModel, pairs: list[Pair], recipe: RewardModelR
     return {f"val/{name}": value.item() for name, value in measured.items()}
 
 
-def _pairs(part: str, sources: list[Source], transcript: Transcript, data: RewardModelData) -> list[Pair]:
+def _pairs(part: str, sources: list[Source], transcript: Transcript, data: RewardModelDataSettings) -> list[Pair]:
     result = load_pairs(
         sources,
         transcript.examples,

@@ -38,7 +38,7 @@ from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.models.weights import OffloadedModule, has_device_memory
-from plaudit.recipe import RLData, RLRecipe
+from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal
@@ -407,7 +407,7 @@ def _inputs(recipe: RLRecipe) -> dict[str, str]:
     )
 
 
-def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLData) -> list[EncodedPrompt]:
+def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLDataSettings) -> list[EncodedPrompt]:
     result = load_prompts(
         sources,
         template,

@@ -15,7 +15,7 @@ from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.models.trainable import load_policy, resolve_device
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.rollout.engine import Sampling
@@ -27,7 +27,7 @@ from plaudit.types import Group
 
 @dataclass(frozen=True)
 class SampleJob:
-    model: Model
+    model: ModelSettings
     sources: Sequence[Source]
     out: Path
     n: int

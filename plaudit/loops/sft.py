@@ -23,7 +23,7 @@ from plaudit.loops.passes import train_in_passes
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import SFTData, SFTRecipe
+from plaudit.recipe import SFTDataSettings, SFTRecipe
 from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.memory_plan import settle_checkpointing
@@ -72,7 +72,7 @@ def validate(policy: TrainableModel, examples: list[Example], recipe: SFTRecipe)
     return {"val/loss": -total / sum(example.num_targets for example in examples)}
 
 
-def _examples(part: str, sources: list[Source], template: ChatTemplate, data: SFTData) -> ExampleSet:
+def _examples(part: str, sources: list[Source], template: ChatTemplate, data: SFTDataSettings) -> ExampleSet:
     result = load_examples(
         sources,
         template,

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plaudit.errors import RecipeError
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 
 
-def checkpoint_layers(model: PreTrainedModel, recipe: Model) -> None:
+def checkpoint_layers(model: PreTrainedModel, recipe: ModelSettings) -> None:
     """As many as the recipe says. `auto` is for whoever trains to decide before (train/memory_plan.py), and means none here."""
     wanted = recipe.gradient_checkpointing
     if wanted is False or wanted == "auto":

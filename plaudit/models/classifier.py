@@ -24,7 +24,7 @@ from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
 from plaudit.models.trainable import TrainableModel, load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch
 
@@ -44,7 +44,13 @@ def scores_of(model: nn.Module, hidden_ND: Tensor) -> Tensor:
 
 
 def load_classifier(
-    recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0, head_std: float = 1.0, section: str = "model"
+    recipe: ModelSettings,
+    template: ChatTemplate,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    head_std: float = 1.0,
+    section: str = "model",
 ) -> TrainableModel:
     """The recipe's model with a head for scores, ready to train: a causal model's is new, a reward model's its own.
 

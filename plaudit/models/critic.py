@@ -22,7 +22,7 @@ from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import VALUE_HEAD, read_value_head
 from plaudit.models.trainable import TrainableModel
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.types import Batch
 
 # A model of its own --------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def target_values(model: nn.Module, batch: Batch) -> Tensor:
     return scores_of(model, target_states(model, batch))
 
 
-def load_critic(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
+def load_critic(recipe: ModelSettings, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
     """The recipe's critic, ready to train."""
     require_same_tokens(recipe.path, template.tokenizer, "critic", trust_remote_code=recipe.trust_remote_code)
     # A copy: we pad nothing, but whoever scores several texts with the saved one does; what pads the policy's is not ours to say.

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
-from plaudit.recipe import Lora
+from plaudit.recipe import LoraSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def attach_lora(
     model: PreTrainedModel,
-    lora: Lora,
+    lora: LoraSettings,
     seed: int,
     *,
     section: str = "model",

@@ -35,7 +35,7 @@ from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.scalar import TOKENS_PER_PASS
 from plaudit.models.trainable import resolve_dtype
-from plaudit.recipe import Lora, Model
+from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.recipe.reward_models import RewardModel
 
 Phase = Literal["sampling", "scoring", "training"]
@@ -86,7 +86,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Model, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False, offload: bool = False
+    recipe: ModelSettings, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False, offload: bool = False
 ) -> MemoryPlan:
     """`scalar`: with a head for scores instead of one for tokens. `offload`: of the optimiser's state."""
     config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
@@ -132,7 +132,7 @@ def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
     return 7 * shape.hidden + 2 * shape.query + 2 * shape.kv + 3 * shape.mlp + norms_of_heads
 
 
-def _activations(recipe: Model, shape: "_Shape", bytes_of_token: int, tokens: int) -> float:
+def _activations(recipe: ModelSettings, shape: "_Shape", bytes_of_token: int, tokens: int) -> float:
     wanted = recipe.gradient_checkpointing
     checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
     # One of those that are computed again is there as the others are without, when these have given theirs back.
@@ -152,7 +152,7 @@ def total_memory(device: torch.device) -> int:
     return min(limits)
 
 
-def _lora_parameters(model: torch.nn.Module, lora: Lora) -> int:
+def _lora_parameters(model: torch.nn.Module, lora: LoraSettings) -> int:
     adapted = [
         module
         for name, module in model.named_modules()

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.models.weights import OffloadableWeights
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.types import Batch
 
 
 class Reference:
-    def __init__(self, recipe: Model, policy: TrainableModel, *, offload: bool = False):
+    def __init__(self, recipe: ModelSettings, policy: TrainableModel, *, offload: bool = False):
         self.policy = policy
         self.copy: PreTrainedModel | None = None
         self._weights: OffloadableWeights[PreTrainedModel] | None = None

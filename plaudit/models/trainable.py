@@ -23,7 +23,7 @@ from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.fused import ready_layers
 from plaudit.models.lora import attach_lora, merged_weights
 from plaudit.models.verify import verify_packed
-from plaudit.recipe import Lora, Model
+from plaudit.recipe import LoraSettings, ModelSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -42,7 +42,7 @@ class TrainableModel:
 
     model: PreTrainedModel
     template: ChatTemplate
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     peft: "PeftModel | None" = None
     """Wraps `model`, whose layers carry the adapters."""
 
@@ -77,7 +77,7 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.d
     return getattr(torch, dtype)
 
 
-def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
+def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
     """The recipe's model, ready to train."""
     model = load_model(recipe, device)
     vocabulary, known = model.get_output_embeddings().weight.shape[0], len(template.tokenizer)  # pyright: ignore
@@ -93,7 +93,7 @@ def load_policy(recipe: Model, template: ChatTemplate, device: torch.device, *, 
     return TrainableModel(model, template, recipe.lora, peft)
 
 
-def load_model(recipe: Model, device: torch.device) -> PreTrainedModel:
+def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
     """The recipe's model as it is on disk, known to be one that plaudit computes right."""
     model = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code

@@ -17,7 +17,7 @@ from plaudit.data.pack import pack_pairs, split_by_tokens
 from plaudit.models.classifier import sequence_scores
 from plaudit.models.logprobs import target_logprobs
 from plaudit.objectives.preference import bradley_terry_loss, hinge_loss, ipo_loss, share_preferred, sigmoid_loss
-from plaudit.recipe import DPOLoss, RewardModelLoss
+from plaudit.recipe import DPOLossSettings, RewardModelLossSettings
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Pair, PairTargets
 
@@ -46,7 +46,7 @@ def _targets(batch: Batch) -> PairTargets:
 # What is learnt ------------------------------------------------------------------------------------------------------
 
 
-def dpo_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: DPOLoss) -> Loss:
+def dpo_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: DPOLossSettings) -> Loss:
     """The loss of an update on these pairs."""
     num_pairs, num_chosen = len(pairs), sum(pair.chosen.num_targets for pair in pairs)
 
@@ -57,7 +57,7 @@ def dpo_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: DPOLoss) -
 
 
 def dpo_shares(
-    logprobs: Sums, targets: PairTargets, settings: DPOLoss, num_pairs: int, num_chosen: int
+    logprobs: Sums, targets: PairTargets, settings: DPOLossSettings, num_pairs: int, num_chosen: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What some pairs add to the loss and the metrics of `num_pairs`, whose chosen answers have `num_chosen` tokens."""
     chosen_P, rejected_P = logprobs
@@ -86,7 +86,7 @@ def dpo_shares(
     return total, {"nll": nll} | {name: values.sum() / num_pairs for name, values in metrics_P.items()}
 
 
-def reward_model_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: RewardModelLoss) -> Loss:
+def reward_model_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: RewardModelLossSettings) -> Loss:
     """The loss of an update on these pairs."""
     num_pairs = len(pairs)
 
@@ -97,7 +97,7 @@ def reward_model_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: R
 
 
 def reward_model_shares(
-    scores: Sums, targets: PairTargets, settings: RewardModelLoss, num_pairs: int
+    scores: Sums, targets: PairTargets, settings: RewardModelLossSettings, num_pairs: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What some pairs add to the loss and the metrics of `num_pairs`."""
     chosen_P, rejected_P = scores

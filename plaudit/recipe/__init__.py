@@ -4,39 +4,41 @@
 a wrong recipe is told in well under a second.
 """
 
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.preference import (
-    DPOLoss,
+    DPOLossSettings,
     DPORecipe,
-    PairData,
-    PairTrain,
-    RewardModelData,
-    RewardModelLoss,
+    PairDataSettings,
+    PairTrainSettings,
+    RewardModelDataSettings,
+    RewardModelLossSettings,
     RewardModelRecipe,
 )
 from plaudit.recipe.rewards import RewardSettings, ScoreRecipe, View
 from plaudit.recipe.rl import (
-    Algorithm,
-    Critic,
-    DynamicSampling,
-    Importance,
-    KLReward,
-    RLData,
-    RLOptim,
+    AlgorithmSettings,
+    CriticSettings,
+    DynamicSamplingSettings,
+    ImportanceSettings,
+    KLRewardSettings,
+    RLDataSettings,
+    RLOptimSettings,
     RLRecipe,
-    RLTrain,
-    Rollout,
-    Validation,
+    RLTrainSettings,
+    RolloutSettings,
+    ValidationSettings,
 )
 from plaudit.recipe.section import Section
-from plaudit.recipe.sft import SFTData, SFTRecipe, SFTTrain
-from plaudit.recipe.training import Lora, Model, Optim, Run
+from plaudit.recipe.sft import SFTDataSettings, SFTRecipe, SFTTrainSettings
+from plaudit.recipe.training import LoraSettings, ModelSettings, OptimSettings, RunSettings
 
 __all__ = [
-    "STAGES", "Algorithm", "Audit", "Critic", "DPOLoss", "DPORecipe", "DynamicSampling", "Importance", "KLReward", "Lora", "Model",
-    "Optim", "PairData", "PairTrain", "PreferenceRecipe", "RLData", "RLOptim", "RLRecipe", "RLTrain", "Recipe", "RewardModelData",
-    "RewardModelLoss", "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "Rollout", "Run", "SFTData", "SFTRecipe",
-    "SFTTrain", "ScoreRecipe", "Section", "TrainingRecipe", "Validation", "View",
+    "STAGES", "AlgorithmSettings", "AuditSettings", "CriticSettings", "DPOLossSettings", "DPORecipe", "DynamicSamplingSettings",
+    "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings", "OptimSettings", "PairDataSettings",
+    "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe", "RLTrainSettings", "Recipe",
+    "RewardModelDataSettings", "RewardModelLossSettings", "RewardModelRecipe", "RewardSettings", "RewardedRecipe",
+    "RolloutSettings", "RunSettings", "SFTDataSettings", "SFTRecipe", "SFTTrainSettings", "ScoreRecipe", "Section",
+    "TrainingRecipe", "ValidationSettings", "View",
 ]  # fmt: skip
 
 PreferenceRecipe = DPORecipe | RewardModelRecipe

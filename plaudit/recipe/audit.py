@@ -13,7 +13,7 @@ Probe = Literal[
 Correlation = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class Audit(Section):
+class AuditSettings(Section):
     """A check whose bound is null is measured and told, and never fails."""
 
     require: str | None = None
@@ -62,7 +62,7 @@ class Audit(Section):
     """Of what is drawn: prompts, wrong answers, orders."""
 
     @model_validator(mode="after")
-    def _range_in_order(self) -> "Audit":
+    def _range_in_order(self) -> "AuditSettings":
         if self.range is not None and self.range[0] >= self.range[1]:
             raise ValueError(f"range: {self.range[0]:g} is not less than {self.range[1]:g}")
         return self

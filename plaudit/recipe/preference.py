@@ -5,10 +5,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
-from plaudit.recipe.training import HARMLESS, ROUNDING, Model, Optim, Run
+from plaudit.recipe.training import HARMLESS, ROUNDING, ModelSettings, OptimSettings, RunSettings
 
 
-class PairData(Section):
+class PairDataSettings(Section):
     train: Files
     """Files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info. Rows have `chosen` and `rejected`: whole
     conversations, or answers to `prompt`."""
@@ -26,12 +26,12 @@ class PairData(Section):
     _some_files = field_validator("train")(names_a_file)
 
 
-class RewardModelData(PairData):
+class RewardModelDataSettings(PairDataSettings):
     margin_column: str | None = None
     """A column of numbers: by how much the chosen answer's score should at least exceed the other's."""
 
 
-class PairTrain(Section):
+class PairTrainSettings(Section):
     pairs_per_step: PositiveInt = 64
     """Pairs per optimiser step: the batch size."""
     tokens_per_micro_batch: PositiveInt = 16384
@@ -40,7 +40,7 @@ class PairTrain(Section):
     """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 
 
-class DPOLoss(Section):
+class DPOLossSettings(Section):
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """sigmoid: DPO. ipo: the log-ratios' difference per token is drawn to 1 / (2 beta). hinge: SLiC."""
     beta: PositiveFloat = 0.1
@@ -56,7 +56,7 @@ class DPOLoss(Section):
         return {} if self.kind == "sigmoid" else {"label_smoothing": f"belongs to kind sigmoid; {self.kind} has none"}
 
 
-class RewardModelLoss(Section):
+class RewardModelLossSettings(Section):
     centring_coefficient: NonNegativeFloat = 0.0
     """Times the mean of (chosen + rejected)², added to the loss: holds scores near zero, which pairs alone leave open."""
 
@@ -68,17 +68,17 @@ class DPORecipe(Section):
     """Which verb this recipe is for."""
     seed: NonNegativeInt = 0
     """Of the order of pairs, dropout and new weights."""
-    model: Model
+    model: ModelSettings
     """What is trained."""
-    data: PairData
+    data: PairDataSettings
     """What it is trained on."""
-    loss: DPOLoss = DPOLoss()
+    loss: DPOLossSettings = DPOLossSettings()
     """What it is drawn to."""
-    train: PairTrain = PairTrain()
+    train: PairTrainSettings = PairTrainSettings()
     """How much at a time."""
-    optim: Optim = Optim(lr=1e-6)
+    optim: OptimSettings = OptimSettings(lr=1e-6)
     """How it moves."""
-    run: Run
+    run: RunSettings
     """Where the run lives and how long it goes."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = HARMLESS
@@ -92,17 +92,17 @@ class RewardModelRecipe(Section):
     """Which verb this recipe is for."""
     seed: NonNegativeInt = 0
     """Of the order of pairs, dropout and new weights."""
-    model: Model
+    model: ModelSettings
     """What is trained: a causal model, which gets a new head, or a reward model, which goes on with its own."""
-    data: RewardModelData
+    data: RewardModelDataSettings
     """What it is trained on."""
-    loss: RewardModelLoss = RewardModelLoss()
+    loss: RewardModelLossSettings = RewardModelLossSettings()
     """What it is drawn to."""
-    train: PairTrain = PairTrain()
+    train: PairTrainSettings = PairTrainSettings()
     """How much at a time."""
-    optim: Optim = Optim()
+    optim: OptimSettings = OptimSettings()
     """How it moves."""
-    run: Run
+    run: RunSettings
     """Where the run lives and how long it goes."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = HARMLESS

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from plaudit import plugins
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.section import Fraction, Section, one_or_more
 
 if TYPE_CHECKING:
@@ -210,5 +210,5 @@ class ScoreRecipe(Section):
     """Which verbs this recipe is for: score, audit and serve."""
     rewards: Rewards
     """What responses are paid for: a list, each with a kind."""
-    audit: Audit = Audit()
+    audit: AuditSettings = AuditSettings()
     """What an audit must show."""

@@ -14,13 +14,22 @@ from pydantic import (
     model_validator,
 )
 
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
-from plaudit.recipe.training import HARMLESS, ROUNDING, Checkpointing, Lora, Model, Optim, Placement, Run
+from plaudit.recipe.training import (
+    HARMLESS,
+    ROUNDING,
+    Checkpointing,
+    LoraSettings,
+    ModelSettings,
+    OptimSettings,
+    Placement,
+    RunSettings,
+)
 
 
-class RLData(Section):
+class RLDataSettings(Section):
     train: Files
     """Files (.parquet, .jsonl, .json) of prompts: `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`."""
     val: FilesOrNone = ()
@@ -33,7 +42,7 @@ class RLData(Section):
     _some_files = field_validator("train")(names_a_file)
 
 
-class Rollout(Section):
+class RolloutSettings(Section):
     n: PositiveInt = 8
     """Samples per prompt: the group."""
     max_new_tokens: PositiveInt = 1024
@@ -59,7 +68,7 @@ class Rollout(Section):
         return stop
 
 
-class Validation(Section):
+class ValidationSettings(Section):
     n: PositiveInt = 1
     """Samples per validation prompt."""
     max_new_tokens: PositiveInt | None = None
@@ -84,7 +93,7 @@ def _both(clip: Any) -> Any:
     return (clip, clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else clip
 
 
-class KLReward(Section):
+class KLRewardSettings(Section):
     coefficient: PositiveFloat = 0.001
     """What a token pays for its distance to the reference; with a target, what it begins with."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k1"
@@ -99,7 +108,7 @@ class KLReward(Section):
         return {"horizon": why} if self.target is None else {}
 
 
-class Importance(Section):
+class ImportanceSettings(Section):
     level: Literal["token", "sequence"] = "token"
     """Whether each token has its weight, or all tokens of a response have their product."""
     mode: Literal["truncate", "mask"] = "truncate"
@@ -113,12 +122,12 @@ class Importance(Section):
         return {"low": "is for mode mask; truncate bounds weights from above only"} if self.mode == "truncate" else {}
 
 
-class DynamicSampling(Section):
+class DynamicSamplingSettings(Section):
     max_rounds: PositiveInt = 5
     """Rounds of sampling a step may take, the first one too. Behind the last it goes on with the groups it has."""
 
 
-class Algorithm(Section):
+class AlgorithmSettings(Section):
     kind: Literal["grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax", "ppo"] = "grpo"
     """How rewards become advantages. grpo: a sample against the mean of its group; rloo: against the mean of the others; gdpo: as
     grpo for each reward by itself, then whitened over the step; reinforce++: whitened over all tokens of the step; -baseline: the
@@ -149,17 +158,17 @@ class Algorithm(Section):
     """Weight of the entropy bonus."""
     positive_sft_coefficient: NonNegativeFloat = 0.0
     """Weight of a supervised term on tokens with A > 0: −A · log π."""
-    kl_reward: KLReward | None = None
+    kl_reward: KLRewardSettings | None = None
     """Distance to the reference as a cost in the reward of each token, besides or instead of kl_coefficient."""
     reference_placement: Placement = "resident"
     """offload: the reference's weights are on the GPU only while it is asked, and in the host's memory otherwise; on a CPU they are
     read again from disk each time."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
     """What the ratio is taken against: the trainer's log-probs as the step began, or those the sampler had."""
-    importance: Importance | None = None
+    importance: ImportanceSettings | None = None
     """Weight losses by π_old / sampler, for a sampler whose log-probs are not the trainer's (metric: mismatch)."""
 
-    dynamic_sampling: DynamicSampling | None = None
+    dynamic_sampling: DynamicSamplingSettings | None = None
     """Leave out groups whose rewards are all equal, and sample further prompts until prompts_per_step have a signal (DAPO)."""
 
     @property
@@ -194,7 +203,7 @@ class Algorithm(Section):
         return idle
 
     @model_validator(mode="after")
-    def _sampler_is_corrected_once(self) -> "Algorithm":
+    def _sampler_is_corrected_once(self) -> "AlgorithmSettings":
         if self.importance is not None and self.old_logprobs == "sampler":
             raise ValueError(
                 "importance corrects for the sampler's log-probs not being the trainer's: take old_logprobs recomputed"
@@ -202,7 +211,7 @@ class Algorithm(Section):
         return self
 
 
-class RLTrain(Section):
+class RLTrainSettings(Section):
     prompts_per_step: PositiveInt = 64
     """Prompts sampled per step."""
     prompts_per_update: PositiveInt | None = None
@@ -221,20 +230,20 @@ class RLTrain(Section):
         return self.epochs_per_step * math.ceil(self.prompts_per_step / (self.prompts_per_update or self.prompts_per_step))
 
     @model_validator(mode="after")
-    def _updates_fit_into_steps(self) -> "RLTrain":
+    def _updates_fit_into_steps(self) -> "RLTrainSettings":
         if self.prompts_per_update is not None and self.prompts_per_update > self.prompts_per_step:
             raise ValueError(f"prompts_per_update is {self.prompts_per_update}, more than prompts_per_step {self.prompts_per_step}")
         return self
 
 
-class RLOptim(Optim):
+class RLOptimSettings(OptimSettings):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after the warm-up. wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
 
 
-class CriticOptim(RLOptim):
+class CriticOptimSettings(RLOptimSettings):
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
 
@@ -243,7 +252,7 @@ OF_ITS_OWN = ("path", "dtype", "gradient_checkpointing", "liger", "placement", "
 """Settings of a critic that is a model of its own."""
 
 
-class Critic(Section):
+class CriticSettings(Section):
     shared: bool = False
     """A value head on the policy's own layers instead of a model of its own: no second model in memory, one pass for log-probs and
     values, and what the values teach moves the policy's layers too."""
@@ -261,7 +270,7 @@ class Critic(Section):
     placement: Placement = "resident"
     """offload: its weights wait in the host's memory while the policy is sampled; critic.optim.offload is for the rest of what it
     takes. On a CPU they stay."""
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     """Train a low-rank update and the value head instead of all weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you have read that code."""
@@ -269,7 +278,7 @@ class Critic(Section):
     """So many first steps train the critic alone: the policy is sampled and stays as it is. Its schedule goes on meanwhile."""
     clip: PositiveFloat | None = 0.5
     """How far a value may move away from what it was as the step began before it stops counting; null for no bound."""
-    optim: CriticOptim = CriticOptim()
+    optim: CriticOptimSettings = CriticOptimSettings()
     """How it moves. With shared: how its head does; the layers follow the policy's."""
 
     def idle(self) -> dict[str, str]:
@@ -280,16 +289,16 @@ class Critic(Section):
         )
 
     @model_validator(mode="after")
-    def _saved_whole(self) -> "Critic":
+    def _saved_whole(self) -> "CriticSettings":
         if self.lora is not None and not self.lora.merge_on_save:
             raise ValueError("critic.lora.merge_on_save is false, but a critic is saved whole, with its head: leave it out")
         return self
 
-    def model(self, policy: Model) -> Model:
+    def model(self, policy: ModelSettings) -> ModelSettings:
         """What it is made of, in the words that describe a model."""
         own = {name: getattr(self, name) for name in OF_ITS_OWN if name not in ("path", "placement")}
         trusted = self.trust_remote_code or (self.path is None and policy.trust_remote_code)
-        return Model(path=self.path or policy.path, **{**own, "trust_remote_code": trusted})
+        return ModelSettings(path=self.path or policy.path, **{**own, "trust_remote_code": trusted})
 
 
 INSIDE = ("", "scorer.", "rule.", "judge.")
@@ -304,27 +313,27 @@ class RLRecipe(Section):
     """Which verb this recipe is for."""
     seed: NonNegativeInt = 0
     """Of the order of prompts, sampling, dropout and new weights."""
-    model: Model
+    model: ModelSettings
     """What is trained."""
-    data: RLData
+    data: RLDataSettings
     """What it is asked."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutSettings = RolloutSettings()
     """How it is sampled."""
-    validation: Validation = Validation()
+    validation: ValidationSettings = ValidationSettings()
     """How it is sampled when it is validated."""
     rewards: Rewards
     """What it is paid for: a list, each with a kind."""
-    audit: Audit = Audit()
+    audit: AuditSettings = AuditSettings()
     """What an audit of the rewards must show; `require` an audit that passed before training begins."""
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
     """How rewards become a loss."""
-    critic: Critic | None = None
+    critic: CriticSettings | None = None
     """With ppo: the model that says what can be expected, learnt beside the policy. {} for one that starts as the policy does."""
-    train: RLTrain = RLTrain()
+    train: RLTrainSettings = RLTrainSettings()
     """How much at a time."""
-    optim: RLOptim = RLOptim()
+    optim: RLOptimSettings = RLOptimSettings()
     """How it moves."""
-    run: Run
+    run: RunSettings
     """Where the run lives and how long it goes."""
 
     @model_validator(mode="after")

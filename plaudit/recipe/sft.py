@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
-from plaudit.recipe.training import HARMLESS, ROUNDING, Model, Optim, Run
+from plaudit.recipe.training import HARMLESS, ROUNDING, ModelSettings, OptimSettings, RunSettings
 
 
-class SFTData(Section):
+class SFTDataSettings(Section):
     train: Files
     """Files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info."""
     val: FilesOrNone = ()
@@ -25,7 +25,7 @@ class SFTData(Section):
     _some_files = field_validator("train")(names_a_file)
 
 
-class SFTTrain(Section):
+class SFTTrainSettings(Section):
     rows_per_step: PositiveInt = 64
     """Rows per optimiser step: the batch size."""
     tokens_per_micro_batch: PositiveInt = 16384
@@ -41,15 +41,15 @@ class SFTRecipe(Section):
     """Which verb this recipe is for."""
     seed: NonNegativeInt = 0
     """Of the order of rows, dropout and new weights."""
-    model: Model
+    model: ModelSettings
     """What is trained."""
-    data: SFTData
+    data: SFTDataSettings
     """What it is trained on."""
-    train: SFTTrain = SFTTrain()
+    train: SFTTrainSettings = SFTTrainSettings()
     """How much at a time."""
-    optim: Optim = Optim()
+    optim: OptimSettings = OptimSettings()
     """How it moves."""
-    run: Run
+    run: RunSettings
     """Where the run lives and how long it goes."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = HARMLESS

@@ -19,7 +19,7 @@ Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(
 Placement = Literal["resident", "offload"]
 
 
-class Lora(Section):
+class LoraSettings(Section):
     rank: PositiveInt = 16
     """Rank of the update."""
     alpha: PositiveFloat = 32.0
@@ -39,7 +39,7 @@ class Lora(Section):
         return targets
 
 
-class Model(Section):
+class ModelSettings(Section):
     path: str
     """A folder in Hugging Face format, or a model's name on the hub."""
     tokenizer: str | None = None
@@ -54,13 +54,13 @@ class Model(Section):
     liger: bool = False
     """Compute norms and MLPs with Liger's kernels, which keep less for the backward pass than modules do (plaudit's own fused
     layers, of which they take the place, keep as little and are faster: docs/memory.md). Needs liger-kernel and a GPU."""
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     """Train a low-rank update instead of all weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you have read that code."""
 
 
-class Optim(Section):
+class OptimSettings(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
@@ -86,7 +86,7 @@ class Optim(Section):
     """wsd only: the share of all steps over which the rate falls; at most what the warm-up leaves."""
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> "Optim":
+    def _one_warmup(self) -> "OptimSettings":
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("give warmup_steps or warmup_ratio, not both")
         return self
@@ -100,7 +100,7 @@ class Optim(Section):
         return idle
 
 
-class Run(Section):
+class RunSettings(Section):
     dir: str
     """The run folder: recipe, metrics, curves, checkpoints, the trained model. Started again, a run goes on from there."""
     epochs: PositiveFloat = 1.0

@@ -16,7 +16,7 @@ from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_model_templ
 from plaudit.errors import RecipeError
 from plaudit.models.folder import architecture, require_matching_tokenizer
 from plaudit.models.trainable import load_policy
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.reward_models.backend import Answer, Question, Writing
 from plaudit.reward_models.halves import failure_of, in_halves
 from plaudit.reward_models.model_thread import Closed
@@ -53,9 +53,9 @@ class WritingSkill(Skill[Asked, Answer]):
         require_matching_tokenizer(self.path, config, self.template.tokenizer)
 
     @property
-    def _recipe(self) -> Model:
+    def _recipe(self) -> ModelSettings:
         s = self.settings
-        return Model(
+        return ModelSettings(
             path=self.path,
             tokenizer=s.tokenizer,
             chat_template=s.chat_template,

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from plaudit.objectives.advantages import gae, grpo, returns_to_go, rloo, whiten
 from plaudit.objectives.aggregate import spread
-from plaudit.recipe import Algorithm
+from plaudit.recipe import AlgorithmSettings
 from plaudit.rl.kl_penalty import KLPenalty
 from plaudit.types import Experience
 
 
 def with_advantages(
     groups: Sequence[Sequence[Experience]],
-    algorithm: Algorithm,
+    algorithm: AlgorithmSettings,
     *,
     baselines: Sequence[float | None] = (),
     penalty: KLPenalty | None = None,
@@ -48,7 +48,7 @@ def with_advantages(
 
 
 def critic_advantages(
-    rewards: Sequence[Tensor], values: Sequence[Tensor], algorithm: Algorithm
+    rewards: Sequence[Tensor], values: Sequence[Tensor], algorithm: AlgorithmSettings
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Whitened advantages and returns of each sample, given the rewards and the critic's values of its tokens."""
     assert len(values) == len(rewards), "a value for every token"
@@ -61,7 +61,7 @@ def critic_advantages(
 
 
 def token_advantages(
-    rewards: Sequence[Tensor], sizes: Sequence[int], algorithm: Algorithm, baselines: Sequence[float | None] = ()
+    rewards: Sequence[Tensor], sizes: Sequence[int], algorithm: AlgorithmSettings, baselines: Sequence[float | None] = ()
 ) -> tuple[Tensor, ...]:
     """Of each sample, given the rewards of its tokens, without a critic. The samples of a group stand together; `sizes` says how
     many each of the P prompts has."""

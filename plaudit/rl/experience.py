@@ -10,14 +10,14 @@ from torch import Tensor
 
 from plaudit.data.pack import pack, split_by_tokens
 from plaudit.objectives.aggregate import sequence_weights
-from plaudit.recipe import Algorithm, RLTrain
+from plaudit.recipe import AlgorithmSettings, RLTrainSettings
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch, Experience, ScoredGroup
 
 Prediction = Literal["old_logprobs", "ref_logprobs", "values"]
 
 
-def experiences(group: ScoredGroup, algorithm: Algorithm) -> list[Experience]:
+def experiences(group: ScoredGroup, algorithm: AlgorithmSettings) -> list[Experience]:
     """The group's samples that have a value: a dropped one is not trained on, and leaves every mean."""
     prompt = group.group.prompt_tokens
     result = []
@@ -58,7 +58,13 @@ def with_predictions(
 
 
 def updates(
-    groups: Sequence[Sequence[Experience]], train: RLTrain, algorithm: Algorithm, *, horizon: int, seed: int, step: int
+    groups: Sequence[Sequence[Experience]],
+    train: RLTrainSettings,
+    algorithm: AlgorithmSettings,
+    *,
+    horizon: int,
+    seed: int,
+    step: int,
 ) -> Iterator[list[Experience]]:
     """What each update of a step learns from: `prompts_per_update` groups at a time, `epochs_per_step` times over."""
     per_update = train.prompts_per_update or train.prompts_per_step
@@ -72,7 +78,7 @@ def updates(
                 yield weighted(samples, algorithm, horizon=horizon)
 
 
-def weighted(samples: Sequence[Experience], algorithm: Algorithm, *, horizon: int) -> list[Experience]:
+def weighted(samples: Sequence[Experience], algorithm: AlgorithmSettings, *, horizon: int) -> list[Experience]:
     """The samples of an update, with what a token of each counts in its loss."""
 
     def weights(lengths: list[int]) -> list[float]:

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from plaudit.objectives.kl import adapted, kl
-from plaudit.recipe import KLReward
+from plaudit.recipe import KLRewardSettings
 from plaudit.types import Experience
 
 
 class KLPenalty:
     """A run's β, which a checkpoint keeps (it is a `Companion` of the run)."""
 
-    def __init__(self, settings: KLReward):
+    def __init__(self, settings: KLRewardSettings):
         self.settings = settings
         self.coefficient = settings.coefficient
 

@@ -15,19 +15,19 @@ from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.objectives.importance import importance_weights
 from plaudit.objectives.kl import kl
 from plaudit.objectives.policy import TokenLoss, cispo, clipped, gspo, policy_gradient, positive_sft
-from plaudit.recipe import Algorithm
+from plaudit.recipe import AlgorithmSettings
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Experience
 
 
-def policy_loss(model: nn.Module, samples: Sequence[Experience], algorithm: Algorithm, temperature: float) -> Loss:
+def policy_loss(model: nn.Module, samples: Sequence[Experience], algorithm: AlgorithmSettings, temperature: float) -> Loss:
     """The loss of an update on these samples."""
     share = policy_share(model, samples, algorithm, temperature)
     return lambda batch: share(target_states(model, batch), batch)
 
 
 def policy_share(
-    model: nn.Module, samples: Sequence[Experience], algorithm: Algorithm, temperature: float
+    model: nn.Module, samples: Sequence[Experience], algorithm: AlgorithmSettings, temperature: float
 ) -> Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
     """The same, of a micro-batch whose hidden states are there."""
     num_tokens = sum(sample.num_targets for sample in samples)
@@ -78,7 +78,7 @@ def policy_share(
 
 
 def token_loss(
-    policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, batch: Batch, algorithm: Algorithm
+    policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, batch: Batch, algorithm: AlgorithmSettings
 ) -> TokenLoss:
     """The recipe's policy loss of each token."""
     given = policy_logprobs_N, old_logprobs_N, advantages_N

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plaudit.models.critic import SharedCritic
 from plaudit.models.logprobs import target_states
 from plaudit.objectives.value import clipped_value, explained_variance
-from plaudit.recipe import Algorithm, Critic
+from plaudit.recipe import AlgorithmSettings, CriticSettings
 from plaudit.rl.policy_loss import policy_share
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Experience
@@ -33,8 +33,8 @@ def shared_loss(
     model: nn.Module,
     critic: SharedCritic,
     samples: Sequence[Experience],
-    algorithm: Algorithm,
-    settings: Critic,
+    algorithm: AlgorithmSettings,
+    settings: CriticSettings,
     temperature: float,
 ) -> Loss:
     """The loss of an update of the policy and the critic on its layers. `loss` among the metrics is the policy's."""

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from plaudit.errors import RunError
 from plaudit.models.weights import has_device_memory
-from plaudit.recipe import Optim
+from plaudit.recipe import OptimSettings
 from plaudit.train.offload import HostState, Piece
 from plaudit.world import World
 
@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Optimiser:
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim):
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSettings):
         self.parameters = dict(named_parameters)
         assert self.parameters, "nothing to train"
         self.optim = optim

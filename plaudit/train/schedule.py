@@ -13,10 +13,10 @@ Step k counts from 0, so the first step already moves.
 import math
 from decimal import Decimal
 
-from plaudit.recipe import Optim
+from plaudit.recipe import OptimSettings
 
 
-def warmup_steps(optim: Optim, total_steps: int) -> int:
+def warmup_steps(optim: OptimSettings, total_steps: int) -> int:
     if optim.warmup_ratio is not None:
         return _share_of(total_steps, optim.warmup_ratio)
     return optim.warmup_steps or 0
@@ -27,7 +27,7 @@ def _share_of(total_steps: int, ratio: float) -> int:
     return math.ceil(total_steps * Decimal(str(ratio)))
 
 
-def lr_at(step: int, total_steps: int, optim: Optim) -> float:
+def lr_at(step: int, total_steps: int, optim: OptimSettings) -> float:
     """The learning rate of a step (from 0)."""
     warmup, low = warmup_steps(optim, total_steps), optim.min_lr_ratio
     if step < warmup:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.errors import TrainingStopped
-from plaudit.recipe import Optim
+from plaudit.recipe import OptimSettings
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
 from plaudit.types import Batch
@@ -45,7 +45,7 @@ class Trained(Protocol):
 class Trainer:
     """A policy with its optimiser. `updates` counts those done; everything random in one is keyed by its number."""
 
-    def __init__(self, policy: Trained, optim: Optim, *, seed: int, max_skipped_steps: int, world: World | None = None):
+    def __init__(self, policy: Trained, optim: OptimSettings, *, seed: int, max_skipped_steps: int, world: World | None = None):
         self.policy, self.world = policy, world or World.alone(policy.device)
         self.beside: dict[str, Trainer] = {}
         """Models that learn beside the policy (a critic), by name. Saved, resumed and finished with it."""
@@ -54,7 +54,7 @@ class Trainer:
         self.updates = 0
         self.skipped_steps = 0
 
-    def like_it(self, other: Trained, optim: Optim) -> "Trainer":
+    def like_it(self, other: Trained, optim: OptimSettings) -> "Trainer":
         """One for another model, with the same seed and patience."""
         return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps, world=self.world)
 

@@ -24,7 +24,7 @@ from plaudit.audit.probes import PROBES, hostile_text, reformatted
 from plaudit.audit.targets import final_answer, make_target, replace_all, replace_last, to_number
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
-from plaudit.recipe.audit import Audit
+from plaudit.recipe.audit import AuditSettings
 from plaudit.rewards.reward import Reward, failed
 from plaudit.types import Prompt, Score
 from support.paths import REPOSITORY
@@ -332,7 +332,7 @@ def rollouts(count: int = 12) -> list[Rollout]:
 
 def report_of(rewards: list[Any], groups: list[Rollout] | None = None, **settings: Any):
     entries = ScoreRecipe.model_validate({"rewards": rewards}).rewards if isinstance(rewards[0], dict) else rewards
-    return inspect("R.yaml", ["rows.jsonl"], entries, groups or rollouts(), Audit(**settings))
+    return inspect("R.yaml", ["rows.jsonl"], entries, groups or rollouts(), AuditSettings(**settings))
 
 
 def state(report, name: str) -> str:
@@ -457,7 +457,7 @@ def test_bounds_and_probes_are_the_recipes_to_set():
     assert [name for name in names if name.startswith("exploit")] == ["exploit: echo"]
     assert "accuracy" not in names
     with pytest.raises(ValidationError, match="not less than"):
-        Audit(range=(1.0, 0.0))
+        AuditSettings(range=(1.0, 0.0))
 
 
 def test_the_same_seed_gives_the_same_audit():
@@ -583,55 +583,57 @@ def test_training_can_require_a_passed_audit(tmp_path):
     def rewards(**changed):
         return ScoreRecipe.model_validate({"rewards": [settings | changed]}).rewards
 
-    report = inspect("R.yaml", [], rewards(), rollouts(), Audit(prompts=4))
+    report = inspect("R.yaml", [], rewards(), rollouts(), AuditSettings(prompts=4))
     assert report.passed
     write_report(report, tmp_path)
     file = tmp_path / "audit.json"
-    require_passed(Audit(require=str(file)), rewards())
-    require_passed(Audit(require=str(file)), rewards(workers=2, max_failure_rate=0.5))  # what does not change scores may change
+    require_passed(AuditSettings(require=str(file)), rewards())
+    require_passed(
+        AuditSettings(require=str(file)), rewards(workers=2, max_failure_rate=0.5)
+    )  # what does not change scores may change
     (tmp_path / "copy.py").write_bytes(source.read_bytes())
-    require_passed(Audit(require=str(file)), rewards(path=str(tmp_path / "copy.py")))  # a file counts by its content
+    require_passed(AuditSettings(require=str(file)), rewards(path=str(tmp_path / "copy.py")))  # a file counts by its content
     for changed in ({"weight": 2.0}, {"function": "other"}):
         with pytest.raises(PlauditError, match="is of other rewards: function changed since"):
-            require_passed(Audit(require=str(file)), rewards(**changed))
+            require_passed(AuditSettings(require=str(file)), rewards(**changed))
     both = ScoreRecipe.model_validate({"rewards": [settings, {"kind": "exact"}]}).rewards
     with pytest.raises(PlauditError, match="of other rewards: exact"):
-        require_passed(Audit(require=str(file)), both)
+        require_passed(AuditSettings(require=str(file)), both)
     source.write_text(source.read_text() + "# changed\n")
     with pytest.raises(PlauditError, match="of other rewards"):
-        require_passed(Audit(require=str(file)), rewards())
+        require_passed(AuditSettings(require=str(file)), rewards())
 
 
 def test_an_audit_that_failed_or_is_none_is_refused(tmp_path):
     rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
     with pytest.raises(PlauditError, match=r"audit\.json does not exist"):
-        require_passed(Audit(require=str(tmp_path / "audit.json")), rewards)
+        require_passed(AuditSettings(require=str(tmp_path / "audit.json")), rewards)
     (tmp_path / "audit.json").write_text("[]")
     with pytest.raises(PlauditError, match=r"is not an audit\.json"):
-        require_passed(Audit(require=str(tmp_path / "audit.json")), rewards)
-    report = inspect("R.yaml", [], rewards, rollouts(), Audit(prompts=4)).as_dict()
+        require_passed(AuditSettings(require=str(tmp_path / "audit.json")), rewards)
+    report = inspect("R.yaml", [], rewards, rollouts(), AuditSettings(prompts=4)).as_dict()
     told = report | {"passed": False, "failed": ["exploit: echo"]}
     (tmp_path / "audit.json").write_text(json.dumps(told))
     with pytest.raises(PlauditError, match=r"did not pass \(exploit: echo\)"):
-        require_passed(Audit(require=str(tmp_path / "audit.json")), rewards)
+        require_passed(AuditSettings(require=str(tmp_path / "audit.json")), rewards)
 
 
 def test_what_the_recipe_asks_for_must_have_been_looked_at_and_held(tmp_path):
     """An audit with looser bounds, or without probes, does not do."""
     rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
-    loose = Audit(prompts=4, probes=(), max_malformed_rate=None)
+    loose = AuditSettings(prompts=4, probes=(), max_malformed_rate=None)
     report = inspect("R.yaml", [], rewards, rollouts(), loose).as_dict()
     for probe in report["numbers"]["probes"]:
         probe |= {"tried": 0, "exploit_rate": None, "failed": 0}
     (tmp_path / "audit.json").write_text(json.dumps(report, default=str))
     file = str(tmp_path / "audit.json")
-    require_passed(Audit(require=file), rewards)
+    require_passed(AuditSettings(require=file), rewards)
     with pytest.raises(PlauditError, match="not measured, though this recipe asks for it: max_exploit_rate"):
-        require_passed(Audit(require=file, max_exploit_rate=0.0), rewards)
+        require_passed(AuditSettings(require=file, max_exploit_rate=0.0), rewards)
     report["numbers"]["failures"]["malformed_rate"] = 0.3
     (tmp_path / "audit.json").write_text(json.dumps(report, default=str))
     with pytest.raises(PlauditError, match=r"did not pass \(malformed\)"):
-        require_passed(Audit(require=file, max_malformed_rate=0.1), rewards)
+        require_passed(AuditSettings(require=file, max_malformed_rate=0.1), rewards)
 
 
 def test_rows_that_differ_in_extra_info_are_not_one_group(tmp_path):

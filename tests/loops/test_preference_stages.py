@@ -408,7 +408,7 @@ def test_sft_then_a_reward_model_then_its_scores_then_dpo(tmp_path, tiny_model, 
     """Each stage reads what the last one saved: the model answers, the reward model says which answer is better, DPO learns it."""
     from plaudit.loops.sample import SampleJob, sample
     from plaudit.prepare.pairs import make_pairs
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
     from plaudit.rollout.engine import Sampling
 
     # SFT on answers of both manners, so that the policy has something to choose between.
@@ -427,7 +427,7 @@ def test_sft_then_a_reward_model_then_its_scores_then_dpo(tmp_path, tiny_model, 
     prompts = write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(8))
     answers = tmp_path / "answers.jsonl"
     sampling = Sampling(max_new_tokens=24, temperature=1.0, seed=1)
-    sample(SampleJob(Model(path=str(policy)), [Source(prompts)], answers, 8, sampling, 256, "filter", None, None, "cpu"))
+    sample(SampleJob(ModelSettings(path=str(policy)), [Source(prompts)], answers, 8, sampling, 256, "filter", None, None, "cpu"))
     rewards = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{"kind": "scalar_model", "model": {"path": str(judge)}}]})
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     with Scorer(rewards) as scorer:

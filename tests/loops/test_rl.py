@@ -29,7 +29,7 @@ from plaudit.loops import rl
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_model, load_policy
-from plaudit.recipe import Algorithm, Model, RLTrain
+from plaudit.recipe import AlgorithmSettings, ModelSettings, RLTrainSettings
 from plaudit.rl.experience import updates
 from plaudit.rl.policy_loss import policy_loss
 from plaudit.rollout.native.engine import NativeEngine
@@ -696,11 +696,11 @@ def experiences_by_hand(count: int = 5, vocabulary: int = 300) -> list[Experienc
 def template(tiny_model):
     from plaudit.data.templates import load_model_template
 
-    return load_model_template(Model(path=str(tiny_model)))
+    return load_model_template(ModelSettings(path=str(tiny_model)))
 
 
 def test_reference_under_lora_is_the_model_without_its_adapters(tiny_model, template):
-    settings = Model(path=str(tiny_model), lora={"rank": 4}, dtype="float32")
+    settings = ModelSettings(path=str(tiny_model), lora={"rank": 4}, dtype="float32")
     device = torch.device("cpu")
     policy, base = load_policy(settings, template, device), load_model(settings, device).eval()
     with torch.no_grad():
@@ -719,8 +719,8 @@ def test_reference_under_lora_is_the_model_without_its_adapters(tiny_model, temp
     assert all(parameter.requires_grad for _, parameter in policy.trainable())
     assert any("lora_A" in name for name, _ in policy.trainable())
     # A whole model's reference is a copy that does not move with it.
-    whole = load_policy(Model(path=str(tiny_model), dtype="float32"), template, device)
-    frozen = Reference(Model(path=str(tiny_model), dtype="float32"), whole)
+    whole = load_policy(ModelSettings(path=str(tiny_model), dtype="float32"), template, device)
+    frozen = Reference(ModelSettings(path=str(tiny_model), dtype="float32"), whole)
     with torch.no_grad():
         for parameter in whole.model.parameters():
             parameter.mul_(1.5)
@@ -731,7 +731,7 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 HORIZON, TEMPERATURE = 16, 0.7
 
 
-def loss_by_hand(model, samples: list[Experience], algorithm: Algorithm) -> tuple[torch.Tensor, dict[str, float]]:
+def loss_by_hand(model, samples: list[Experience], algorithm: AlgorithmSettings) -> tuple[torch.Tensor, dict[str, float]]:
     """From the formula, with padding, whole logits and loops."""
     longest = max(map(len, samples))
     tokens, there = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), longest, dtype=torch.long)
@@ -773,12 +773,12 @@ def loss_by_hand(model, samples: list[Experience], algorithm: Algorithm) -> tupl
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_loss_of_an_update_is_the_formula(tiny_model, aggregation):
     """In float64, packed into several micro-batches, against padded rows in plain transformers: value, metrics and gradient."""
-    algorithm = Algorithm(
+    algorithm = AlgorithmSettings(
         aggregation=aggregation, clip=(0.1, 0.15), dual_clip=1.5, kl_coefficient=0.3, entropy_coefficient=0.2,
         kl_kind="k3" if aggregation != "token-sum" else "k2",
     )  # fmt: skip
-    model = load_model(Model(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
-    [samples] = updates([experiences_by_hand()], RLTrain(prompts_per_step=1), algorithm, horizon=HORIZON, seed=0, step=1)
+    model = load_model(ModelSettings(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
+    [samples] = updates([experiences_by_hand()], RLTrainSettings(prompts_per_step=1), algorithm, horizon=HORIZON, seed=0, step=1)
     with attention(model, "eager"):
         expected, sums = loss_by_hand(model, samples, algorithm)
         expected.backward()

@@ -22,7 +22,7 @@ from plaudit.models import attention
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import Lora, Model
+from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.types import Batch, Example
 from support.examples import make_examples
 from support.models import KINDS
@@ -36,7 +36,7 @@ Gradients = dict[str, Tensor]
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **model) -> TrainableModel:
     template = load_template(load_tokenizer(str(folder)), None)
-    policy = load_policy(Model(path=str(folder), dtype="float32", **model), template, torch.device("cpu"))
+    policy = load_policy(ModelSettings(path=str(folder), dtype="float32", **model), template, torch.device("cpu"))
     policy.model.to(dtype)
     return policy
 
@@ -230,7 +230,7 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models
 @pytest.fixture(params=[False, True], ids=["plain", "checkpointed"])
 def adapted(request, tiny_models, dtype) -> TrainableModel:
     """Adapters away from their start, where B = 0 and so the gradient of A is 0."""
-    policy = load(tiny_models["qwen2"], dtype, lora=Lora(rank=4, alpha=8.0), gradient_checkpointing=request.param)
+    policy = load(tiny_models["qwen2"], dtype, lora=LoraSettings(rank=4, alpha=8.0), gradient_checkpointing=request.param)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.trainable():

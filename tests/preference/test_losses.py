@@ -29,7 +29,7 @@ from plaudit.objectives.preference import (
     sigmoid_loss,
 )
 from plaudit.preference.losses import answer_logprobs, answer_scores, dpo_loss, measure, reward_model_loss
-from plaudit.recipe import DPOLoss, Lora, RewardModelLoss
+from plaudit.recipe import DPOLossSettings, LoraSettings, RewardModelLossSettings
 from plaudit.types import Pair
 from support.preferences import LOSSES, loaded, make_pairs
 from support.rows import pair_rows, write_jsonl
@@ -114,7 +114,7 @@ def test_what_holds_for_any_margins(values):
 
 def step(policy, pairs: list[Pair], settings, batches) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
     """Loss, metrics and gradients of an update."""
-    make = dpo_loss if isinstance(settings, DPOLoss) else reward_model_loss
+    make = dpo_loss if isinstance(settings, DPOLossSettings) else reward_model_loss
     loss, total, sums = make(policy.model, pairs, settings), 0.0, {}
     policy.model.zero_grad()
     for batch in batches:
@@ -128,7 +128,7 @@ def step(policy, pairs: list[Pair], settings, batches) -> tuple[float, dict[str,
 @pytest.mark.parametrize("name", LOSSES)
 def test_how_a_step_is_split_changes_nothing(tiny_models, pairs_file, name):
     """All pairs in one batch, one by one, within budgets, and the other way round: the same loss, metrics and gradients."""
-    scalar = isinstance(LOSSES[name], RewardModelLoss)
+    scalar = isinstance(LOSSES[name], RewardModelLossSettings)
     policy, pairs = loaded(tiny_models["qwen2"], scalar=scalar), make_pairs(tiny_models["qwen2"], pairs_file, scalar=scalar)
     whole = step(policy, pairs, LOSSES[name], [pack_pairs(pairs)])
     splits = {
@@ -178,7 +178,7 @@ def test_a_policy_that_is_its_reference(tiny_model, pairs_file, kind):
     batch = pack_pairs(pairs)
     chosen, rejected = (values.detach().tolist() for values in answer_logprobs(policy.model, batch))
     pairs = [replace(p, ref_chosen=c, ref_rejected=r) for p, c, r in zip(pairs, chosen, rejected, strict=True)]
-    loss, metrics, _ = step(policy, pairs, DPOLoss(kind=kind, beta=0.2), [pack_pairs(pairs)])
+    loss, metrics, _ = step(policy, pairs, DPOLossSettings(kind=kind, beta=0.2), [pack_pairs(pairs)])
     assert loss == pytest.approx({"sigmoid": math.log(2), "ipo": 2.5**2, "hinge": 1.0}[kind], abs=1e-12)
     assert (metrics["accuracy"], metrics["margin"], metrics["reward_chosen"], metrics["reward_rejected"]) == (0.5, 0.0, 0.0, 0.0)
 
@@ -186,7 +186,7 @@ def test_a_policy_that_is_its_reference(tiny_model, pairs_file, kind):
 def test_dpo_by_hand_from_log_probs(tiny_model, pairs_file):
     policy, pairs = loaded(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
     chosen, rejected = measure(policy.model, pairs, answer_logprobs, 10_000)
-    loss, metrics, _ = step(policy, pairs, DPOLoss(beta=0.3, label_smoothing=0.1, nll_coefficient=0.5), [pack_pairs(pairs)])
+    loss, metrics, _ = step(policy, pairs, DPOLossSettings(beta=0.3, label_smoothing=0.1, nll_coefficient=0.5), [pack_pairs(pairs)])
     ratios = [(c - p.ref_chosen, r - p.ref_rejected) for c, r, p in zip(chosen.tolist(), rejected.tolist(), pairs, strict=True)]
     margins = [0.3 * (a - b) for a, b in ratios]
     nll = -chosen.sum().item() / sum(pair.chosen.num_targets for pair in pairs)
@@ -201,19 +201,19 @@ def test_dpo_by_hand_from_log_probs(tiny_model, pairs_file):
 def test_equal_scores_cost_log_2(tiny_model, pairs_file):
     policy, pairs = loaded(tiny_model, scalar=True), make_pairs(tiny_model, pairs_file, scalar=True)
     twins = [replace(pair, rejected=pair.chosen, margin=0.0) for pair in pairs]
-    loss, metrics, _ = step(policy, twins, RewardModelLoss(), [pack_pairs(twins)])
+    loss, metrics, _ = step(policy, twins, RewardModelLossSettings(), [pack_pairs(twins)])
     assert loss == pytest.approx(math.log(2), abs=1e-6)
     assert metrics["margin"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_lora_trains_the_head_whole_and_starts_from_the_same_scores(tiny_model, pairs_file):
     pairs = make_pairs(tiny_model, pairs_file, scalar=True)
-    full, lora = loaded(tiny_model, scalar=True), loaded(tiny_model, scalar=True, lora=Lora(rank=4))
+    full, lora = loaded(tiny_model, scalar=True), loaded(tiny_model, scalar=True, lora=LoraSettings(rank=4))
     for a, b in zip(measure(full.model, pairs, answer_scores, 500), measure(lora.model, pairs, answer_scores, 500), strict=True):
         torch.testing.assert_close(a, b)
     names = [name for name, _ in lora.trainable()]
     assert [name for name in names if "lora_" not in name] == ["score.modules_to_save.default.weight"]
-    _, _, gradients = step(lora, pairs, RewardModelLoss(), [pack_pairs(pairs)])
+    _, _, gradients = step(lora, pairs, RewardModelLossSettings(), [pack_pairs(pairs)])
     assert "score.modules_to_save.default.weight" in gradients
 
 

@@ -207,7 +207,7 @@ def test_smollm2_is_a_model_that_answers_and_can_be_trained(tmp_path, capfd):
 
     from plaudit.data.templates import load_template, load_tokenizer
     from plaudit.models.trainable import load_policy
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
     from plaudit.types import Conversation
 
     out = tmp_path / "smollm2"
@@ -215,7 +215,7 @@ def test_smollm2_is_a_model_that_answers_and_can_be_trained(tmp_path, capfd):
     assert "%|" not in capfd.readouterr().err  # none of transformers' bars
     tokenizer = load_tokenizer(str(out))
     template = load_template(tokenizer, None)
-    policy = load_policy(Model(path=str(out)), template, torch.device("cpu"))  # tries packed rows
+    policy = load_policy(ModelSettings(path=str(out)), template, torch.device("cpu"))  # tries packed rows
     assert policy.model.generation_config is not None
     assert policy.model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
     assert getattr(policy.model.config, "quantization_config", None) is None

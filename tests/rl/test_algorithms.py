@@ -23,7 +23,7 @@ from plaudit.loops import rl
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import load_model
 from plaudit.objectives.aggregate import sequence_weights
-from plaudit.recipe import Algorithm, KLReward, Model, RLRecipe
+from plaudit.recipe import AlgorithmSettings, KLRewardSettings, ModelSettings, RLRecipe
 from plaudit.rl.estimators import token_advantages, with_advantages
 from plaudit.rl.experience import updates, weighted
 from plaudit.rl.kl_penalty import KLPenalty
@@ -162,7 +162,7 @@ def test_each_kind_by_hand():
     rewards, sizes = paid(1, 3, 0, 0), [2, 2]
 
     def of_samples(kind: str, **settings) -> list[float]:
-        found = token_advantages(rewards, sizes, Algorithm(kind=kind, **settings), baselines=[2.0, 0.5])
+        found = token_advantages(rewards, sizes, AlgorithmSettings(kind=kind, **settings), baselines=[2.0, 0.5])
         assert all(A[0] == A[1] for A in found)
         return [A[0].item() for A in found]
 
@@ -178,7 +178,7 @@ def test_each_kind_by_hand():
 
 
 def test_reinforce_plus_plus_discounts_tokens_far_from_the_end():
-    [A] = token_advantages(paid(1, length=3), [1], Algorithm(kind="reinforce++", discount=0.5))
+    [A] = token_advantages(paid(1, length=3), [1], AlgorithmSettings(kind="reinforce++", discount=0.5))
     returns = np.array([0.25, 0.5, 1.0])
     np.testing.assert_allclose(A, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-7)
 
@@ -186,7 +186,7 @@ def test_reinforce_plus_plus_discounts_tokens_far_from_the_end():
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "gdpo", "reinforce++-baseline"])
 def test_a_group_left_with_one_sample_gets_nothing_and_counts_nowhere(kind):
     """The others have what they have without it. (Dropped samples are not there at all.)"""
-    algorithm = Algorithm(kind=kind)
+    algorithm = AlgorithmSettings(kind=kind)
     alone = token_advantages(paid(1, 3, 0, 4), [2, 2], algorithm)
     beside = token_advantages(paid(1, 3, 100, 0, 4), [2, 1, 2], algorithm)
     assert beside[2].tolist() == [0.0, 0.0]
@@ -195,18 +195,18 @@ def test_a_group_left_with_one_sample_gets_nothing_and_counts_nowhere(kind):
 
 
 def test_a_group_whose_greedy_sample_was_dropped_gets_nothing():
-    found = token_advantages(paid(1, 3, 0, 4), [2, 2], Algorithm(kind="remax"), baselines=[None, 1.0])
+    found = token_advantages(paid(1, 3, 0, 4), [2, 2], AlgorithmSettings(kind="remax"), baselines=[None, 1.0])
     assert [A[0].item() for A in found] == [0, 0, -1, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_which_nothing_is_left_has_no_advantages(kind):
-    assert with_advantages([[], []], Algorithm(kind=kind), baselines=[1.0, 1.0])[0] == [[], []]
+    assert with_advantages([[], []], AlgorithmSettings(kind=kind), baselines=[1.0, 1.0])[0] == [[], []]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_of_groups_and_of_samples_changes_no_advantage(kind):
-    algorithm = Algorithm(kind=kind)
+    algorithm = AlgorithmSettings(kind=kind)
     there = token_advantages(paid(1, 3, 7, 0, 4), [3, 2], algorithm, baselines=[2.0, 0.5])
     back = token_advantages(paid(4, 0, 7, 3, 1), [2, 3], algorithm, baselines=[0.5, 2.0])
     for A, B in zip(there, reversed(back), strict=True):
@@ -233,21 +233,21 @@ def experience(reward: float, old: list[float], ref: list[float], **more) -> Exp
 def test_every_token_pays_for_its_distance():
     """log π_old − log ref is 1 and 2, and 0; β = 0.1: the first sample is worth 5 − 0.3, the second 3."""
     group = [experience(5.0, [-1.0, -1.0], [-2.0, -3.0]), experience(3.0, [-1.0], [-1.0])]
-    penalty = KLPenalty(KLReward(coefficient=0.1))
-    [found], metrics = with_advantages([group], Algorithm(kind="grpo", divide_by_std=False), penalty=penalty)
+    penalty = KLPenalty(KLRewardSettings(coefficient=0.1))
+    [found], metrics = with_advantages([group], AlgorithmSettings(kind="grpo", divide_by_std=False), penalty=penalty)
     np.testing.assert_allclose(found[0].advantages, [0.85, 0.85])
     np.testing.assert_allclose(found[1].advantages, [-0.85])
     assert metrics == {"kl_reward_coefficient": 0.1, "kl_reward": pytest.approx(1.0)}
     # What is still to come: of the first token −0.1 − 0.2 + 5, of the second −0.2 + 5.
-    remax, _ = with_advantages([group], Algorithm(kind="remax"), baselines=[4.0], penalty=penalty)
+    remax, _ = with_advantages([group], AlgorithmSettings(kind="remax"), baselines=[4.0], penalty=penalty)
     np.testing.assert_allclose(remax[0][0].advantages, [0.7, 0.8])
 
 
 def test_the_coefficient_moves_after_the_step_and_is_saved():
-    penalty = KLPenalty(KLReward(coefficient=0.1, target=0.5, horizon=10))
+    penalty = KLPenalty(KLRewardSettings(coefficient=0.1, target=0.5, horizon=10))
     group = [experience(5.0, [-1.0, -1.0], [-2.0, -3.0]), experience(3.0, [-1.0], [-1.0])]
-    _, first = with_advantages([group], Algorithm(), penalty=penalty)
-    _, second = with_advantages([group], Algorithm(), penalty=penalty)
+    _, first = with_advantages([group], AlgorithmSettings(), penalty=penalty)
+    _, second = with_advantages([group], AlgorithmSettings(), penalty=penalty)
     assert first["kl_reward_coefficient"] == 0.1
     assert second["kl_reward_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
     again = KLPenalty(penalty.settings)
@@ -315,10 +315,10 @@ def test_the_greedy_sample_is_scored_and_not_trained_on(tmp_path, recipe, record
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return load_model(Model(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
+    return load_model(ModelSettings(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
 
 
-def update_of(model, samples: list[Experience], algorithm: Algorithm, budget: int) -> tuple[float, dict, dict]:
+def update_of(model, samples: list[Experience], algorithm: AlgorithmSettings, budget: int) -> tuple[float, dict, dict]:
     """Loss, gradient and metrics, summed over micro-batches."""
     model.zero_grad()
     loss, total, metrics = policy_loss(model, samples, algorithm, 0.9), 0.0, {}
@@ -334,7 +334,7 @@ def update_of(model, samples: list[Experience], algorithm: Algorithm, budget: in
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo", "policy_gradient"])
 def test_split_and_order_change_no_update(model, loss, aggregation):
     """With every other term beside it. Each sample alone, several to a micro-batch, and all in one; there and back."""
-    algorithm = Algorithm(loss=loss, aggregation=aggregation, **EVERYTHING)
+    algorithm = AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
     samples = weighted(samples_by_hand(), algorithm, horizon=12)
     total, gradient, metrics = update_of(model, samples, algorithm, 10_000)
     assert 0 < metrics["importance_bounded"] < 1
@@ -351,7 +351,7 @@ def test_the_supervised_term_is_a_mean_over_tokens_that_were_better(model):
     """Without any other term to speak of: A = 0 where it is not positive, so the rest of the loss is known too."""
     samples = [replace(s, advantages=np.full(s.num_targets, A)) for s, A in zip(samples_by_hand(), (2, -1, 1, 0, -3), strict=True)]
     for aggregation in ("token-mean", "seq-mean-token-mean"):
-        algorithm = Algorithm(loss="policy_gradient", aggregation=aggregation, positive_sft_coefficient=0.5)
+        algorithm = AlgorithmSettings(loss="policy_gradient", aggregation=aggregation, positive_sft_coefficient=0.5)
         found = weighted(samples, algorithm, horizon=12)
         better = sequence_weights(torch.tensor([1, 0, 3, 0, 0]), aggregation, horizon=12).tolist()
         assert [sample.positive_weight for sample in found] == better
@@ -445,7 +445,7 @@ def test_doctor_tells_what_is_seldom_meant(recipe):
 def test_recipe_lines_of_the_documentation_are_valid():
     rows = re.findall(r"^\| [^|]+ \| `(\{kind: [^`]+\})`", (REPOSITORY / "docs/algorithms.md").read_text(), re.MULTILINE)
     assert len(rows) >= 10
-    kinds, losses = (get_args(Algorithm.model_fields[name].annotation) for name in ("kind", "loss"))
-    found = [Algorithm(**yaml.safe_load(row)) for row in rows]
+    kinds, losses = (get_args(AlgorithmSettings.model_fields[name].annotation) for name in ("kind", "loss"))
+    found = [AlgorithmSettings(**yaml.safe_load(row)) for row in rows]
     assert {algorithm.kind for algorithm in found} == set(kinds) == {*KINDS, "ppo"}
     assert {algorithm.loss for algorithm in found} == set(losses)

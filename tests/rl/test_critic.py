@@ -25,9 +25,9 @@ from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import load_scalar
 from plaudit.objectives.advantages import gae
 from plaudit.objectives.value import clipped_value, explained_variance
-from plaudit.recipe import Algorithm, Critic, KLReward, Lora, Model
+from plaudit.recipe import AlgorithmSettings, CriticSettings, KLRewardSettings, LoraSettings, ModelSettings
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.recipe.rl import CriticOptim
+from plaudit.recipe.rl import CriticOptimSettings
 from plaudit.rl.estimators import critic_advantages, with_advantages
 from plaudit.rl.experience import updates
 from plaudit.rl.kl_penalty import KLPenalty
@@ -104,7 +104,7 @@ def test_gae_of_three_tokens():
 
 def test_advantages_of_a_step_are_whitened_gae_and_returns_are_not():
     rewards, values = [tensor(0, 0, 1), tensor(2)], [tensor(0.5, 0.25, 0.75), tensor(1)]
-    A, R = critic_advantages(rewards, values, Algorithm(kind="ppo"))
+    A, R = critic_advantages(rewards, values, AlgorithmSettings(kind="ppo"))
     # γ = λ = 1: what was paid less what was expected; the return is what was paid.
     raw = np.array([0.5, 0.75, 0.25, 1.0])
     np.testing.assert_allclose(np.concatenate(A), (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-12)
@@ -115,8 +115,8 @@ def test_kl_in_the_reward_is_part_of_what_the_critic_learns():
     """log π_old − log ref is 1 and 2, β = 0.1: of the first token −0.1 − 0.2 + 5 is to come, of the second −0.2 + 5."""
     one = experience(np.random.RandomState(0), 2, 2, reward=5.0, values=np.zeros(2, dtype=np.float32))
     one = replace(one, old_logprobs=np.array([-1.0, -1.0]), ref_logprobs=np.array([-2.0, -3.0]))
-    penalty = KLPenalty(KLReward(coefficient=0.1))
-    [[found]], _ = with_advantages([[one]], Algorithm(kind="ppo"), penalty=penalty)
+    penalty = KLPenalty(KLRewardSettings(coefficient=0.1))
+    [[found]], _ = with_advantages([[one]], AlgorithmSettings(kind="ppo"), penalty=penalty)
     assert found.returns is not None
     np.testing.assert_allclose(found.returns, [4.7, 4.8])
 
@@ -192,10 +192,10 @@ def gradient_of(modules: Sequence[torch.nn.Module], loss: Loss, samples: list[Ex
 def test_split_and_order_change_no_update(tiny_model, shared):
     if shared:
         policy, head = shared_of(tiny_model)
-        modules, settings = [policy.model, head.model], Critic(shared=True, clip=0.2)
+        modules, settings = [policy.model, head.model], CriticSettings(shared=True, clip=0.2)
 
         def loss_of(samples):
-            return shared_loss(policy.model, head, samples, Algorithm(kind="ppo"), settings, 0.9)
+            return shared_loss(policy.model, head, samples, AlgorithmSettings(kind="ppo"), settings, 0.9)
     else:
         critic = critic_that_knows(tiny_model)
         modules = [critic.model]
@@ -217,11 +217,11 @@ def test_split_and_order_change_no_update(tiny_model, shared):
 # On the policy's layers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": Lora(rank=2)}], ids=["whole", "lora"])
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraSettings(rank=2)}], ids=["whole", "lora"])
 def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_model, settings):
     """∂L = ∂L_policy + c · ∂L_V in the layers, ∂L_V in the head; both losses as they are by themselves."""
     policy, head = shared_of(tiny_model, **settings)
-    model, samples, algorithm = policy.model, valued_samples(), Algorithm(kind="ppo", entropy_coefficient=0.01)
+    model, samples, algorithm = policy.model, valued_samples(), AlgorithmSettings(kind="ppo", entropy_coefficient=0.01)
     for module in (model, head.model):
         module.double()
 
@@ -233,7 +233,7 @@ def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_mod
 
     alone, of_values = gradients(policy_loss(model, samples, algorithm, 0.9)), gradients(value_loss(values, samples, clip=0.5))
     for c in (0.0, 0.25):
-        both = gradients(shared_loss(model, head, samples, algorithm, Critic(shared=True, coefficient=c), 0.9))
+        both = gradients(shared_loss(model, head, samples, algorithm, CriticSettings(shared=True, coefficient=c), 0.9))
         assert both.keys() == of_values.keys() | alone.keys()
         for name, gradient in both.items():
             expected = of_values[name] if name == "1 weight" else alone[name] + c * of_values.get(name, 0.0)
@@ -242,9 +242,9 @@ def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_mod
 
 def test_a_pass_gives_the_log_probs_and_losses_of_two(tiny_model):
     policy, head = shared_of(tiny_model)
-    samples, algorithm = valued_samples(), Algorithm(kind="ppo")
+    samples, algorithm = valued_samples(), AlgorithmSettings(kind="ppo")
     batch = pack(samples)
-    both, metrics = shared_loss(policy.model, head, samples, algorithm, Critic(shared=True), 0.9)(batch)
+    both, metrics = shared_loss(policy.model, head, samples, algorithm, CriticSettings(shared=True), 0.9)(batch)
     alone, plain = policy_loss(policy.model, samples, algorithm, 0.9)(batch)
     of_values, _ = value_loss(lambda batch: head.values(target_states(policy.model, batch)), samples, clip=0.5)(batch)
     assert both.item() == pytest.approx(alone.item() + of_values.item())
@@ -299,7 +299,7 @@ def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_pa
 
 def test_what_ends_an_answer_does_not_pad_a_saved_critic(tiny_model, tmp_path):
     """transformers takes the value from the last token that is not the padding; and the policy's own tokenizer stays as it is."""
-    model = Model(path=str(tiny_model))
+    model = ModelSettings(path=str(tiny_model))
     template = load_model_template(model)
     template.tokenizer.pad_token = template.tokenizer.convert_ids_to_tokens(template.end_token)
     load_critic(model, template, CPU).save(tmp_path / "critic")
@@ -314,7 +314,7 @@ def test_a_new_head_begins_at_zero(tiny_model):
 
 
 def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
-    model = Model(path=str(tiny_model), dtype="bfloat16")
+    model = ModelSettings(path=str(tiny_model), dtype="bfloat16")
     critic = load_critic(model, load_model_template(model), CPU)
     assert critic.model.score.weight.dtype == torch.float32  # pyright: ignore
     assert critic.model.dtype == torch.bfloat16
@@ -322,11 +322,11 @@ def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
 
 
 def test_under_lora_adapters_and_head_learn_and_are_saved_merged(tiny_model, tmp_path):
-    critic = critic_of(tiny_model, lora=Lora(rank=2))
+    critic = critic_of(tiny_model, lora=LoraSettings(rank=2))
     trained = {name for name, _ in critic.trainable()}
     assert [name for name in trained if "lora_" not in name] == ["score.modules_to_save.default.weight"]
     samples = valued_samples()
-    trainer = Trainer(critic, CriticOptim(lr=1e-2), seed=0, max_skipped_steps=0)
+    trainer = Trainer(critic, CriticOptimSettings(lr=1e-2), seed=0, max_skipped_steps=0)
     for _ in range(2):
         trainer.update([pack(samples)], value_loss(partial(target_values, critic.model), samples, clip=None), 1e-2)
     critic.save(tmp_path / "critic")
@@ -345,7 +345,7 @@ def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
     """The reward is a function of the prompt's first token; the responses are noise."""
     chance = np.random.RandomState(0)
     critic = critic_of(tiny_model)
-    trainer = Trainer(critic, CriticOptim(lr=2e-3), seed=0, max_skipped_steps=0)
+    trainer = Trainer(critic, CriticOptimSettings(lr=2e-3), seed=0, max_skipped_steps=0)
     explained = []
     for _ in range(25):
         samples = []
@@ -356,7 +356,7 @@ def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
         with torch.no_grad():
             values = target_values(critic.model, pack(samples)).split([4] * 16)
         samples = [replace(s, values=v.numpy()) for s, v in zip(samples, values, strict=True)]
-        [samples], _ = with_advantages([samples], Algorithm(kind="ppo"))
+        [samples], _ = with_advantages([samples], AlgorithmSettings(kind="ppo"))
         explained.append(value_metrics(samples)["critic/explained_variance"])
         trainer.update([pack(samples)], value_loss(partial(target_values, critic.model), samples, clip=0.5), 2e-3)
     assert explained[0] < 0.2
@@ -571,10 +571,10 @@ def test_the_critic_is_part_of_what_a_run_is(recipe, tmp_path, tiny_model):
 
 
 def test_defaults():
-    critic = Critic()
-    assert critic.model(Model(path="policy", trust_remote_code=True)).path == "policy"
-    assert critic.model(Model(path="policy", trust_remote_code=True)).trust_remote_code
-    assert not Critic(path="other").model(Model(path="policy", trust_remote_code=True)).trust_remote_code
+    critic = CriticSettings()
+    assert critic.model(ModelSettings(path="policy", trust_remote_code=True)).path == "policy"
+    assert critic.model(ModelSettings(path="policy", trust_remote_code=True)).trust_remote_code
+    assert not CriticSettings(path="other").model(ModelSettings(path="policy", trust_remote_code=True)).trust_remote_code
     assert (critic.optim.lr, critic.optim.schedule, critic.clip) == (1e-5, "constant", 0.5)
 
 

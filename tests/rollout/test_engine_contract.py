@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models.trainable import load_policy
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.rollout.native.engine import NativeEngine
 from support.engine_contract import EngineContract, Subject, sharpen
 
@@ -38,7 +38,7 @@ ENGINES = {
 @pytest.fixture(scope="module", params=ENGINES)
 def subject(request, tiny_model) -> Subject:
     tokenizer = load_tokenizer(str(tiny_model))
-    model_settings = Model(path=str(tiny_model), dtype="float32")
+    model_settings = ModelSettings(path=str(tiny_model), dtype="float32")
     policy = load_policy(model_settings, load_template(tokenizer, None), torch.device("cpu"))
     return ENGINES[request.param](sharpen(policy.model), tokenizer)
 

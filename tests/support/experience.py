@@ -9,7 +9,7 @@ import torch
 from plaudit.data.templates import load_model_template
 from plaudit.models.critic import SharedCritic, load_critic
 from plaudit.models.trainable import TrainableModel, load_policy
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.types import Experience
 
 
@@ -43,13 +43,13 @@ CPU = torch.device("cpu")
 
 
 def critic_of(path: Path, **settings):
-    model = Model(path=str(path), dtype="float32", **settings)
-    return load_critic(model, load_model_template(Model(path=str(path))), CPU)
+    model = ModelSettings(path=str(path), dtype="float32", **settings)
+    return load_critic(model, load_model_template(ModelSettings(path=str(path))), CPU)
 
 
 def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
     """A policy, and a critic on its layers whose head is not at 0."""
-    model = Model(path=str(path), **{"dtype": "float32"} | settings)
+    model = ModelSettings(path=str(path), **{"dtype": "float32"} | settings)
     policy = load_policy(model, load_model_template(model), CPU)
     critic = SharedCritic(policy, model.path)
     torch.nn.init.normal_(critic.model.weight, generator=torch.Generator().manual_seed(1))

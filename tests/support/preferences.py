@@ -11,7 +11,7 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models.classifier import load_classifier
 from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import load_policy
-from plaudit.recipe import DPOLoss, Model, RewardModelLoss
+from plaudit.recipe import DPOLossSettings, ModelSettings, RewardModelLossSettings
 from plaudit.types import Pair
 
 CPU = torch.device("cpu")
@@ -26,14 +26,14 @@ def make_pairs(folder: Path, file: Path, *, scalar: bool) -> list[Pair]:
 
 def loaded(folder: Path, *, scalar: bool, **model):
     template = load_template(load_tokenizer(str(folder)), None)
-    return (load_classifier if scalar else load_policy)(Model(path=str(folder), dtype="float32", **model), template, CPU)
+    return (load_classifier if scalar else load_policy)(ModelSettings(path=str(folder), dtype="float32", **model), template, CPU)
 
 
 LOSSES = {
-    "sigmoid": DPOLoss(),
-    "cDPO with nll": DPOLoss(label_smoothing=0.2, nll_coefficient=0.3),
-    "ipo": DPOLoss(kind="ipo"),
-    "hinge": DPOLoss(kind="hinge", beta=0.01),
-    "reward model": RewardModelLoss(),
-    "reward model, centred": RewardModelLoss(centring_coefficient=0.1),
+    "sigmoid": DPOLossSettings(),
+    "cDPO with nll": DPOLossSettings(label_smoothing=0.2, nll_coefficient=0.3),
+    "ipo": DPOLossSettings(kind="ipo"),
+    "hinge": DPOLossSettings(kind="hinge", beta=0.01),
+    "reward model": RewardModelLossSettings(),
+    "reward model, centred": RewardModelLossSettings(centring_coefficient=0.1),
 }

@@ -10,7 +10,7 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import Model, Optim
+from plaudit.recipe import ModelSettings, OptimSettings
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer
 from plaudit.types import Batch, Conversation, Example
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def load(folder: Path, **model) -> TrainableModel:
     template = load_template(load_tokenizer(str(folder)), None)
-    return load_policy(Model(path=str(folder), **model), template, CPU)
+    return load_policy(ModelSettings(path=str(folder), **model), template, CPU)
 
 
 def rows_of(policy: TrainableModel, count: int = 4) -> list[Example]:
@@ -36,7 +36,7 @@ def nll_of(policy: TrainableModel, batches: Sequence[Batch]) -> Callable[[Batch]
 class ScheduledTrainer(Trainer):
     """One whose updates are steps of a schedule, with losses that are numbers alone, as most tests here have them."""
 
-    def __init__(self, policy: TrainableModel, optim: Optim, total_steps: int, max_skipped_steps: int):
+    def __init__(self, policy: TrainableModel, optim: OptimSettings, total_steps: int, max_skipped_steps: int):
         super().__init__(policy, optim, seed=0, max_skipped_steps=max_skipped_steps)
         self.optim, self.total_steps = optim, total_steps
 
@@ -45,7 +45,7 @@ class ScheduledTrainer(Trainer):
 
 
 def make_trainer(policy: TrainableModel, *, total_steps: int = 100, max_skipped_steps: int = 10, **optim) -> Trainer:
-    settings = Optim(**{"lr": 1e-3, "schedule": "constant", **optim})
+    settings = OptimSettings(**{"lr": 1e-3, "schedule": "constant", **optim})
     return ScheduledTrainer(policy, settings, total_steps, max_skipped_steps)
 
 

@@ -13,8 +13,8 @@ from plaudit.models.critic import target_values
 from plaudit.models.logprobs import target_logprobs
 from plaudit.objectives.supervised import nll
 from plaudit.preference.losses import dpo_loss, reward_model_loss
-from plaudit.recipe import Algorithm, Critic, Optim
-from plaudit.recipe.preference import RewardModelLoss
+from plaudit.recipe import AlgorithmSettings, CriticSettings, OptimSettings
+from plaudit.recipe.preference import RewardModelLossSettings
 from plaudit.rl.experience import weighted
 from plaudit.rl.policy_loss import policy_loss
 from plaudit.rl.value_loss import shared_loss, value_loss
@@ -40,13 +40,13 @@ def supervised(folder: Path, _: Path, **model):
 
 
 def reinforced(folder: Path, _: Path, loss: str, aggregation: str, budget: int = 20):
-    policy, algorithm = loaded(folder, scalar=False), Algorithm(loss=loss, aggregation=aggregation, **EVERYTHING)
+    policy, algorithm = loaded(folder, scalar=False), AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
     samples = weighted(samples_by_hand(), algorithm, horizon=12)
     return policy, policy_loss(policy.model, samples, algorithm, 0.9), micro_batches(samples, budget)
 
 
 def preferred(folder: Path, file: Path, name: str):
-    scalar = isinstance(LOSSES[name], RewardModelLoss)
+    scalar = isinstance(LOSSES[name], RewardModelLossSettings)
     policy, pairs = loaded(folder, scalar=scalar), make_pairs(folder, file, scalar=scalar)
     make = reward_model_loss if scalar else dpo_loss
     return policy, make(policy.model, pairs, LOSSES[name]), pair_micro_batches(pairs, 150)  # pyright: ignore
@@ -58,9 +58,13 @@ def valued(folder: Path, _: Path):
 
 
 def valued_by_the_policy(folder: Path, _: Path):
-    (policy, head), algorithm = shared_of(folder), Algorithm(kind="ppo")
+    (policy, head), algorithm = shared_of(folder), AlgorithmSettings(kind="ppo")
     samples = weighted(valued_samples(), algorithm, horizon=12)
-    return (policy, head), shared_loss(policy.model, head, samples, algorithm, Critic(shared=True), 0.9), micro_batches(samples, 20)
+    return (
+        (policy, head),
+        shared_loss(policy.model, head, samples, algorithm, CriticSettings(shared=True), 0.9),
+        micro_batches(samples, 20),
+    )
 
 
 CASES: dict[str, Case] = {
@@ -79,7 +83,7 @@ def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
     """What updates return, what the first one's gradients were (Adam's first moment), and the weights after the last."""
     models, loss, batches = case(folder, pairs)
     models = models if isinstance(models, tuple) else (models,)
-    trainers = [Trainer(model, Optim(lr=1e-3), seed=3, max_skipped_steps=0, world=world) for model in models]
+    trainers = [Trainer(model, OptimSettings(lr=1e-3), seed=3, max_skipped_steps=0, world=world) for model in models]
     told, first = [], {}
     for _ in range(UPDATES):
         for i, trainer in enumerate(trainers):

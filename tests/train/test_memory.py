@@ -23,7 +23,7 @@ from plaudit.models.liger import use_liger
 from plaudit.models.memory import Budget, plan_memory
 from plaudit.models.products import side_by_side, together
 from plaudit.models.weights import OffloadedModule
-from plaudit.recipe import Lora, Model, Optim
+from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
 from plaudit.train.checkpoint import find_checkpoint, save_checkpoint
@@ -94,8 +94,8 @@ def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
 
 def test_on_a_cpu_offload_is_nothing(tiny_model):
     policy = load(tiny_model, dtype="bfloat16")
-    kept = Optimiser(policy.trainable(), Optim(offload=True)).resident_bytes
-    assert kept == Optimiser(policy.trainable(), Optim()).resident_bytes > 0
+    kept = Optimiser(policy.trainable(), OptimSettings(offload=True)).resident_bytes
+    assert kept == Optimiser(policy.trainable(), OptimSettings()).resident_bytes > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,7 +126,7 @@ def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
 
 def test_a_parameter_without_gradient_is_left_alone(apart):
     parameters = {name: nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for name in ("learns", "rests")}
-    optimiser = Optimiser(parameters.items(), Optim(lr=0.1, weight_decay=0.5, offload=True))
+    optimiser = Optimiser(parameters.items(), OptimSettings(lr=0.1, weight_decay=0.5, offload=True))
     parameters["learns"].sum().backward()
     optimiser.step(0.1)
     assert torch.equal(parameters["rests"], torch.ones(3, 4, dtype=torch.bfloat16))
@@ -263,7 +263,7 @@ def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
     config.save_pretrained(tmp_path)
 
     def kept(device: str = "cuda", dtype: Any = "bfloat16", *, scalar: bool = False, **settings: Any) -> float:
-        model = Model(path=str(tmp_path), dtype=dtype, **settings)
+        model = ModelSettings(path=str(tmp_path), dtype=dtype, **settings)
         plan = plan_memory(model, torch.device(device), tokens_per_micro_batch=1000, scalar=scalar)
         return plan.activations / plan.layers / (1000 * (2 if dtype == "bfloat16" else 4))
 
@@ -272,7 +272,7 @@ def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
     expected = 7 * h + 2 * q + 2 * k + 3 * f + (q + 2 * k if kind == "qwen3" else 0)
     assert kept() == kept(scalar=True) == kept(liger=True) == expected
     whole = 13 * h + 2 * k + 4 * f
-    assert kept("cpu") == kept(dtype="float32") == kept(lora=Lora(rank=4)) == whole
+    assert kept("cpu") == kept(dtype="float32") == kept(lora=LoraSettings(rank=4)) == whole
     config.attention_dropout = 0.1
     config.save_pretrained(tmp_path)
     assert kept() == whole

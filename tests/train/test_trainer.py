@@ -19,7 +19,7 @@ from plaudit.models import attention, logprobs
 from plaudit.models.residual import keep_residual_precise
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.verify import verify_packed
-from plaudit.recipe import Lora, Model, Optim
+from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.train.optimiser import Optimiser
 from plaudit.train.schedule import lr_at
 from plaudit.types import Batch
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 TRAINED = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
-    "lora": {"dtype": "float32", "lora": Lora(rank=8, alpha=16.0)},
-    "lora on bf16": {"dtype": "bfloat16", "lora": Lora(rank=8, alpha=16.0)},
+    "lora": {"dtype": "float32", "lora": LoraSettings(rank=8, alpha=16.0)},
+    "lora on bf16": {"dtype": "bfloat16", "lora": LoraSettings(rank=8, alpha=16.0)},
 }
 
 
@@ -58,7 +58,7 @@ def away_from_start(policy: TrainableModel) -> TrainableModel:
 
 def shares(total_steps: int, **optim) -> list[float]:
     """The learning rate of every step, in parts of the peak."""
-    settings = Optim(lr=2e-4, **optim)
+    settings = OptimSettings(lr=2e-4, **optim)
     return [lr_at(step, total_steps, settings) / 2e-4 for step in range(total_steps)]
 
 
@@ -115,7 +115,9 @@ def test_adamw_by_hand():
     torch.manual_seed(0)
     parameters = {"matrix": nn.Parameter(torch.randn(3, 4)), "bias": nn.Parameter(torch.randn(4))}
     expected = {name: p.detach().double() for name, p in parameters.items()}
-    optimiser = Optimiser(parameters.items(), Optim(lr=1.0, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=None))
+    optimiser = Optimiser(
+        parameters.items(), OptimSettings(lr=1.0, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=None)
+    )
     mean = {name: torch.zeros_like(w) for name, w in expected.items()}
     square = {name: torch.zeros_like(w) for name, w in expected.items()}
     for k, lr in enumerate((0.1, 0.05, 0.02), start=1):
@@ -149,7 +151,7 @@ def test_clipping():
     def clipped(max_grad_norm: float | None) -> tuple[float, list[float]]:
         a, b = nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))
         a.grad, b.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
-        norm = Optimiser([("a", a), ("b", b)], Optim(max_grad_norm=max_grad_norm)).clip()
+        norm = Optimiser([("a", a), ("b", b)], OptimSettings(max_grad_norm=max_grad_norm)).clip()
         return norm.item(), [a.grad.item(), b.grad.item()]
 
     assert clipped(1.0) == (5.0, pytest.approx([0.6, 0.8], rel=1e-6))
@@ -188,7 +190,7 @@ def test_small_updates_add_up():
     """Below 1, bf16 numbers are 1/256 apart: a step of 1e-4 is lost on them, twenty of them in the master are not."""
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     assert torch.equal(parameter - 1e-4, parameter)
-    optimiser = Optimiser([("w", parameter)], Optim(lr=1e-4, max_grad_norm=None))
+    optimiser = Optimiser([("w", parameter)], OptimSettings(lr=1e-4, max_grad_norm=None))
     values = []
     for _ in range(25):
         parameter.sum().backward()
@@ -203,7 +205,7 @@ def test_small_updates_add_up():
 def test_gradients_of_micro_batches_add_up_in_fp32():
     """1 and 256 times 1/512 are 1.5; in bf16 each of those would be lost on the 1."""
     parameter = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
-    optimiser = Optimiser([("w", parameter)], Optim(max_grad_norm=None))
+    optimiser = Optimiser([("w", parameter)], OptimSettings(max_grad_norm=None))
     for slope in (1.0, *[1 / 512] * 256):
         (parameter * slope).sum().backward()
     assert optimiser.clip().item() == pytest.approx(2 * 1.5)  # the norm of four times 1.5
@@ -314,7 +316,7 @@ def test_learns_a_few_rows_by_heart(tiny_model, tmp_path, how):
 
 def test_dropout_is_keyed_by_the_step(tiny_model):
     """A repeated step draws what it drew before, whatever was drawn in between; another step draws something else."""
-    policy = away_from_start(load(tiny_model, lora=Lora(rank=8, alpha=64.0, dropout=0.5)))
+    policy = away_from_start(load(tiny_model, lora=LoraSettings(rank=8, alpha=64.0, dropout=0.5)))
     trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64)
     loss = nll_of(policy, batches)
     trainer.update(batches, loss)
@@ -386,7 +388,7 @@ def test_a_saved_model_is_a_plain_one(base_model, tmp_path, kind, how):
 
 
 def test_saving_does_not_change_what_is_trained(tiny_model, tmp_path):
-    policy = away_from_start(load(tiny_model, lora=Lora(rank=4)))
+    policy = away_from_start(load(tiny_model, lora=LoraSettings(rank=4)))
     trainer, batches = make_trainer(policy), [pack(rows_of(policy))]
     before = snapshot(trainer)
     policy.save(tmp_path / "saved")
@@ -397,7 +399,7 @@ def test_saving_does_not_change_what_is_trained(tiny_model, tmp_path):
 def test_an_adapter_saved_alone_is_one_that_peft_loads(tiny_model, tmp_path):
     from peft import PeftModel
 
-    policy = away_from_start(load(tiny_model, lora=Lora(rank=4, merge_on_save=False)))
+    policy = away_from_start(load(tiny_model, lora=LoraSettings(rank=4, merge_on_save=False)))
     policy.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "saved" / "model.safetensors").exists()
@@ -438,7 +440,7 @@ def test_incomplete_weights_are_refused(tiny_model, tmp_path):
 @pytest.mark.parametrize(("kind", "targets"), [("llama", ".*head"), ("qwen2", ("embed_tokens", "q_proj"))])
 def test_adapters_on_the_head_are_refused(tiny_models, kind, targets):
     with pytest.raises(RecipeError, match=r"model\.lora\.targets: the output head"):
-        load(tiny_models[kind], lora=Lora(targets=targets))
+        load(tiny_models[kind], lora=LoraSettings(targets=targets))
 
 
 SMALL = {
@@ -530,7 +532,7 @@ def test_a_generation_config_that_transformers_would_not_save_is_mended(tmp_path
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**config, "do_sample": False, "temperature": 0.6, "top_p": 0.9}))
     template = load_template(load_tokenizer(str(folder)), None)
-    load_policy(Model(path=str(folder)), template, torch.device("cpu")).save(tmp_path / "saved")
+    load_policy(ModelSettings(path=str(folder)), template, torch.device("cpu")).save(tmp_path / "saved")
     assert not json.loads((tmp_path / "saved/generation_config.json").read_text()).get("do_sample")
 
 
@@ -540,7 +542,7 @@ def test_positions_that_depend_on_the_batch_are_refused(tmp_path, tiny_model):
     config["rope_parameters"] = {**config["rope_parameters"], "rope_type": "dynamic", "factor": 2.0}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match="dynamic position embeddings depend on what else is in the batch"):
-        load_policy(Model(path=str(folder)), load_template(load_tokenizer(str(folder)), None), torch.device("cpu"))
+        load_policy(ModelSettings(path=str(folder)), load_template(load_tokenizer(str(folder)), None), torch.device("cpu"))
 
 
 def test_a_deep_model_with_large_logits_in_bf16_is_not_refused(tmp_path, rows_file):

@@ -28,7 +28,7 @@ from plaudit.models.logprobs import target_logprobs
 from plaudit.models.residual import is_precise, keep_residual_precise
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import Lora, Model
+from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native import forward
@@ -67,7 +67,7 @@ def mixed_requests(limits: Sequence[int | None] = (20, 3, None, 40, 1, 12, 25)) 
 
 def load_as_it_is(folder: Path, **model) -> TrainableModel:
     template = load_template(load_tokenizer(str(folder)), None)
-    return load_policy(Model(path=str(folder), **model), template, torch.device("cpu"))
+    return load_policy(ModelSettings(path=str(folder), **model), template, torch.device("cpu"))
 
 
 def load(folder: Path, **model) -> TrainableModel:
@@ -458,7 +458,7 @@ def test_bf16(tiny_models):
 @pytest.fixture
 def adapted(tiny_models) -> TrainableModel:
     """With adapters that do something, and dropout that would be seen."""
-    policy = load(tiny_models["qwen2"], lora=Lora(rank=4, alpha=8.0, dropout=0.5))
+    policy = load(tiny_models["qwen2"], lora=LoraSettings(rank=4, alpha=8.0, dropout=0.5))
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.trainable():

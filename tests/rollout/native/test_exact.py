@@ -10,7 +10,7 @@ from plaudit.models.attention import NAME, packed_arguments
 from plaudit.models.fused import ready_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import load_model
-from plaudit.recipe import Model
+from plaudit.recipe import ModelSettings
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.types import Example
@@ -41,7 +41,7 @@ def agrees(model, count: int, longest: int, new: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_and_trainer_agree(tiny_models, kind, dtype):
     """Few sequences and many, short ones and such as attention splits."""
-    model = load_model(Model(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda")).to(getattr(torch, dtype))
+    model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda")).to(getattr(torch, dtype))
     for count, new in ((40, 60), (3, 700)):
         agrees(model, count, 300, new)
 
@@ -63,8 +63,8 @@ def test_they_agree_in_the_widths_of_large_models(count):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(tiny_models, kind):
     """Of the same weights in fp32 and on the CPU, up to what bf16 rounds."""
-    half = load_model(Model(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda"))
-    exact = load_model(Model(path=str(tiny_models[kind]), dtype="float32"), torch.device("cpu"))
+    half = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda"))
+    exact = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="float32"), torch.device("cpu"))
     exact.load_state_dict({name: value.float().cpu() for name, value in half.state_dict().items()})
     sequences = [np.arange(length) % 300 for length in (20, 1, 300)]
     examples = [Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences]

@@ -563,10 +563,10 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
     from plaudit.models.trainable import load_model
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
     from plaudit.types import Example
 
-    recipe = Model(path=str(tiny_models[kind]), dtype="float32")
+    recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32")
     theirs, ours, apart = (load_model(recipe, DEVICE) for _ in range(3))
     monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
     for model in (ours, apart):
@@ -887,7 +887,7 @@ def test_kernels_draw_what_plain_draws(monkeypatch):
 def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings):
     """As on a GPU, but for graphs: the samples that torch gives, with rows that come and go and blocks that are shared."""
     from plaudit.models.trainable import load_model
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
     from plaudit.rollout.engine import Request
     from plaudit.rollout.native import forward
     from plaudit.rollout.native.engine import NativeEngine
@@ -897,7 +897,7 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings
     monkeypatch.setattr(sampler, "TILE", 64)
 
     def samples(device: torch.device) -> dict:
-        model = load_model(Model(path=str(tiny_models[kind]), dtype="float32"), device)
+        model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="float32"), device)
         engine = NativeEngine(model, None, max_sequences=4, block_tokens=16)
         return {(s.prompt_id, s.index): s for s in engine.generate(requests, sampling)}
 
@@ -920,11 +920,11 @@ def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
     from plaudit.models.trainable import load_model
-    from plaudit.recipe import Model
+    from plaudit.recipe import ModelSettings
     from plaudit.rollout.native import whole
     from plaudit.types import Example
 
-    model = load_model(Model(path=str(tiny_models[kind]), dtype=str(dtype).removeprefix("torch.")), DEVICE).get_decoder()
+    model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype=str(dtype).removeprefix("torch.")), DEVICE).get_decoder()
     sequences = [np.arange(length) % 300 for length in (20, 1, 37)]
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
     with torch.no_grad():
