@@ -84,7 +84,7 @@ def offload(job: dict) -> dict:
 
     from plaudit.models.weights import RESIDENT_MODELS
     from plaudit.recipe.reward_models import RewardModel
-    from plaudit.reward_models.local import Local
+    from plaudit.reward_models.local import LocalModel
     from plaudit.rollout.engine import Sampling
     from plaudit.rollout.native.engine import NativeEngine
 
@@ -110,7 +110,9 @@ def offload(job: dict) -> dict:
     cycles: list[dict] = []
 
     async def run() -> None:
-        model = Local(RewardModel(path=job["folder"], placement="offload", dtype="bfloat16", device=job["device"]), scalar=True)
+        model = LocalModel(
+            RewardModel(path=job["folder"], placement="offload", dtype="bfloat16", device=job["device"]), scalar=True
+        )
         await model.open()
         for _ in range(1 + CYCLES):
             list(policy.generate(requests, Sampling(max_new_tokens=32, seed=0)))
@@ -118,7 +120,7 @@ def offload(job: dict) -> dict:
             await model.load()
             marks.append(time.perf_counter())
             during = used()
-            verdicts = await model.judge(talks)
+            verdicts = await model.score(talks)
             after_scoring = used()
             marks.append(time.perf_counter())
             await model.unload()

@@ -112,16 +112,16 @@ async def measure(client: str, url: str, in_flight: int, calls: int) -> dict:
 async def plaudit(url: str, in_flight: int):
     from plaudit import __version__
     from plaudit.recipe.reward_models import RewardModel
-    from plaudit.reward_models.backend import Question, Writing
-    from plaudit.reward_models.client import Client
+    from plaudit.reward_models.backend import GenerationRequest, SamplingParams
     from plaudit.reward_models.connection import Limits
+    from plaudit.reward_models.server_client import ServerClient
 
-    client = Client(RewardModel(placement="server", url=(url,)), limits=Limits(at_once=in_flight))
+    client = ServerClient(RewardModel(placement="server", url=(url,)), limits=Limits(at_once=in_flight))
     await client.open()
 
     async def ask(questions: list[str]) -> list[str | None]:
-        asked = [Question([{"role": "user", "content": question}], key=question[:14]) for question in questions]
-        return [answer.text for answer in await client.write(asked, Writing(256))]
+        asked = [GenerationRequest([{"role": "user", "content": question}], key=question[:14]) for question in questions]
+        return [answer.text for answer in await client.generate(asked, SamplingParams(256))]
 
     return ask, __version__
 

@@ -15,9 +15,9 @@ from plaudit.doctor.reward_models import Patient, Reader, as_sent
 from plaudit.doctor.rewards import pretended
 from plaudit.doctor.watched import Asked, Notes
 from plaudit.recipe import RLRecipe, View
-from plaudit.reward_models.backend import Backend, Question
+from plaudit.reward_models.backend import Backend, GenerationRequest
 from plaudit.rewards.judges.group_judge import GroupJudge
-from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rewards.view import see
 from plaudit.types import Prompt
@@ -68,7 +68,7 @@ def find_clashes(patient: Patient, policy: PolicySide | None) -> Iterator[Findin
 
 
 def _template(name: str, reward: ModelReward, reader: Reader | None, asked: Asked) -> Iterator[Finding]:
-    raw = isinstance(asked, Question) and asked.text is not None
+    raw = isinstance(asked, GenerationRequest) and asked.text is not None
     if reader is None:
         if raw and reward.model.dialect != "vllm":
             yield (
@@ -83,7 +83,7 @@ def _template(name: str, reward: ModelReward, reader: Reader | None, asked: Aske
         what = "it has no chat template of its own, and is asked in" if own is None else "not its own chat template is used, but"
         if own != reader.template_text:
             yield "!", f"{name}: {what} {chosen}: it should be the one that it was trained with"
-    messages = asked.messages if isinstance(asked, Question) else asked
+    messages = asked.messages if isinstance(asked, GenerationRequest) else asked
     if not raw and not any(message["role"] == "system" for message in messages) and (added := _default_system(reader)):
         where = "set `system` on the reward" if not reward.scalar else "give the rows a system message"
         yield (
@@ -183,7 +183,7 @@ def _tokens(name: str, asked: Sequence[Asked], reader: Reader | None, policy: Po
     tokenizer: Any = policy.template.tokenizer
     # What is special is not in a response's text; other tokens of its own are.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ready = [one.text for one in asked if isinstance(one, Question) and one.text is not None]
+    ready = [one.text for one in asked if isinstance(one, GenerationRequest) and one.text is not None]
     data = [str(message.get("content") or "") for prompt in policy.prompts for message in prompt.messages]
     data += [str(prompt.extra_info["rm_prompt"]) for prompt in policy.prompts if "rm_prompt" in prompt.extra_info]
     for token in sorted(special | set(tokenizer.get_added_vocab())):

@@ -17,7 +17,7 @@ from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
-from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.train.memory_plan import RESIDENT, models_asked, plan_critic, plan_policy, settle_checkpointing
 
 VLLM_SHARE = 0.9

@@ -36,7 +36,7 @@ from plaudit.recipe import (
     TrainingRecipe,
 )
 from plaudit.rewards.combine import has_reward
-from plaudit.rewards.judges.model_backed import models_of
+from plaudit.rewards.judges.model_rewards import models_of
 from plaudit.train.memory_plan import plan_devices, settle_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 

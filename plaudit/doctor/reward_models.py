@@ -21,10 +21,10 @@ from plaudit.models.memory import count_parameters
 from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe.rewards import Limits
-from plaudit.reward_models.backend import Backend, Question, Reading
-from plaudit.reward_models.choose import backend_for
+from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
+from plaudit.reward_models.model_registry import build_backend
 from plaudit.rewards.client import ROWS_FAULTS
-from plaudit.rewards.judges.model_backed import ModelReward, rewards_inside, shortened
+from plaudit.rewards.judges.model_rewards import ModelReward, rewards_inside, shortened
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Prompt, Score
@@ -70,7 +70,7 @@ class Patient:
         self.readers: dict[str, Reader | None] = {}
 
     def _watch(self, name: str, reward: ModelReward) -> Backend:
-        watched = Watched(backend_for(reward.model, scalar=reward.scalar), reward.model)
+        watched = Watched(build_backend(reward.model, scalar=reward.scalar), reward.model)
         self.watched[name] = reward, watched
         return watched
 
@@ -176,7 +176,7 @@ class Patient:
                     continue
             except RENDER_ERRORS:
                 pass
-            what = "text" if isinstance(asked, Question) and asked.text is not None else "messages"
+            what = "text" if isinstance(asked, GenerationRequest) and asked.text is not None else "messages"
             yield (
                 f"The {what} that reward {name} sends to {', '.join(reward.model.url)}, which renders them itself",
                 Text(redact(as_sent(asked))),
@@ -194,7 +194,7 @@ def _in_the_folder(path: str, trust_remote_code: bool) -> str:
         return path
 
 
-def _reader(reward: ModelReward, reads: Reading) -> Reader | None:
+def _reader(reward: ModelReward, reads: ModelInfo) -> Reader | None:
     if reads.template is not None:
         return Reader(reads.template)
     model = reward.model
@@ -214,7 +214,7 @@ def _marked(text: str, reader: Reader) -> Text:
 
 
 def as_sent(asked: Asked) -> str:
-    if isinstance(asked, Question):
+    if isinstance(asked, GenerationRequest):
         if asked.text is not None:
             return asked.text
         asked = asked.messages

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from plaudit.errors import RecipeError
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.types import Failure, Message
 
 T = TypeVar("T")
-Asked = Question | list[Message]
+Asked = GenerationRequest | list[Message]
 """A judge's prompt, or the conversation that a scalar model scores."""
 OPEN_S = 60.0
 """How long a server may take to be met …"""
@@ -31,7 +31,7 @@ class Watched(Backend):
     def __init__(self, inner: Backend, settings: RewardModel):
         self.inner, self.usage, self._settings = inner, inner.usage, settings
         self._here = settings.placement in ("resident", "offload")
-        self.reads = Reading()
+        self.reads = ModelInfo()
         self.opened = self._hangs = False
         self.seconds = 0.0
         """To open it, and to load it if it is offloaded."""
@@ -48,7 +48,7 @@ class Watched(Backend):
         except TimeoutError:
             raise RecipeError(f"{', '.join(self._settings.url) or self._settings.path}: not open after {patience:g} s") from None
         self.seconds += time.monotonic() - began
-        self.opened, self.reads = True, self.inner.reading()
+        self.opened, self.reads = True, self.inner.info()
 
     async def close(self) -> None:
         await self.inner.close()
@@ -61,35 +61,35 @@ class Watched(Backend):
     async def unload(self) -> None:
         await self.inner.unload()
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
-        self.asked += questions
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        self.asked += requests
         if self._here:
-            answers = await self.inner.write(questions, await self._bounded(questions, writing))
+            answers = await self.inner.generate(requests, await self._bounded(requests, params))
             return [self._waited_for(answer) for answer in answers]
-        writing = replace(writing, timeout_s=min(writing.timeout_s, ANSWER_S))
-        late = Answer(None, Failure("timeout", f"no answer within {writing.timeout_s:g} s"))
+        params = replace(params, timeout_s=min(params.timeout_s, ANSWER_S))
+        late = Answer(None, Failure("timeout", f"no answer within {params.timeout_s:g} s"))
         if self._hangs:
-            return [late] * len(questions)
+            return [late] * len(requests)
         # Its own limit comes first, and has more to say.
-        answers = await _within(writing.timeout_s + 5.0, self.inner.write(questions, writing), [late] * len(questions))
+        answers = await _within(params.timeout_s + 5.0, self.inner.generate(requests, params), [late] * len(requests))
         self._hangs = any(answer.failure is not None and answer.failure.cause == "timeout" for answer in answers)
         return answers
 
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         self.asked += conversations
-        late = Verdict(None, Failure("timeout", f"no number within {ANSWER_S:g} s"))
-        return await _within(ANSWER_S, self.inner.judge(conversations), [late] * len(conversations))
+        late = ScalarScore(None, Failure("timeout", f"no number within {ANSWER_S:g} s"))
+        return await _within(ANSWER_S, self.inner.score(conversations), [late] * len(conversations))
 
-    async def _bounded(self, questions: Sequence[Question], writing: Writing) -> Writing:
+    async def _bounded(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> SamplingParams:
         """In this process an answer cannot be interrupted. So it is as long as the patience lasts, at the speed of a trial."""
-        if self.cut_at is None and writing.max_new_tokens > 4 * TRIAL_TOKENS:
+        if self.cut_at is None and params.max_new_tokens > 4 * TRIAL_TOKENS:
             began = 0.0
             for _ in range(2):  # the first one also warms up
                 began = time.monotonic()
-                await self.inner.write(questions, replace(writing, max_new_tokens=TRIAL_TOKENS))
+                await self.inner.generate(requests, replace(params, max_new_tokens=TRIAL_TOKENS))
             fits = int(WRITING_S * TRIAL_TOKENS / (time.monotonic() - began))
-            self.cut_at = max(TRIAL_TOKENS, fits) if fits < writing.max_new_tokens else None
-        return writing if self.cut_at is None else replace(writing, max_new_tokens=self.cut_at)
+            self.cut_at = max(TRIAL_TOKENS, fits) if fits < params.max_new_tokens else None
+        return params if self.cut_at is None else replace(params, max_new_tokens=self.cut_at)
 
     def _waited_for(self, answer: Answer) -> Answer:
         if self.cut_at is None or not answer.truncated:
@@ -117,10 +117,10 @@ class Notes(Backend):
 
     async def close(self) -> None: ...
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
-        self.asked += questions
-        return [Answer(self.answer)] * len(questions)
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        self.asked += requests
+        return [Answer(self.answer)] * len(requests)
 
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         self.asked += conversations
-        return [Verdict(0.0)] * len(conversations)
+        return [ScalarScore(0.0)] * len(conversations)

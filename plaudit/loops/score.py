@@ -20,7 +20,7 @@ from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import StepProgress, print_line
 from plaudit.resumable import open_resumable
-from plaudit.reward_models.pool import Amounts, said
+from plaudit.reward_models.model_registry import UsageTotals, describe_usage
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.client import GIVEN_UP
 from plaudit.rewards.combine import NO_REWARD
@@ -51,7 +51,7 @@ class Summary:
     messages: dict[str, str] = field(default_factory=dict)
     """The first of each cause."""
     seconds: float = 0.0
-    models: dict[str, Amounts] = field(default_factory=dict)
+    models: dict[str, UsageTotals] = field(default_factory=dict)
     """What was asked of each."""
 
     def add(self, scored: ScoredGroup) -> None:
@@ -74,7 +74,7 @@ class Summary:
             parts.append(f"{self.failures.total():,} without a value ({causes})")
         if self.seconds:
             parts.append(f"{self.samples / self.seconds:,.0f} responses/s")
-        parts += [f"{name}: {said(amounts)}" for name, amounts in self.models.items()]
+        parts += [f"{name}: {describe_usage(amounts)}" for name, amounts in self.models.items()]
         return "; ".join(parts)
 
 

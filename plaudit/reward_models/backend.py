@@ -1,6 +1,6 @@
 """What a reward asks of a model: to write an answer, or to give a number. Where the model lives does not matter here.
 
-Both never raise for one question: what could not be answered comes back as a failure with its cause (`timeout`, `http`, `refused`,
+Both never raise for one request: what could not be answered comes back as a failure with its cause (`timeout`, `http`, `refused`,
 `reset`, `garbage`, `died`, …), next to the answers of the others.
 """
 
@@ -13,7 +13,7 @@ from plaudit.types import Failure, Message
 
 
 @dataclass(frozen=True)
-class Question:
+class GenerationRequest:
     """One prompt for a generating judge."""
 
     messages: list[Message]
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScalarScore:
     """A scalar model's number."""
 
     value: float | None
@@ -54,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Writing:
+class SamplingParams:
     """How an answer is written."""
 
     max_new_tokens: int
@@ -69,7 +69,7 @@ class Writing:
 
 @dataclass
 class Usage:
-    """Counts since the model was opened. calls = questions + retries, and faults = retries + failures."""
+    """Counts since the model was opened. calls = requests + retries, and faults = retries + failures."""
 
     calls: int = 0
     """Tries, the repeated ones included."""
@@ -78,7 +78,7 @@ class Usage:
     prompt_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
-    """From asking to answer, added up over all questions, side by side or not."""
+    """From asking to answer, added up over all requests, side by side or not."""
     failures: dict[str, int] = field(default_factory=dict)
     """Questions without an answer, by cause."""
     faults: dict[str, int] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ModelInfo:
     """How a model that is open reads what it is asked, as far as that is known here."""
 
     template: Any = None
@@ -118,11 +118,11 @@ class Backend(ABC):
         """Also when `open` failed or was never called."""
 
     @abstractmethod
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
         """An answer to each, in order."""
 
     @abstractmethod
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         """A scalar model's number for each conversation, which ends with the assistant's message."""
 
     @property
@@ -136,6 +136,6 @@ class Backend(ABC):
     async def unload(self) -> None:  # noqa: B027
         """placement: offload. Off it again; its memory is really returned."""
 
-    def reading(self) -> Reading:
+    def info(self) -> ModelInfo:
         """Once it is open."""
-        return Reading()
+        return ModelInfo()

@@ -24,7 +24,7 @@ import aiohttp
 from plaudit.errors import RecipeError, redact
 from plaudit.recipe.reward_models import CallLimits as Limits
 from plaudit.reward_models.backend import Usage
-from plaudit.reward_models.pace import Pace
+from plaudit.reward_models.rate_limit import RateLimiter
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.types import Failure
 
@@ -67,7 +67,7 @@ class Connection:
         self._key = ""
         self._session: aiohttp.ClientSession | None = None
         self._places = asyncio.Semaphore(limits.at_once)
-        self.pace = Pace(limits.per_s, limits.tokens_per_minute)
+        self.rate_limiter = RateLimiter(limits.per_s, limits.tokens_per_minute)
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -107,13 +107,13 @@ class Connection:
         # Text may hold half of a surrogate pair, which no server can read: UTF-8 with '?' instead.
         data = _ENCODER.encode(body).encode("utf-8", "replace")
         async with self._places:
-            reserved = await self.pace.begin(guess=len(data) / BYTES_PER_TOKEN)
+            reserved = await self.rate_limiter.begin(guess=len(data) / BYTES_PER_TOKEN)
             began = time.monotonic()
             try:
                 return await self._with_retries(path, data, read, affinity, began + limit_s)
             finally:
                 self.usage.seconds += time.monotonic() - began
-                self.pace.release(reserved)
+                self.rate_limiter.release(reserved)
 
     async def _with_retries(self, path: str, data: bytes, read: Callable[[Any], T], affinity: str, deadline: float) -> T | Failure:
         avoid = None
@@ -132,7 +132,7 @@ class Connection:
                 tries = f" ({tried + 1} tries)" if tried else ""
                 return Failure(found.cause, self.clean(f"{replica.url(path)}: {found.message}{tries}"))
             await asyncio.sleep(wait)
-            self.pace.repeat()
+            self.rate_limiter.repeat()
             avoid = replica
         raise AssertionError("not reached")
 

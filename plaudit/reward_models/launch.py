@@ -23,13 +23,13 @@ import aiohttp
 from plaudit.errors import RecipeError, redact
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
-from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
-from plaudit.reward_models.client import Client
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.connection import Limits
+from plaudit.reward_models.server_client import ServerClient
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
-Result = TypeVar("Result", Answer, Verdict)
+Result = TypeVar("Result", Answer, ScalarScore)
 HOST = "127.0.0.1"
 SAY_EVERY_S = 10.0
 STOP_S = 15.0
@@ -99,7 +99,7 @@ class ServerProcess:
         self._guard.wait()
 
 
-class Launched(Backend):
+class LaunchedServer(Backend):
     def __init__(
         self,
         model: RewardModel,
@@ -117,7 +117,7 @@ class Launched(Backend):
         self._log = log or Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
         self._program, self._environment = tuple(program) or _vllm(model.program), {**os.environ, **(environment or {})}
         self._server: ServerProcess | None = None
-        self._client: Client | None = None
+        self._client: ServerClient | None = None
         self._restarts = 0
         self._restarting: asyncio.Task[None] | None = None
         self._given_up: Failure | None = None
@@ -157,7 +157,7 @@ class Launched(Backend):
         key = self.model.credential or ("VLLM_API_KEY" if self._environment.get("VLLM_API_KEY") else None)
         model = self.model.model_copy(update={"credential": key})
         url = f"http://{HOST}:{self.port}"
-        self._client = Client(model, urls=[url], scalar=self.scalar, limits=self._limits, wait_s=10.0)
+        self._client = ServerClient(model, urls=[url], scalar=self.scalar, limits=self._limits, wait_s=10.0)
         self.usage = self._client.usage
         try:
             await self._start()
@@ -166,7 +166,7 @@ class Launched(Backend):
             await self.close()
             raise
 
-    async def _first_answer(self, client: Client) -> None:
+    async def _first_answer(self, client: ServerClient) -> None:
         try:
             await client.open()
         except RecipeError as error:
@@ -238,22 +238,22 @@ class Launched(Backend):
             # Shielded: a task that is cancelled here must not leave a server behind.
             await asyncio.shield(asyncio.to_thread(server.stop, self._stop_s))
 
-    def reading(self) -> Reading:
+    def info(self) -> ModelInfo:
         assert self._client is not None, "it was never opened"
-        return self._client.reading()
+        return self._client.info()
 
     # Asking -----------------------------------------------------------------------------------------------------------
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
-        return await self._asked(questions, lambda client, part: client.write(part, writing), lambda why: Answer(None, why))
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        return await self._asked(requests, lambda client, part: client.generate(part, params), lambda why: Answer(None, why))
 
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
-        return await self._asked(conversations, lambda client, part: client.judge(part), lambda why: Verdict(None, why))
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
+        return await self._asked(conversations, lambda client, part: client.score(part), lambda why: ScalarScore(None, why))
 
     async def _asked(
         self,
         items: Sequence[Item],
-        ask: Callable[[Client, list[Item]], Awaitable[list[Result]]],
+        ask: Callable[[ServerClient, list[Item]], Awaitable[list[Result]]],
         fail: Callable[[Failure], Result],
     ) -> list[Result]:
         """What the server says to each; what it could not say because it died, the restarted one is asked."""

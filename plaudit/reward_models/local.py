@@ -1,7 +1,7 @@
 """Reward models in this process: a scalar model, or one that writes.
 
 Each has a thread of its own that computes whatever waits as one batch (`model_thread.py`), and weights that stay or come and go
-(`weights.py`). A question that cannot be answered is a failure with its cause, next to the answers of the others.
+(`weights.py`). A request that cannot be answered is a failure with its cause, next to the answers of the others.
 `timeout_s` does not count here, for nothing hangs: an answer ends at max_new_tokens.
 """
 
@@ -15,23 +15,23 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.trainable import resolve_device
 from plaudit.models.weights import OffloadableWeights
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Usage, Verdict, Writing
-from plaudit.reward_models.halves import failure_of, is_out_of_memory
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.batch_bisection import failure_of, is_out_of_memory
+from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed, ModelThread
-from plaudit.reward_models.scalar_skill import ScalarSkill
-from plaudit.reward_models.skill import Skill
-from plaudit.reward_models.writing_skill import WritingSkill
+from plaudit.reward_models.scalar_inference import ScalarInference
+from plaudit.reward_models.text_generation import TextGeneration
 from plaudit.types import Failure, Message
 
 
-class Local(Backend):
-    def __init__(self, settings: RewardModel, *, scalar: bool, apart: bool = False):
-        """`apart`: a scalar model computes each call by itself. What is packed beside a sequence changes its score in the last
-        bits, and who waits at the same moment is chance."""
+class LocalModel(Backend):
+    def __init__(self, settings: RewardModel, *, scalar: bool, independent: bool = False):
+        """`independent`: a scalar model computes each call as its own batch. What is packed with a sequence changes its score in
+        the last bits, and which calls wait at the same moment is a matter of timing."""
         assert settings.placement in ("resident", "offload")
-        self.settings, self.scalar, self.apart, self.usage = settings, scalar, apart and scalar, Usage()
+        self.settings, self.scalar, self.independent, self.usage = settings, scalar, independent and scalar, Usage()
         self._thread: ModelThread[Any, Any] | None = None
-        self._skill: Skill[Any, Any] | None = None
+        self._skill: Inference[Any, Any] | None = None
         self._weights: OffloadableWeights[nn.Module] | None = None
         self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded: nobody has loaded it before asking")
 
@@ -49,7 +49,7 @@ class Local(Backend):
     async def open(self) -> None:
         assert self._thread is None, "it is open"
         device = resolve_device(self.settings.device, "model.device")
-        kind = ScalarSkill if self.scalar else WritingSkill
+        kind = ScalarInference if self.scalar else TextGeneration
         thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute, device, gather_s=kind.gather_s)
         skill = self._skill = kind(self.settings, device, thread.closing.is_set)
         offload = self.settings.placement == "offload"
@@ -64,7 +64,7 @@ class Local(Backend):
             await thread.close(self._drop)
 
     async def load(self) -> None:
-        """What goes wrong here is a failure of the questions that come."""
+        """What goes wrong here is a failure of the requests that come."""
         if self.settings.placement == "offload":
             assert self._thread is not None
             await self._thread.do(self._load_or_remember_why_not)
@@ -74,20 +74,20 @@ class Local(Backend):
             assert self._thread is not None
             await self._thread.do(self._unload)
 
-    def reading(self) -> Reading:
+    def info(self) -> ModelInfo:
         skill = self._skill
-        assert isinstance(skill, ScalarSkill | WritingSkill), "it was never opened"
-        return Reading(skill.transcript if isinstance(skill, ScalarSkill) else skill.template, skill.context)
+        assert isinstance(skill, ScalarInference | TextGeneration), "it was never opened"
+        return ModelInfo(skill.transcript if isinstance(skill, ScalarInference) else skill.template, skill.context)
 
     # Asking -----------------------------------------------------------------------------------------------------------
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
         assert not self.scalar, "a scalar model does not write"
-        answers: list[Answer] = await self._ask([(question, writing) for question in questions])
+        answers: list[Answer] = await self._ask([(request, params) for request in requests])
         self.usage.new_tokens += sum(answer.new_tokens for answer in answers)
         return answers
 
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         assert self.scalar, "a model that writes gives no number"
         return await self._ask(conversations)
 
@@ -98,7 +98,7 @@ class Local(Backend):
         try:
             if thread is None:
                 raise Closed("the model has been closed")
-            if self.apart:
+            if self.independent:
                 [results] = await thread.ask([items])
             else:
                 results = await thread.ask(items)
@@ -115,7 +115,7 @@ class Local(Backend):
     # In the thread ----------------------------------------------------------------------------------------------------
 
     def _compute(self, waiting: list[Any]) -> list[Any]:
-        return [self._results(list(items)) for items in waiting] if self.apart else self._results(waiting)
+        return [self._results(list(items)) for items in waiting] if self.independent else self._results(waiting)
 
     def _results(self, items: list[Any]) -> list[Any]:
         assert self._skill is not None

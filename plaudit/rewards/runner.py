@@ -21,8 +21,7 @@ from typing import Any, Self, TypeVar
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.pool import Amounts, compute_apart
-from plaudit.reward_models.pool import amounts as amounts_of
+from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import Asker
 from plaudit.rewards.combine import Running, combine, counted_value, counted_values, has_reward, missing_values
@@ -55,7 +54,7 @@ class RewardRunner:
         """Groups by themselves that wait for such models."""
         self._line: asyncio.Task[None] | None = None
         self._tolerant, self._repeatable = tolerant, repeatable
-        self._told: dict[str, Amounts] = {}
+        self._told: dict[str, UsageTotals] = {}
         self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -83,7 +82,7 @@ class RewardRunner:
     async def open(self) -> None:
         """Open the rewards, side by side. On their event loop."""
         if self._repeatable:
-            compute_apart()
+            use_independent_batches()
         await _all(reward.open() for reward in self.rewards)
 
     def close(self) -> None:
@@ -159,9 +158,9 @@ class RewardRunner:
                 totals[f"judge/{what}"] += since if "/" not in name else 0.0  # pyright: ignore[reportArgumentType]
         return counts | totals
 
-    def amounts(self) -> dict[str, Amounts]:
+    def amounts(self) -> dict[str, UsageTotals]:
         """What was asked of each model since it was opened: calls, retries, tokens, cost."""
-        return amounts_of(self._loop)
+        return usage_by_model(self._loop)
 
     # What a run saves -------------------------------------------------------------------------------------------------
 

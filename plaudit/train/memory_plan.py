@@ -29,7 +29,7 @@ from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.models.weights import has_device_memory
 from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.report.progress import print_line
-from plaudit.rewards.judges.model_backed import ModelReward, all_models_of
+from plaudit.rewards.judges.model_rewards import ModelReward, all_models_of
 from plaudit.rollout.engine import MAX_SEQUENCES
 
 RESIDENT = ": weights, resident"

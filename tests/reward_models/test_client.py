@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from plaudit.config import load
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models import pace
-from plaudit.reward_models.backend import Answer, Question, Usage, Verdict, Writing
-from plaudit.reward_models.client import Client
+from plaudit.reward_models import rate_limit
+from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.connection import Limits, fault_of
 from plaudit.reward_models.replicas import Replica, Replicas
+from plaudit.reward_models.server_client import ServerClient
 from support.fault_server import FaultServer
 
 QUICK = Limits(backoff_s=0.001)
@@ -33,36 +33,36 @@ def model(*servers: FaultServer | str, **settings) -> RewardModel:
     return RewardModel.model_validate({"placement": "server", "url": urls, **settings})
 
 
-def question(content: str, **fields) -> Question:
-    return Question([{"role": "user", "content": content}], key=content, **fields)
+def question(content: str, **fields) -> GenerationRequest:
+    return GenerationRequest([{"role": "user", "content": content}], key=content, **fields)
 
 
 def ask(
-    settings: RewardModel, *contents: str, writing: Writing | None = None, limits: Limits = QUICK
+    settings: RewardModel, *contents: str, writing: SamplingParams | None = None, limits: Limits = QUICK
 ) -> tuple[list[Answer], Usage]:
     return write(settings, [question(content) for content in contents], writing, limits)
 
 
 def write(
-    settings: RewardModel, questions: Sequence[Question], writing: Writing | None = None, limits: Limits = QUICK
+    settings: RewardModel, questions: Sequence[GenerationRequest], writing: SamplingParams | None = None, limits: Limits = QUICK
 ) -> tuple[list[Answer], Usage]:
     async def run() -> tuple[list[Answer], Usage]:
-        client = Client(settings, limits=limits)
+        client = ServerClient(settings, limits=limits)
         try:
             await client.open()
-            return await client.write(questions, writing or Writing(16)), client.usage
+            return await client.generate(questions, writing or SamplingParams(16)), client.usage
         finally:
             await client.close()
 
     return asyncio.run(run())
 
 
-def judge(settings: RewardModel, *answers: str, limits: Limits = QUICK) -> list[Verdict]:
-    async def run() -> list[Verdict]:
-        client = Client(settings, scalar=True, limits=limits)
+def judge(settings: RewardModel, *answers: str, limits: Limits = QUICK) -> list[ScalarScore]:
+    async def run() -> list[ScalarScore]:
+        client = ServerClient(settings, scalar=True, limits=limits)
         try:
             await client.open()
-            return await client.judge([conversation(answer) for answer in answers])
+            return await client.score([conversation(answer) for answer in answers])
         finally:
             await client.close()
 
@@ -73,7 +73,7 @@ def conversation(answer: str) -> list[dict]:
     return [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": answer}]
 
 
-def cause(result: Answer | Verdict) -> str | None:
+def cause(result: Answer | ScalarScore) -> str | None:
     return None if result.failure is None else result.failure.cause
 
 
@@ -94,9 +94,9 @@ def test_answers_come_in_order_with_their_tokens(server):
 
 
 def test_how_it_is_asked(server):
-    write(model(server), [question("hi")], Writing(7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",)))
-    write(model(server, dialect="openai"), [question("hi")], Writing(7))
-    write(model(server), [Question([], text="<s>hi")], Writing(7))
+    write(model(server), [question("hi")], SamplingParams(7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",)))
+    write(model(server, dialect="openai"), [question("hi")], SamplingParams(7))
+    write(model(server), [GenerationRequest([], text="<s>hi")], SamplingParams(7))
     chat, plain, ready = server.requests
     assert chat.path == "/v1/chat/completions"
     assert {**chat.body, "seed": 0} == {
@@ -109,7 +109,7 @@ def test_how_it_is_asked(server):
 
 def test_the_same_key_and_seed_have_the_same_randomness(server):
     for seed in (0, 0, 1):
-        write(model(server), [question("a"), question("b")], Writing(7, temperature=1.0, seed=seed), Limits(at_once=1))
+        write(model(server), [question("a"), question("b")], SamplingParams(7, temperature=1.0, seed=seed), Limits(at_once=1))
     seeds = [asked.body["seed"] for asked in server.requests]
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 4
@@ -142,7 +142,7 @@ def test_prompts_that_are_too_long_are_no_failure(server):
 
 def test_answers_that_leave_no_room_for_a_prompt_are_not_taken_for_long_prompts(server):
     server.max_model_len = 16
-    [answer], _ = ask(model(server), "toolong", writing=Writing(16))
+    [answer], _ = ask(model(server), "toolong", writing=SamplingParams(16))
     assert (cause(answer), answer.too_long, server.requests) == ("context", False, [])
 
 
@@ -230,7 +230,7 @@ def test_a_deadline_ends_all_tries(server, monkeypatch):
     monkeypatch.setattr("plaudit.reward_models.connection.random.uniform", lambda low, high: high)  # tries at 0, 0.3, 0.9, 2.1 s
     began = time.monotonic()
     answers, usage = ask(
-        model(server), "hang a", "500 b", "c", writing=Writing(16, timeout_s=3.0), limits=Limits(retries=1000, backoff_s=0.3)
+        model(server), "hang a", "500 b", "c", writing=SamplingParams(16, timeout_s=3.0), limits=Limits(retries=1000, backoff_s=0.3)
     )
     assert time.monotonic() - began < 60
     assert [cause(answer) for answer in answers] == ["timeout", "http", None]
@@ -239,7 +239,7 @@ def test_a_deadline_ends_all_tries(server, monkeypatch):
 
 def test_waiting_for_a_turn_is_not_held_against_a_question():
     with FaultServer(latency_s=0.1) as server:
-        answers, _ = ask(model(server), *"abcdefgh", writing=Writing(16, timeout_s=5.0), limits=Limits(at_once=1))
+        answers, _ = ask(model(server), *"abcdefgh", writing=SamplingParams(16, timeout_s=5.0), limits=Limits(at_once=1))
         assert [cause(answer) for answer in answers] == [None] * 8
         assert server.most_under_way == 1
 
@@ -252,11 +252,11 @@ def test_no_more_calls_under_way_than_allowed_and_no_fewer():
 
 def test_one_who_gives_up_waiting_leaves_nothing_behind(server):
     async def run() -> int:
-        client = Client(model(server), limits=QUICK)
+        client = ServerClient(model(server), limits=QUICK)
         await client.open()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await client.write([question(f"hang {i}") for i in range(5)], Writing(16))
+                await client.generate([question(f"hang {i}") for i in range(5)], SamplingParams(16))
         under_way = client._connection.replicas.all[0].under_way
         await client.close()
         return under_way
@@ -290,10 +290,10 @@ def test_one_that_comes_later_is_waited_for(server):
     server.die()
 
     async def run() -> Answer:
-        client = Client(model(server), wait_s=30.0)
+        client = ServerClient(model(server), wait_s=30.0)
         asyncio.get_running_loop().call_later(0.6, lambda: asyncio.get_running_loop().run_in_executor(None, server.live))
         await client.open()
-        [answer] = await client.write([question("a")], Writing(16))
+        [answer] = await client.generate([question("a")], SamplingParams(16))
         await client.close()
         return answer
 
@@ -370,8 +370,8 @@ def test_keys_come_from_the_environment_and_are_never_shown(monkeypatch):
 
 def test_a_client_for_text_gives_no_numbers(server):
     async def run() -> None:
-        client = Client(model(server))
-        await client.judge([conversation("3")])
+        client = ServerClient(model(server))
+        await client.score([conversation("3")])
 
     with pytest.raises(PlauditError, match="scalar=True"):
         asyncio.run(run())
@@ -444,15 +444,15 @@ def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
         other.dies_after = 20
 
         async def run() -> tuple[list[Answer], list[Answer], Usage]:
-            client = Client(model(one, other), limits=Limits(at_once=16, backoff_s=0.01))
+            client = ServerClient(model(one, other), limits=Limits(at_once=16, backoff_s=0.01))
             await client.open()
-            before = await client.write([question(f"a {i}") for i in range(200)], Writing(16))
+            before = await client.generate([question(f"a {i}") for i in range(200)], SamplingParams(16))
             other.dies_after = None
             other.live()
             replica = client._connection.replicas.all[1]
             while time.monotonic() <= replica.rests_until:
                 await asyncio.sleep(0.01)
-            after = await client.write([question(f"b {i}") for i in range(200)], Writing(16))
+            after = await client.generate([question(f"b {i}") for i in range(200)], SamplingParams(16))
             await client.close()
             return before, after, client.usage
 
@@ -507,7 +507,7 @@ def test_2000_questions_with_30_percent_faults():
 # Limits of the recipe ------------------------------------------------------------------------------------------------
 
 
-def by_recipe(settings: RewardModel, *contents: str, writing: Writing | None = None) -> tuple[list[Answer], Usage]:
+def by_recipe(settings: RewardModel, *contents: str, writing: SamplingParams | None = None) -> tuple[list[Answer], Usage]:
     """Asked with the limits that the recipe gives."""
     return write(settings, [question(content) for content in contents], writing, limits=settings.limits)
 
@@ -525,7 +525,7 @@ def test_calls_begin_at_the_recipe_s_rate(server):
 
 
 def test_waiting_for_its_turn_costs_a_call_none_of_its_time(server):
-    answers, _ = by_recipe(model(server, limits={"per_s": 1}), *"abcd", writing=Writing(16, timeout_s=2.0))
+    answers, _ = by_recipe(model(server, limits={"per_s": 1}), *"abcd", writing=SamplingParams(16, timeout_s=2.0))
     assert [cause(answer) for answer in answers] == [None] * 4
 
 
@@ -543,17 +543,17 @@ def test_tokens_of_a_minute_are_shared_out(monkeypatch):
     async def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+    monkeypatch.setattr(rate_limit.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rate_limit.asyncio, "sleep", sleep)
 
     async def run() -> list[float]:
-        limited, begun = pace.Pace(tokens_per_minute=600), []
+        limited, begun = rate_limit.RateLimiter(tokens_per_minute=600), []
         for _ in range(10):
             reserved = await limited.begin(guess=50.0)
             begun.append(now[0])
             limited.release(reserved)
             limited.spend(100)
-        await pace.Pace().begin(guess=1e9)  # without a rate nobody waits
+        await rate_limit.RateLimiter().begin(guess=1e9)  # without a rate nobody waits
         return begun
 
     # Six calls use up the first minute's tokens; then there are 100 every ten seconds.
@@ -562,7 +562,7 @@ def test_tokens_of_a_minute_are_shared_out(monkeypatch):
 
 def test_calls_under_way_have_their_tokens_reserved():
     async def run() -> int:
-        limited, begun = pace.Pace(tokens_per_minute=600), []
+        limited, begun = rate_limit.RateLimiter(tokens_per_minute=600), []
 
         async def call() -> None:
             await limited.begin(guess=200.0)

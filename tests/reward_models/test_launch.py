@@ -16,9 +16,9 @@ import pytest
 
 from plaudit.errors import RecipeError
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Answer, Question, Writing
+from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
 from plaudit.reward_models.connection import Limits
-from plaudit.reward_models.launch import Launched
+from plaudit.reward_models.launch import LaunchedServer
 from support.paths import TESTS
 from support.processes import gone
 from support.servers import launched
@@ -68,12 +68,12 @@ def starts(program: Path) -> list[dict]:
     return [json.loads(line) for line in (program.parent / "starts.jsonl").read_text().splitlines()]
 
 
-def ask(server: Launched, *contents: str) -> list[Answer]:
+def ask(server: LaunchedServer, *contents: str) -> list[Answer]:
     async def run() -> list[Answer]:
         try:
             await server.open()
-            questions = [Question([{"role": "user", "content": content}]) for content in contents]
-            return [(await server.write([question], Writing(16)))[0] for question in questions]
+            questions = [GenerationRequest([{"role": "user", "content": content}]) for content in contents]
+            return [(await server.generate([question], SamplingParams(16)))[0] for question in questions]
         finally:
             await server.close()
 
@@ -100,7 +100,7 @@ def test_the_users_arguments_are_passed_on_and_win(program):
     assert words[:6] == ["--model", "models/judge", "--host", "127.0.0.1", "--port", "1234"]
     assert words[6:8] == ["--tokenizer", "models/t"]
     assert words[8:13] == ["--tensor-parallel-size", "2", "--max-model-len=4096", "--dtype", "half"]
-    scalar = Launched(server.model, scalar=True).command
+    scalar = LaunchedServer(server.model, scalar=True).command
     assert scalar[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert scalar[scalar.index("--runner") + 1] == "pooling"
 
@@ -118,7 +118,7 @@ def test_the_users_arguments_are_passed_on_and_win(program):
     ],
 )
 def test_which_vllm_is_started(program, words):
-    command = Launched(RewardModel(placement="launch", path="m", program=program)).command
+    command = LaunchedServer(RewardModel(placement="launch", path="m", program=program)).command
     assert command == [*words, "--host", "127.0.0.1", "--port", "0"]
 
 
@@ -126,7 +126,7 @@ def test_where_there_is_no_vllm_it_says_what_to_set(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\"; exit 1\n")
     python.chmod(0o755)
-    server = Launched(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
+    server = LaunchedServer(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
     with pytest.raises(RecipeError, match="Install it there, or set program to a vllm elsewhere"):
         ask(server, "a")
 
@@ -136,7 +136,7 @@ def test_one_that_cannot_start_says_why(program):
     with pytest.raises(RecipeError, match=r"ended before it answered \(exit code 1, after printing 'ValueError: no such model'\)"):
         ask(server, "a")
     assert len(starts(program)) == 1  # what is wrong once is wrong twice
-    nothing = Launched(server.model, program=["/no/such/python"], log=program.parent / "other.log")
+    nothing = LaunchedServer(server.model, program=["/no/such/python"], log=program.parent / "other.log")
     with pytest.raises(RecipeError, match="/no/such/python cannot be started: No such file"):
         ask(nothing, "a")
 
@@ -183,8 +183,12 @@ def test_many_who_ask_wait_for_the_same_restart(program):
     async def run() -> list[Answer]:
         try:
             await server.open()
-            groups = [[Question([{"role": "user", "content": f"{i} {k}"}]) for k in range(5)] for i in range(10)]
-            return [answer for group in await asyncio.gather(*(server.write(g, Writing(16)) for g in groups)) for answer in group]
+            groups = [[GenerationRequest([{"role": "user", "content": f"{i} {k}"}]) for k in range(5)] for i in range(10)]
+            return [
+                answer
+                for group in await asyncio.gather(*(server.generate(g, SamplingParams(16)) for g in groups))
+                for answer in group
+            ]
         finally:
             await server.close()
 

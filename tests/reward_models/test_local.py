@@ -23,11 +23,10 @@ from plaudit.models.residual import is_precise
 from plaudit.models.scalar import ScalarModel, load_scalar, transcript_of
 from plaudit.models.weights import RESIDENT_MODELS, HostCopies
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models import halves as halves_module
-from plaudit.reward_models import scalar_skill
-from plaudit.reward_models.backend import Answer, Question, Verdict, Writing
-from plaudit.reward_models.halves import in_halves
-from plaudit.reward_models.local import Local
+from plaudit.reward_models import batch_bisection, scalar_skill
+from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams, ScalarScore
+from plaudit.reward_models.batch_bisection import bisect_failures
+from plaudit.reward_models.local import LocalModel
 from plaudit.reward_models.model_thread import Closed, ModelThread
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.types import Failure, Message
@@ -47,8 +46,8 @@ def settings_of(folder: Path, **settings) -> RewardModel:
     return RewardModel(path=str(folder), device="cpu", **settings)
 
 
-async def opened(folder: Path, *, scalar: bool, **settings) -> Local:
-    model = Local(settings_of(folder, **settings), scalar=scalar)
+async def opened(folder: Path, *, scalar: bool, **settings) -> LocalModel:
+    model = LocalModel(settings_of(folder, **settings), scalar=scalar)
     try:
         await model.open()
     except RecipeError:
@@ -57,7 +56,7 @@ async def opened(folder: Path, *, scalar: bool, **settings) -> Local:
     return model
 
 
-def with_model(folder: Path, use: Callable[[Local], Coroutine[Any, Any, Any]], *, scalar: bool, **settings) -> Any:
+def with_model(folder: Path, use: Callable[[LocalModel], Coroutine[Any, Any, Any]], *, scalar: bool, **settings) -> Any:
     """What `use` makes of the opened model, which is closed behind it."""
 
     async def go() -> Any:
@@ -70,12 +69,12 @@ def with_model(folder: Path, use: Callable[[Local], Coroutine[Any, Any, Any]], *
     return run(go())
 
 
-def judge(folder: Path, conversations: Sequence[list[Message]], **settings) -> list[Verdict]:
-    return with_model(folder, lambda model: model.judge(conversations), scalar=True, **settings)
+def judge(folder: Path, conversations: Sequence[list[Message]], **settings) -> list[ScalarScore]:
+    return with_model(folder, lambda model: model.score(conversations), scalar=True, **settings)
 
 
-def write(folder: Path, questions: Sequence[Question], writing: Writing, **settings) -> list[Answer]:
-    return with_model(folder, lambda model: model.write(questions, writing), scalar=False, **settings)
+def write(folder: Path, questions: Sequence[GenerationRequest], writing: SamplingParams, **settings) -> list[Answer]:
+    return with_model(folder, lambda model: model.generate(questions, writing), scalar=False, **settings)
 
 
 def talk(i: int) -> list[Message]:
@@ -85,8 +84,10 @@ def talk(i: int) -> list[Message]:
     return [asked, said, asked, said] if i % 3 == 0 else [asked, said]
 
 
-def question(i: int, **settings) -> Question:
-    return Question([{"role": "user", "content": f"What is {i} + {i}?" + " Think well." * (i % 3)}], **{"key": str(i), **settings})
+def question(i: int, **settings) -> GenerationRequest:
+    return GenerationRequest(
+        [{"role": "user", "content": f"What is {i} + {i}?" + " Think well." * (i % 3)}], **{"key": str(i), **settings}
+    )
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
@@ -122,7 +123,7 @@ def test_models_that_load_side_by_side_do_not_disturb_each_other(tiny_models):
 
     async def go() -> None:
         for _ in range(4):
-            models = [Local(settings_of(tiny_models[kind]), scalar=False) for kind in ("qwen2", "qwen3", "qwen2")]
+            models = [LocalModel(settings_of(tiny_models[kind]), scalar=False) for kind in ("qwen2", "qwen3", "qwen2")]
             try:
                 await asyncio.gather(*(model.open() for model in models))
             finally:
@@ -286,10 +287,10 @@ def test_a_model_that_always_fails_is_not_asked_for_ever():
         raise ValueError("no")
         yield
 
-    results = in_halves(range(1000), compute, lambda failure: failure)
+    results = bisect_failures(range(1000), compute, lambda failure: failure)
     assert {f.cause for f in results} == {"exception"}
     assert len(results) == 1000
-    assert len(calls) <= 2 * halves_module.MOST_FAILURES
+    assert len(calls) <= 2 * batch_bisection.MOST_FAILURES
 
 
 def test_scores_that_are_no_numbers_are_failures(classifier, monkeypatch):
@@ -305,7 +306,7 @@ def test_scores_that_are_no_numbers_are_failures(classifier, monkeypatch):
 # A judge that writes -------------------------------------------------------------------------------------------------
 
 
-def greedy_of_transformers(folder: Path, questions: Sequence[Question], max_new_tokens: int) -> list[tuple[str, int]]:
+def greedy_of_transformers(folder: Path, questions: Sequence[GenerationRequest], max_new_tokens: int) -> list[tuple[str, int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result = []
@@ -318,7 +319,7 @@ def greedy_of_transformers(folder: Path, questions: Sequence[Question], max_new_
 
 def test_greedy_answers_are_those_of_transformers(writer):
     questions = [question(i) for i in range(8)]
-    answers = write(writer, questions, Writing(24))
+    answers = write(writer, questions, SamplingParams(24))
     assert [(a.text, a.new_tokens) for a in answers] == greedy_of_transformers(writer, questions, 24)
     assert len({a.text for a in answers}) > 4
     assert {a.truncated for a in answers} == {True, False}
@@ -326,18 +327,18 @@ def test_greedy_answers_are_those_of_transformers(writer):
 
 
 def test_what_is_drawn_depends_on_the_key_and_the_seed_only(writer):
-    writing = Writing(16, temperature=1.0, top_p=0.95, seed=3)
+    writing = SamplingParams(16, temperature=1.0, top_p=0.95, seed=3)
 
-    async def ask(model: Local) -> None:
-        together = await model.write([question(i) for i in range(10)], writing)
-        backwards = await model.write([question(i) for i in reversed(range(10))], writing)
-        alone = [(await model.write([question(i)], writing))[0] for i in range(10)]
-        apart = await asyncio.gather(*(model.write([question(i)], writing) for i in range(10)))
+    async def ask(model: LocalModel) -> None:
+        together = await model.generate([question(i) for i in range(10)], writing)
+        backwards = await model.generate([question(i) for i in reversed(range(10))], writing)
+        alone = [(await model.generate([question(i)], writing))[0] for i in range(10)]
+        apart = await asyncio.gather(*(model.generate([question(i)], writing) for i in range(10)))
         texts = [a.text for a in together]
         assert texts == [a.text for a in reversed(backwards)] == [a.text for a in alone] == [a.text for (a,) in apart]
-        same = await model.write([question(0, key="a"), question(0, key="b"), question(0, key="a")], writing)
+        same = await model.generate([question(0, key="a"), question(0, key="b"), question(0, key="a")], writing)
         assert same[0] == same[2] != same[1]
-        (other,) = await model.write([question(0)], Writing(16, temperature=1.0, top_p=0.95, seed=4))
+        (other,) = await model.generate([question(0)], SamplingParams(16, temperature=1.0, top_p=0.95, seed=4))
         assert other != together[0]
 
     with_model(writer, ask, scalar=False)
@@ -345,11 +346,17 @@ def test_what_is_drawn_depends_on_the_key_and_the_seed_only(writer):
 
 def test_questions_of_different_kinds_at_once(writer):
     """Each is written as it asks to be, with its own limit; those that may be are written together."""
-    kinds = [Writing(5), Writing(12), Writing(9, temperature=0.7), Writing(9, temperature=0.7, seed=1), Writing(12, stop=("e",))]
+    kinds = [
+        SamplingParams(5),
+        SamplingParams(12),
+        SamplingParams(9, temperature=0.7),
+        SamplingParams(9, temperature=0.7, seed=1),
+        SamplingParams(12, stop=("e",)),
+    ]
 
-    async def ask(model: Local) -> None:
-        alone = [await model.write([question(i) for i in range(4)], kind) for kind in kinds]
-        together = await asyncio.gather(*(model.write([question(i) for i in range(4)], kind) for kind in kinds))
+    async def ask(model: LocalModel) -> None:
+        alone = [await model.generate([question(i) for i in range(4)], kind) for kind in kinds]
+        together = await asyncio.gather(*(model.generate([question(i) for i in range(4)], kind) for kind in kinds))
         assert list(together) == alone
         assert [max(a.new_tokens for a in answers) for answers in alone[:3]] == [5, 12, 9]
         assert all("e" not in (a.text or "") for a in alone[4])
@@ -361,17 +368,17 @@ def test_questions_of_different_kinds_at_once(writer):
 def test_a_prompt_given_as_text_is_taken_as_it_is(writer):
     tokenizer = AutoTokenizer.from_pretrained(writer)
     rendered = tokenizer.apply_chat_template(question(5).messages, add_generation_prompt=True, tokenize=False)
-    by_messages, by_text = write(writer, [question(5), Question([], text=rendered)], Writing(16))
+    by_messages, by_text = write(writer, [question(5), GenerationRequest([], text=rendered)], SamplingParams(16))
     assert by_text == by_messages
 
 
 def test_prompts_that_are_too_long_or_empty_fail_alone(writer, tmp_path):
     template = tmp_path / "strict.jinja"
     template.write_text(STRICT + BOS_TEMPLATE)
-    long = Question([{"role": "user", "content": "1 " * 3000}])
-    odd = Question([{"role": "narrator", "content": "Then"}])
-    asked = [question(1), long, Question([], text=""), odd, question(2)]
-    answers = write(writer, asked, Writing(8), chat_template=str(template))
+    long = GenerationRequest([{"role": "user", "content": "1 " * 3000}])
+    odd = GenerationRequest([{"role": "narrator", "content": "Then"}])
+    asked = [question(1), long, GenerationRequest([], text=""), odd, question(2)]
+    answers = write(writer, asked, SamplingParams(8), chat_template=str(template))
     assert [(a.too_long, a.failure and a.failure.cause) for a in answers] == [
         (False, None),
         (True, None),
@@ -380,9 +387,9 @@ def test_prompts_that_are_too_long_or_empty_fail_alone(writer, tmp_path):
         (False, None),
     ]
     limits = {"max_prompt_tokens": answers[0].prompt_tokens, "chat_template": str(template)}
-    answers = write(writer, [question(1), question(2)], Writing(8), **limits)
+    answers = write(writer, [question(1), question(2)], SamplingParams(8), **limits)
     assert [a.too_long for a in answers] == [False, True]
-    (answer,) = write(writer, [question(1)], Writing(4000))
+    (answer,) = write(writer, [question(1)], SamplingParams(4000))
     assert answer.failure is not None
     assert "leaves no room for a prompt in the judge's 2,048 tokens" in answer.failure.message
 
@@ -397,9 +404,9 @@ def test_an_engine_that_breaks_is_a_failure_of_its_questions(writer, monkeypatch
 
     monkeypatch.setattr(NativeEngine, "generate", breaks)
 
-    async def ask(model: Local) -> None:
-        kinds = (Writing(6), Writing(6, temperature=0.5))
-        good, bad = await asyncio.gather(*(model.write([question(i) for i in range(3)], kind) for kind in kinds))
+    async def ask(model: LocalModel) -> None:
+        kinds = (SamplingParams(6), SamplingParams(6, temperature=0.5))
+        good, bad = await asyncio.gather(*(model.generate([question(i) for i in range(3)], kind) for kind in kinds))
         assert all(a.failure is None for a in good)
         assert {a.failure for a in bad} == {Failure("exception", "RuntimeError: no luck today")}
         assert model.usage.failures == model.usage.faults == {"exception": 3}
@@ -437,13 +444,13 @@ def test_many_small_asks_become_few_batches(classifier, writer, monkeypatch):
         all_are_there.set()
         return await asyncio.gather(*tasks)
 
-    async def ask_scores(model: Local) -> None:
-        verdicts = await together(model.judge([talk(i)]) for i in range(200))
-        assert [v.value for (v,) in verdicts] == pytest.approx([v.value for v in await model.judge([talk(i) for i in range(200)])])
+    async def ask_scores(model: LocalModel) -> None:
+        verdicts = await together(model.score([talk(i)]) for i in range(200))
+        assert [v.value for (v,) in verdicts] == pytest.approx([v.value for v in await model.score([talk(i) for i in range(200)])])
         assert model.batches <= 8
 
-    async def ask_answers(model: Local) -> None:
-        answers = await together(model.write([question(i)], Writing(4)) for i in range(200))
+    async def ask_answers(model: LocalModel) -> None:
+        answers = await together(model.generate([question(i)], SamplingParams(4)) for i in range(200))
         assert all(a.failure is None for (a,) in answers)
         assert sum(calls) == 200
         assert len(calls) <= 2
@@ -462,8 +469,8 @@ def test_the_event_loop_goes_on_while_a_model_computes(classifier, monkeypatch):
 
     monkeypatch.setattr(ScalarModel, "forward", waits)
 
-    async def ask(model: Local) -> None:
-        asked = asyncio.create_task(model.judge([talk(1)]))
+    async def ask(model: LocalModel) -> None:
+        asked = asyncio.create_task(model.score([talk(1)]))
         await asyncio.sleep(0.05)
         assert not asked.done()
         moved_on.set()
@@ -502,17 +509,17 @@ def test_whoever_stops_waiting_is_not_computed_for():
 def test_closing_answers_whoever_still_waits(classifier):
     async def ask() -> None:
         model = await opened(classifier, scalar=True)
-        asked = [asyncio.create_task(model.judge([talk(i)])) for i in range(20)]
+        asked = [asyncio.create_task(model.score([talk(i)])) for i in range(20)]
         await asyncio.sleep(0)
         await model.close()
         await model.close()
         causes = {v.failure and v.failure.cause for (v,) in await asyncio.gather(*asked)}
         assert causes <= {None, "closed"}
-        assert (await model.judge([talk(1)]))[0].failure == Failure("closed", "the model has been closed")
+        assert (await model.score([talk(1)]))[0].failure == Failure("closed", "the model has been closed")
         await model.open()
-        assert (await model.judge([talk(1)]))[0].failure is None
+        assert (await model.score([talk(1)]))[0].failure is None
         await model.close()
-        await Local(settings_of(classifier), scalar=True).close()  # never opened
+        await LocalModel(settings_of(classifier), scalar=True).close()  # never opened
 
     run(ask())
 
@@ -530,10 +537,10 @@ def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scala
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     assert size > 20e6
 
-    async def ask(model: Local) -> list[Any]:
-        return await (model.judge([talk(1), talk(2)]) if scalar else model.write([question(1)], Writing(12)))
+    async def ask(model: LocalModel) -> list[Any]:
+        return await (model.score([talk(1), talk(2)]) if scalar else model.generate([question(1)], SamplingParams(12)))
 
-    async def go(model: Local) -> None:
+    async def go(model: LocalModel) -> None:
         assert RESIDENT_MODELS.models() == []
         assert {a.failure and a.failure.cause for a in await ask(model)} == {"not_loaded"}
         answers, memory, survivors = [], [], []
@@ -582,22 +589,22 @@ def test_one_offloaded_model_at_a_time(classifier, writer):
 
 
 def test_a_resident_model_stays(classifier):
-    async def go(model: Local) -> None:
+    async def go(model: LocalModel) -> None:
         (alive,) = RESIDENT_MODELS.models()
         assert not alive.offload
         await model.unload()
         assert RESIDENT_MODELS.models() == [alive]
         await model.load()
-        assert (await model.judge([talk(1)]))[0].value is not None
+        assert (await model.score([talk(1)]))[0].value is not None
 
     with_model(classifier, go, scalar=True)
     assert RESIDENT_MODELS.models() == []
 
 
 def test_what_was_asked_before_unloading_is_answered(classifier):
-    async def go(model: Local) -> None:
+    async def go(model: LocalModel) -> None:
         await model.load()
-        asked = [asyncio.create_task(model.judge([talk(i)])) for i in range(10)]
+        asked = [asyncio.create_task(model.score([talk(i)])) for i in range(10)]
         await asyncio.sleep(0)
         await model.unload()
         assert all(v.failure is None for (v,) in await asyncio.gather(*asked))
@@ -609,17 +616,17 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier,
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    async def go(model: Local) -> None:
+    async def go(model: LocalModel) -> None:
         monkeypatch.setattr(scalar_skill, "load_scalar", out_of_memory)
         await model.load()
-        (verdict,) = await model.judge([talk(1)])
+        (verdict,) = await model.score([talk(1)])
         assert verdict.failure is not None
         assert verdict.failure.cause == "out_of_memory"
         assert "could not be loaded" in verdict.failure.message
         assert RESIDENT_MODELS.models() == []
         monkeypatch.undo()
         await model.load()
-        assert (await model.judge([talk(1)]))[0].failure is None
+        assert (await model.score([talk(1)]))[0].failure is None
 
     with_model(classifier, go, scalar=True, placement="offload")
     monkeypatch.setattr(scalar_skill, "load_scalar", out_of_memory)
@@ -647,7 +654,7 @@ def test_copies_of_the_host_bring_a_model_back(classifier):
 
 def why_not(folder: Path, *, scalar: bool = True, **settings) -> str:
     with pytest.raises(RecipeError) as told:
-        with_model(folder, lambda model: model.judge([]), scalar=scalar, placement="offload", **settings)
+        with_model(folder, lambda model: model.score([]), scalar=scalar, placement="offload", **settings)
     assert "\n" not in str(told.value)
     return str(told.value)
 
@@ -709,7 +716,7 @@ def test_weights_that_lack_the_head_are_told(classifier, tiny_models, tmp_path):
 def test_no_gpu_is_told():
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    model = Local(RewardModel(path="x", device="cuda"), scalar=True)
+    model = LocalModel(RewardModel(path="x", device="cuda"), scalar=True)
     with pytest.raises(RecipeError, match=r"model\.device is cuda, but torch sees no GPU here"):
         run(model.open())
     run(model.close())

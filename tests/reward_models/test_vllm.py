@@ -24,10 +24,10 @@ import psutil
 import pytest
 
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
-from plaudit.reward_models.client import Client
-from plaudit.reward_models.launch import Launched, ServerProcess
-from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.launch import LaunchedServer, ServerProcess
+from plaudit.reward_models.server_client import ServerClient
+from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.scoring import Scorer
 from support.paths import REPOSITORY
 from support.processes import gone
@@ -73,13 +73,13 @@ class Teacher(Backend):
 
     async def close(self) -> None: ...
 
-    async def judge(self, conversations) -> list[Verdict]:
+    async def score(self, conversations) -> list[ScalarScore]:
         raise NotImplementedError
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+    async def generate(self, questions: Sequence[GenerationRequest], writing: SamplingParams) -> list[Answer]:
         return [Answer(self._said(question)) for question in questions]
 
-    def _said(self, question: Question) -> str:
+    def _said(self, question: GenerationRequest) -> str:
         kind, task, *rest = question.messages[-1]["content"].strip().split("\n")
         if kind == "Grade.":
             said = f"It is worth\n{worth(task, rest[0])}"
@@ -157,7 +157,7 @@ def make_scalar(source: Path, folder: Path) -> Path:
 def served(path: Path, log: Path, *, scalar: bool) -> Iterator[str]:
     """The URL of a server that somebody else has started."""
     model = RewardModel(path=str(path), placement="launch", program=str(PYTHON), arguments=tuple(ARGUMENTS))
-    launched = Launched(model, scalar=scalar)
+    launched = LaunchedServer(model, scalar=scalar)
     launched.port = free_port()
     server = ServerProcess(launched.command, log, {**os.environ, **ENVIRONMENT})
     try:
@@ -204,7 +204,7 @@ def scalar_url(models, tmp_path_factory) -> Iterator[str]:
 
 def with_client(use, url: str, *, scalar: bool):
     async def run():
-        client = Client(RewardModel(placement="server", url=(url,)), scalar=scalar)
+        client = ServerClient(RewardModel(placement="server", url=(url,)), scalar=scalar)
         await client.open()
         try:
             return await use(client)
@@ -234,10 +234,10 @@ def test_a_scalar_model_gives_the_numbers_that_transformers_gives(models, scalar
         with torch.no_grad():
             expected.append(scorer(ids).logits.item())
 
-    async def ask(client: Client) -> tuple[list[Verdict], list[Verdict]]:
-        rendered_here = await client.judge([*conversations, conversation(LONG)])
+    async def ask(client: ServerClient) -> tuple[list[ScalarScore], list[ScalarScore]]:
+        rendered_here = await client.score([*conversations, conversation(LONG)])
         client._template = None  # as if its tokenizer could not be had
-        return rendered_here, await client.judge([*conversations, conversation(LONG)])
+        return rendered_here, await client.score([*conversations, conversation(LONG)])
 
     for verdicts in with_client(ask, scalar_url, scalar=True):
         assert [verdict.value for verdict in verdicts[:3]] == pytest.approx(expected, abs=1e-4)
@@ -257,10 +257,12 @@ def test_a_judge_writes_what_transformers_writes(models, judge_url):
     written = policy.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
     expected = tokenizer.decode(written, skip_special_tokens=True)
 
-    async def ask(client: Client) -> tuple[list[Answer], list[Answer]]:
-        long = Question([{"role": "user", "content": LONG}])
-        greedy = await client.write([Question(messages), Question([], text=text), long], Writing(32))
-        drawn = [await client.write([Question(messages, key=key)], Writing(32, temperature=2.0)) for key in "xxyz"]
+    async def ask(client: ServerClient) -> tuple[list[Answer], list[Answer]]:
+        long = GenerationRequest([{"role": "user", "content": LONG}])
+        greedy = await client.generate([GenerationRequest(messages), GenerationRequest([], text=text), long], SamplingParams(32))
+        drawn = [
+            await client.generate([GenerationRequest(messages, key=key)], SamplingParams(32, temperature=2.0)) for key in "xxyz"
+        ]
         return greedy, [answer for [answer] in drawn]
 
     greedy, drawn = with_client(ask, judge_url, scalar=False)

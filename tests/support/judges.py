@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from plaudit.recipe import ScoreRecipe
-from plaudit.reward_models.backend import Answer, Backend, Question, Usage, Verdict, Writing
-from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, ScalarScore, Usage
+from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Message, Score, ScoredGroup
@@ -20,9 +20,9 @@ class Scripted(Backend):
 
     def __init__(self, say: Callable[..., Any] | str | list[str]):
         self.say, self.usage = say, Usage()
-        self.asked: list[tuple[str, Writing]] = []
+        self.asked: list[tuple[str, SamplingParams]] = []
         self.keys: list[str] = []
-        self.questions: list[Question] = []
+        self.questions: list[GenerationRequest] = []
         self.opened = self.closed = self.loaded = 0
 
     async def open(self) -> None:
@@ -34,11 +34,11 @@ class Scripted(Backend):
     async def load(self) -> None:
         self.loaded += 1
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
+    async def generate(self, questions: Sequence[GenerationRequest], writing: SamplingParams) -> list[Answer]:
         await asyncio.sleep(0)
         return [self._answer(question, writing) for question in questions]
 
-    def _answer(self, question: Question, writing: Writing) -> Answer:
+    def _answer(self, question: GenerationRequest, writing: SamplingParams) -> Answer:
         text = question.text if question.text is not None else question.messages[-1]["content"]
         self.asked.append((text, writing))
         self.keys.append(question.key)
@@ -51,10 +51,10 @@ class Scripted(Backend):
             return Answer(None, given)
         return given if isinstance(given, Answer) else Answer(given, new_tokens=1)
 
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         assert callable(self.say)
         given = [self.say(conversation) for conversation in conversations]
-        return [one if isinstance(one, Verdict) else Verdict(one) for one in given]
+        return [one if isinstance(one, ScalarScore) else ScalarScore(one) for one in given]
 
 
 def make(kind: str, say: Any = None, **given: Any) -> Any:

@@ -24,10 +24,10 @@ from pydantic import PositiveFloat, PositiveInt, PrivateAttr
 from plaudit.errors import RecipeError, did_you_mean
 from plaudit.files import text_digest
 from plaudit.recipe.reward_models import JudgeSampling
-from plaudit.reward_models.backend import Question
+from plaudit.reward_models.backend import GenerationRequest
 from plaudit.rewards.functions.function import python_file
 from plaudit.rewards.functions.workers import CannotStart, Workers
-from plaudit.rewards.judges.model_backed import ModelReward, Reply, shown, writing
+from plaudit.rewards.judges.model_rewards import ModelReward, Reply, shown, writing
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.reward import failed
 from plaudit.types import Failure, Group, Prompt, Score
@@ -100,7 +100,7 @@ class Plugin(ModelReward):
         prompts = [_rm_prompt(group.prompt)] * len(group.samples)
         inputs = await self._call("rm_preprocess", prompts, [sample.text for sample in group.samples], with_tokenizer=True)
         scores: dict[int, Score] = {}
-        questions: dict[int, Question] = {}
+        questions: dict[int, GenerationRequest] = {}
         for i, (entry, sample) in enumerate(zip(inputs, group.samples, strict=True)):
             question = _question(entry, group.prompt, self.sampling.seed)
             if isinstance(question, Failure):
@@ -114,9 +114,9 @@ class Plugin(ModelReward):
             scores |= await self._ask(group, left, attempt)
         return [scores[i] for i in range(len(group.samples))]
 
-    async def _ask(self, group: Group, questions: dict[int, Question], attempt: int) -> dict[int, Score]:
+    async def _ask(self, group: Group, questions: dict[int, GenerationRequest], attempt: int) -> dict[int, Score]:
         asked = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
-        answers = dict(zip(questions, await self.backend.write(asked, writing(self.sampling, attempt)), strict=True))
+        answers = dict(zip(questions, await self.backend.generate(asked, writing(self.sampling, attempt)), strict=True))
         readable = {i: answer.text for i, answer in answers.items() if answer.text is not None and answer.failure is None}
         entries = dict(zip(readable, await self._call("rm_postprocess", list(readable.values())), strict=True))
         scores: dict[int, Score] = {}
@@ -165,10 +165,10 @@ def _rm_prompt(prompt: Prompt) -> str:
     return question_of(prompt) if given is None else str(given)
 
 
-def _question(entry: Entry, prompt: Prompt, seed: int) -> Question | Failure:
+def _question(entry: Entry, prompt: Prompt, seed: int) -> GenerationRequest | Failure:
     if "cause" in entry:
         return Failure(entry["cause"], entry["message"])
     text, messages = entry.get("text"), entry.get("messages")
     if text is None and messages is None:
         return Failure("bad_result", f"it gave {entry.get('value')!r}, not a text")
-    return Question(messages or [], text, text_digest(f"{seed}/{text}/{messages}"), affinity=text_digest(prompt.id))
+    return GenerationRequest(messages or [], text, text_digest(f"{seed}/{text}/{messages}"), affinity=text_digest(prompt.id))

@@ -19,7 +19,7 @@ from pydantic import PrivateAttr, model_validator
 from plaudit.recipe.rewards import OneReward, RewardSettings
 from plaudit.rewards.cache import keys
 from plaudit.rewards.judges.judge import Judge
-from plaudit.rewards.judges.model_backed import JudgeReward, Reply, shortened
+from plaudit.rewards.judges.model_rewards import JudgeReward, Reply, shortened
 from plaudit.rewards.judges.scalar_model import ScalarModel
 from plaudit.rewards.judges.templates import Unrenderable
 from plaudit.rewards.reward import PREPARED, Loadable, Reward

@@ -29,9 +29,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from plaudit.reward_models.backend import Question
+from plaudit.reward_models.backend import GenerationRequest
 from plaudit.rewards.judges.candidates import LETTERS, Candidate, candidates_of, shuffled, unjudged
-from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_letters, within
 from plaudit.rewards.judges.templates import Unrenderable
 from plaudit.types import Group, Prompt, Score
@@ -122,7 +122,7 @@ class GroupJudge(JudgeReward):
             calls.append(Call(vote, tuple(shuffled(shown, self.sampling.seed, vote, c)), frozenset(anchors)))
         return calls
 
-    def _question(self, prompt: Prompt, call: Call) -> Question:
+    def _question(self, prompt: Prompt, call: Call) -> GenerationRequest:
         shown = [{"letter": letter, "text": candidate.text} for letter, candidate in zip(LETTERS, call.shown, strict=False)]
         return self.question(
             prompt, call.vote, candidates=shown, answer=self.answer, lowest=self.lowest, highest=self.highest

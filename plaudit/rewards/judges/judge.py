@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveInt, field_validator, model_validator
 
 from plaudit.recipe.section import Section
-from plaudit.reward_models.backend import Question
-from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.reward_models.backend import GenerationRequest
+from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
 from plaudit.rewards.judges.parsing import (
     FieldRule,
     Found,
@@ -115,7 +115,7 @@ class Judge(JudgeReward):
         read = self.reader()
         return await self.ask_each(groups, range(self.votes), self._question, lambda _, text: read(text), self._score)
 
-    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> Question:
+    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
         return self.question(prompt, vote, **self.about(sample.text))
 
     def about(self, response: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt, model_validator
 
 from plaudit.rewards.judges.candidates import Candidate, candidates_of, shuffled, unjudged
-from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_choice
 from plaudit.rewards.judges.templates import Unrenderable
 from plaudit.types import Group, Score

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat, model_validator
 
 from plaudit.recipe.section import Section
-from plaudit.reward_models.backend import Question
-from plaudit.rewards.judges.model_backed import JudgeReward, Reply
+from plaudit.reward_models.backend import GenerationRequest
+from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_criteria, within
 from plaudit.types import Group, Prompt, Sample, Score
 
@@ -67,7 +67,7 @@ class RubricJudge(JudgeReward):
             groups, self._asked_together, self._question, lambda some, text: self._read(text, some), self._score
         )
 
-    def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> Question:
+    def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> GenerationRequest:
         shown: list[dict[str, Any]] = [{"name": one.name, "description": one.description, "weight": one.weight} for one in criteria]
         own = {"answer": self.answer, "lowest": self.lowest, "highest": self.highest}
         return self.question(prompt, response=sample.text, criteria=shown, **own)

@@ -8,7 +8,7 @@ response is the reward's view: thoughts are stripped there. A conversation that 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from plaudit.rewards.judges.model_backed import ModelReward
+from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.types import Group, Score
 
 
@@ -25,7 +25,7 @@ class ScalarModel(ModelReward):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         flat = [(group.prompt, sample) for group in groups for sample in group.samples]
         conversations = [[*prompt.messages, {"role": "assistant", "content": sample.text}] for prompt, sample in flat]
-        verdicts = iter(await self.backend.judge(conversations))
+        verdicts = iter(await self.backend.score(conversations))
         return [[self._score(next(verdicts), sample.text) for sample in group.samples] for group in groups]
 
     def _score(self, verdict, view: str) -> Score:

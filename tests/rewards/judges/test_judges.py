@@ -21,10 +21,10 @@ from plaudit.config import load, to_yaml
 from plaudit.data.conversations import parse_prompt
 from plaudit.errors import RecipeError
 from plaudit.recipe import ScoreRecipe
-from plaudit.reward_models.backend import Answer, Verdict
+from plaudit.reward_models.backend import Answer, ScalarScore
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.judges.candidates import candidates_of, shuffled
-from plaudit.rewards.judges.model_backed import shortened
+from plaudit.rewards.judges.model_rewards import shortened
 from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Prompt, ScoredGroup
@@ -58,8 +58,8 @@ def test_what_is_too_long_for_a_scalar_model_is_malformed_and_what_fails_is_not(
     def say(conversation):
         text = conversation[-1]["content"]
         if text == "long":
-            return Verdict(None, too_long=True)
-        return Verdict(None, Failure("timeout", "after 1 s")) if text == "slow" else 2.0
+            return ScalarScore(None, too_long=True)
+        return ScalarScore(None, Failure("timeout", "after 1 s")) if text == "slow" else 2.0
 
     reward = make("scalar_model", say, malformed=-1.0, scale=10.0)
     [got] = collect(reward, group("long", "slow", "good"))
@@ -954,11 +954,11 @@ def test_who_goes_away_leaves_the_others_in_line():
     begun, may_go = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
-        async def judge(self, conversations):
+        async def score(self, conversations):
             asked.extend(str(conversation[-1]["content"]) for conversation in conversations)
             begun.set()
             await may_go.wait()
-            return [Verdict(1.0) for _ in conversations]
+            return [ScalarScore(1.0) for _ in conversations]
 
     reward = make("scalar_model", model={**MODEL, "placement": "offload"})
     backend = reward._backend = Slow(lambda _: 1.0)

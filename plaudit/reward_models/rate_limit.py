@@ -12,7 +12,7 @@ import asyncio
 import time
 
 
-class Pace:
+class RateLimiter:
     """Of one model's servers together. Without rates nobody waits."""
 
     def __init__(self, per_s: float | None = None, tokens_per_minute: int | None = None):

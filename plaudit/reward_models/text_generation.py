@@ -17,16 +17,16 @@ from plaudit.errors import RecipeError
 from plaudit.models.folder import architecture, require_matching_tokenizer
 from plaudit.models.trainable import load_policy
 from plaudit.recipe import ModelSettings
-from plaudit.reward_models.backend import Answer, Question, Writing
-from plaudit.reward_models.halves import failure_of, in_halves
+from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
+from plaudit.reward_models.batch_bisection import bisect_failures, failure_of
+from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed
-from plaudit.reward_models.skill import Skill
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.seeding import stable_seed
 from plaudit.types import Failure, Sample
 
-Asked = tuple[Question, Writing]
+Asked = tuple[GenerationRequest, SamplingParams]
 
 
 class _Manner(NamedTuple):
@@ -37,7 +37,7 @@ class _Manner(NamedTuple):
     stop: tuple[str, ...]
 
 
-class WritingSkill(Skill[Asked, Answer]):
+class TextGeneration(Inference[Asked, Answer]):
     # An answer takes seconds, and what comes a moment late would wait for all of them.
     gather_s: ClassVar[float] = 0.02
     template: ChatTemplate
@@ -88,11 +88,11 @@ class WritingSkill(Skill[Asked, Answer]):
             answers.append(made if isinstance(made, Answer) else made.prompt_id)
         written: dict[str, Answer] = {}
         for manner, requests in calls.items():
-            of_call = in_halves(list(requests.values()), lambda some, manner=manner: self._write(manner, some), self.failed)
+            of_call = bisect_failures(list(requests.values()), lambda some, manner=manner: self._write(manner, some), self.failed)
             written |= dict(zip(requests, of_call, strict=True))
         return [answer if isinstance(answer, Answer) else written[answer] for answer in answers]
 
-    def _request(self, question: Question, writing: Writing) -> Request | Answer:
+    def _request(self, question: GenerationRequest, writing: SamplingParams) -> Request | Answer:
         """What the engine is asked; or what becomes of a question that it cannot be asked."""
         try:
             tokens = self._tokens(question)
@@ -118,7 +118,7 @@ class WritingSkill(Skill[Asked, Answer]):
         name = stable_seed(*drawn_by, repr(manner), repr(tokens), bits=128)
         return Request(f"{name:032x}", np.asarray(tokens, dtype=np.int32), max_new_tokens=limit)
 
-    def _tokens(self, question: Question) -> list[int]:
+    def _tokens(self, question: GenerationRequest) -> list[int]:
         if question.text is None:
             return self.template.prompt_tokens(question.messages)
         encoded: Any = self.template.tokenizer(question.text, add_special_tokens=False)

@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Skill(ABC, Generic[Item, Result]):
+class Inference(ABC, Generic[Item, Result]):
     gather_s: ClassVar[float] = 0.0
     """How long the first of several questions waits for the others."""
 

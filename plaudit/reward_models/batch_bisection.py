@@ -16,7 +16,7 @@ MOST_FAILURES = 32
 """Of one batch, after which nothing is halved any more: enough to find one culprit among any number, or a few."""
 
 
-def in_halves(
+def bisect_failures(
     items: Sequence[Item],
     compute: Callable[[Sequence[Item]], Iterable[tuple[int, Result]]],
     fail: Callable[[Failure], Result],

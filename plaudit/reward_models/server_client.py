@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plaudit.errors import PlauditError, RecipeError, did_you_mean
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
-from plaudit.reward_models.backend import Answer, Backend, Question, Reading, Verdict, Writing
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
 from plaudit.reward_models.connection import Connection, Fault, Garbage, Limits, TooLong
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.seeding import stable_seed
@@ -39,7 +39,7 @@ WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """What vLLM and SGLang would otherwise take from the model's generation_config.json: answers must not depend on the placement."""
 
 
-class Client(Backend):
+class ServerClient(Backend):
     def __init__(
         self,
         model: RewardModel,
@@ -158,7 +158,7 @@ class Client(Backend):
 
     async def _try_out(self) -> None:
         """One number, before a run depends on it."""
-        [verdict] = await self.judge([PROBE])
+        [verdict] = await self.score([PROBE])
         if verdict.failure is not None:
             raise RecipeError(f"the scalar model does not answer: {verdict.failure.message}")
         if verdict.too_long:
@@ -168,41 +168,41 @@ class Client(Backend):
         usage.seconds = 0.0
         usage.faults.clear()
 
-    def reading(self) -> Reading:
+    def info(self) -> ModelInfo:
         replica = self._connection.replicas.all[0]
-        return Reading(self._template, replica.max_tokens, replica.model, replica.weights)
+        return ModelInfo(self._template, replica.max_tokens, replica.model, replica.weights)
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
-    async def write(self, questions: Sequence[Question], writing: Writing) -> list[Answer]:
-        prompts: Sequence[list[int] | Failure | None] = [None] * len(questions)
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        prompts: Sequence[list[int] | Failure | None] = [None] * len(requests)
         if self._template is not None:
-            prompts = await asyncio.to_thread(self._prompts, questions)
-        pairs = list(zip(questions, prompts, strict=True))
-        answers = await self._each(pairs, lambda pair: self._write(*pair, writing))
+            prompts = await asyncio.to_thread(self._prompts, requests)
+        pairs = list(zip(requests, prompts, strict=True))
+        answers = await self._each(pairs, lambda pair: self._write(*pair, params))
         if self._connection.replicas.all[0].max_tokens is None and all(answer.refused for answer in answers):
             # Nobody told us its context: more likely max_new_tokens leave no room in it than that every prompt is too long.
             message = (
-                f"the server refuses every prompt with max_new_tokens {writing.max_new_tokens} as too long for its context. Lower "
+                f"the server refuses every prompt with max_new_tokens {params.max_new_tokens} as too long for its context. Lower "
                 "sampling.max_new_tokens; if it is the prompts that are long, set model.max_prompt_tokens and model.tokenizer"
             )
             return [Answer(None, self.count_failure(Failure("context", message))) for _ in answers]
         return answers
 
-    async def _write(self, question: Question, tokens: list[int] | Failure | None, writing: Writing) -> Answer:
+    async def _write(self, request: GenerationRequest, tokens: list[int] | Failure | None, params: SamplingParams) -> Answer:
         if isinstance(tokens, Failure):
             return Answer(None, self.count_failure(tokens))
         context = self._connection.replicas.all[0].max_tokens
-        if context is not None and writing.max_new_tokens >= context:
-            message = f"max_new_tokens {writing.max_new_tokens} leaves no room for a prompt: the server's context has {context}"
+        if context is not None and params.max_new_tokens >= context:
+            message = f"max_new_tokens {params.max_new_tokens} leaves no room for a prompt: the server's context has {context}"
             return Answer(None, self.count_failure(Failure("context", message)))
         limit = self.model.max_prompt_tokens
         if limit is not None and tokens is not None and len(tokens) > limit:
             return Answer(None, prompt_tokens=len(tokens), too_long=True)
-        path, body = self._generation(question, tokens, writing)
+        path, body = self._generation(request, tokens, params)
         read = _read_chat if path.endswith("chat/completions") else _read_completion
         try:
-            answer = await self._connection.ask(path, body, read, affinity=question.affinity, deadline_s=writing.timeout_s)
+            answer = await self._connection.ask(path, body, read, affinity=request.affinity, deadline_s=params.timeout_s)
         except TooLong:
             return Answer(None, too_long=True, refused=True)
         if isinstance(answer, Failure):
@@ -212,42 +212,44 @@ class Client(Backend):
             return Answer(None, prompt_tokens=answer.prompt_tokens, too_long=True)
         return answer
 
-    def _generation(self, question: Question, tokens: list[int] | None, writing: Writing) -> tuple[str, dict[str, Any]]:
+    def _generation(
+        self, request: GenerationRequest, tokens: list[int] | None, params: SamplingParams
+    ) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
-            "max_tokens": writing.max_new_tokens,
-            "temperature": writing.temperature,
-            "top_p": writing.top_p,
-            "seed": stable_seed(writing.seed, question.key, bits=32) >> 1,  # some servers take 31 bits
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": stable_seed(params.seed, request.key, bits=32) >> 1,  # some servers take 31 bits
         }
-        if writing.stop:
-            body["stop"] = list(writing.stop)
+        if params.stop:
+            body["stop"] = list(params.stop)
         if self.model.dialect != "openai":
             body |= WHOLE_DISTRIBUTION
         if tokens is not None:
             return "/v1/completions", {"prompt": tokens, **body}
-        if question.text is None:
-            return "/v1/chat/completions", {"messages": question.messages, **body}
+        if request.text is None:
+            return "/v1/chat/completions", {"messages": request.messages, **body}
         if self.model.dialect == "vllm":
             body["add_special_tokens"] = False  # the text has them
-        return "/v1/completions", {"prompt": question.text, **body}
+        return "/v1/completions", {"prompt": request.text, **body}
 
-    def _prompts(self, questions: Sequence[Question]) -> list[list[int] | Failure]:
-        """Each question as tokens."""
+    def _prompts(self, requests: Sequence[GenerationRequest]) -> list[list[int] | Failure]:
+        """Each request as tokens."""
         assert self._template is not None
         found: list[list[int] | Failure] = []
-        for question in questions:
+        for request in requests:
             try:
-                if question.text is None:
-                    found.append(self._template.prompt_tokens(question.messages))
+                if request.text is None:
+                    found.append(self._template.prompt_tokens(request.messages))
                 else:
-                    found.append(self._template.tokenizer(question.text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+                    found.append(self._template.tokenizer(request.text, add_special_tokens=False)["input_ids"])  # pyright: ignore
             except Exception as error:  # templates raise what they like
                 found.append(_unrendered(error))
         return found
 
     # Numbers ----------------------------------------------------------------------------------------------------------
 
-    async def judge(self, conversations: Sequence[list[Message]]) -> list[Verdict]:
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         if not self.scalar:
             raise PlauditError("this client was opened for a generating judge: say scalar=True")
         tokens: Sequence[list[int] | Failure | None] = [None] * len(conversations)
@@ -256,13 +258,13 @@ class Client(Backend):
         pairs = list(zip(conversations, tokens, strict=True))
         return await self._each(pairs, lambda pair: self._judge(*pair))
 
-    async def _judge(self, messages: list[Message], tokens: list[int] | Failure | None) -> Verdict:
+    async def _judge(self, messages: list[Message], tokens: list[int] | Failure | None) -> ScalarScore:
         if isinstance(tokens, Failure):
-            return Verdict(None, self.count_failure(tokens))
+            return ScalarScore(None, self.count_failure(tokens))
         replicas = self._connection.replicas.all
         limit = self.model.max_prompt_tokens or replicas[0].max_tokens
         if limit is not None and tokens is not None and len(tokens) > limit:
-            return Verdict(None, prompt_tokens=len(tokens), too_long=True)
+            return ScalarScore(None, prompt_tokens=len(tokens), too_long=True)
         if self.model.dialect == "sglang":
             body, read = {"input_ids": tokens}, _read_sglang
         else:
@@ -274,14 +276,14 @@ class Client(Backend):
         try:
             found = await self._connection.ask("/classify", body, read, affinity=affinity)
         except TooLong:
-            return Verdict(None, too_long=True, refused=True)
+            return ScalarScore(None, too_long=True, refused=True)
         if isinstance(found, Failure):
-            return Verdict(None, found)
+            return ScalarScore(None, found)
         value, prompt_tokens = found
         self._count(prompt_tokens)
         if limit is not None and tokens is None and prompt_tokens > limit:
-            return Verdict(None, prompt_tokens=prompt_tokens, too_long=True)
-        return Verdict(value, prompt_tokens=prompt_tokens or len(tokens or ()))
+            return ScalarScore(None, prompt_tokens=prompt_tokens, too_long=True)
+        return ScalarScore(value, prompt_tokens=prompt_tokens or len(tokens or ()))
 
     def _whole(self, conversations: Sequence[list[Message]]) -> list[list[int] | Failure]:
         """Each conversation as tokens."""
@@ -314,10 +316,10 @@ class Client(Backend):
     def _count(self, prompt_tokens: int, new_tokens: int = 0) -> None:
         self.usage.prompt_tokens += prompt_tokens
         self.usage.new_tokens += new_tokens
-        self._connection.pace.spend(prompt_tokens + new_tokens)
+        self._connection.rate_limiter.spend(prompt_tokens + new_tokens)
 
     def count_failure(self, failure: Failure) -> Failure:
-        """Counted, for a question that no server was asked: as one try that went wrong."""
+        """Counted, for a request that no server was asked: as one try that went wrong."""
         usage, cause = self.usage, failure.cause
         usage.calls += 1
         usage.faults[cause] = usage.faults.get(cause, 0) + 1

@@ -27,8 +27,8 @@ from plaudit.errors import RecipeError
 from plaudit.models.weights import RESIDENT_MODELS, OffloadableWeights
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.backend import Question, Writing
-from plaudit.reward_models.local import Local
+from plaudit.reward_models.backend import GenerationRequest, SamplingParams
+from plaudit.reward_models.local import LocalModel
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, ScoredGroup
@@ -201,13 +201,13 @@ def test_models_that_differ_in_anything_are_not_shared(folders, loads):
 
 
 def test_a_model_that_cannot_be_opened_is_told_once(tmp_path, monkeypatch):
-    tried, open_ = [], Local.open
+    tried, open_ = [], LocalModel.open
 
     async def open_and_count(self):
         tried.append(self.name)
         await open_(self)
 
-    monkeypatch.setattr(Local, "open", open_and_count)
+    monkeypatch.setattr(LocalModel, "open", open_and_count)
     nowhere = model(tmp_path / "none", "resident")
     with pytest.raises(RecipeError, match="there is no such folder"):
         runner_of({**JUDGING, "name": "a", "model": nowhere}, {**JUDGING, "name": "b", "model": nowhere}).__enter__()
@@ -467,7 +467,7 @@ class ModelServer:
 
     def __init__(self, folder: Path, *, scalar: bool):
         self.name = folder.name
-        self._model = Local(RewardModel(path=str(folder), device="cpu"), scalar=scalar)
+        self._model = LocalModel(RewardModel(path=str(folder), device="cpu"), scalar=scalar)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -505,8 +505,8 @@ class ModelServer:
 
     async def _write(self, request: web.Request) -> web.Response:
         body = await request.json()
-        question = Question(body.get("messages", []), body.get("prompt"))
-        [answer] = await self._model.write([question], Writing(body["max_tokens"], body["temperature"], body["top_p"]))
+        question = GenerationRequest(body.get("messages", []), body.get("prompt"))
+        [answer] = await self._model.generate([question], SamplingParams(body["max_tokens"], body["temperature"], body["top_p"]))
         said = {"message": {"role": "assistant", "content": answer.text}, "text": answer.text}
         reason = "length" if answer.truncated else "stop"
         usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.new_tokens}
@@ -515,7 +515,7 @@ class ModelServer:
     async def _classify(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["use_activation"] is False
-        [verdict] = await self._model.judge([body["messages"]])
+        [verdict] = await self._model.score([body["messages"]])
         return web.json_response({"data": [{"probs": [verdict.value]}], "usage": {"prompt_tokens": verdict.prompt_tokens}})
 
 

@@ -14,17 +14,17 @@ from plaudit.data.templates import RENDER_ERRORS
 from plaudit.models.folder import require_matching_tokenizer
 from plaudit.models.fused import can_fuse
 from plaudit.models.scalar import ScalarModel, Transcript, load_scalar, scalar_form, transcript_of
-from plaudit.reward_models.backend import Verdict
-from plaudit.reward_models.halves import failure_of, in_halves
+from plaudit.reward_models.backend import ScalarScore
+from plaudit.reward_models.batch_bisection import bisect_failures, failure_of
+from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed
-from plaudit.reward_models.skill import Skill
 from plaudit.rollout.native.whole import WholePass
 from plaudit.types import Failure, Message
 
 Conversation = list[Message]
 
 
-class ScalarSkill(Skill[Conversation, Verdict]):
+class ScalarInference(Inference[Conversation, ScalarScore]):
     gather_s: ClassVar[float] = 0.005
     transcript: Transcript
     model: ScalarModel | None = None
@@ -48,16 +48,16 @@ class ScalarSkill(Skill[Conversation, Verdict]):
             self.model.states = None
         self.model = None
 
-    def failed(self, failure: Failure) -> Verdict:
-        return Verdict(None, failure)
+    def failed(self, failure: Failure) -> ScalarScore:
+        return ScalarScore(None, failure)
 
-    def compute(self, items: list[Conversation]) -> list[Verdict]:
+    def compute(self, items: list[Conversation]) -> list[ScalarScore]:
         known = [self._tokens(messages) for messages in items]
         different = list(dict.fromkeys(tokens for tokens in known if isinstance(tokens, tuple)))
-        scored = dict(zip(different, in_halves(different, self._score, self.failed), strict=True))
+        scored = dict(zip(different, bisect_failures(different, self._score, self.failed), strict=True))
         return [scored[tokens] if isinstance(tokens, tuple) else tokens for tokens in known]
 
-    def _tokens(self, messages: Conversation) -> tuple[int, ...] | Verdict:
+    def _tokens(self, messages: Conversation) -> tuple[int, ...] | ScalarScore:
         """What the model reads; or what becomes of a conversation that it cannot read."""
         try:
             tokens = tuple(self.transcript.tokens(messages))
@@ -68,9 +68,9 @@ class ScalarSkill(Skill[Conversation, Verdict]):
         if not tokens:
             return self.failed(Failure("render", "the chat template makes nothing of these messages"))
         longest = self.settings.max_prompt_tokens or self.context or math.inf
-        return tokens if len(tokens) <= longest else Verdict(None, prompt_tokens=len(tokens), too_long=True)
+        return tokens if len(tokens) <= longest else ScalarScore(None, prompt_tokens=len(tokens), too_long=True)
 
-    def _score(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, Verdict]]:
+    def _score(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ScalarScore]]:
         assert self.model is not None
         for indices, values in self.model.score_in_passes(sequences):
             if self.closing():
@@ -79,7 +79,7 @@ class ScalarSkill(Skill[Conversation, Verdict]):
                 yield i, _verdict(value, len(sequences[i]))
 
 
-def _verdict(value: float, tokens: int) -> Verdict:
+def _verdict(value: float, tokens: int) -> ScalarScore:
     if math.isfinite(value):
-        return Verdict(value, prompt_tokens=tokens)
-    return Verdict(None, Failure("not_a_number", f"the model's score is {value}"), prompt_tokens=tokens)
+        return ScalarScore(value, prompt_tokens=tokens)
+    return ScalarScore(None, Failure("not_a_number", f"the model's score is {value}"), prompt_tokens=tokens)

@@ -17,8 +17,8 @@ from pydantic import PrivateAttr
 from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
-from plaudit.reward_models.backend import Answer, Backend, Question, Writing
-from plaudit.reward_models.pool import share
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams
+from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import behind_thoughts
 from plaudit.rewards.judges.templates import OURS, JudgeTemplate, Unrenderable
 from plaudit.rewards.reward import Loadable, Reward
@@ -53,7 +53,7 @@ class ModelReward(Reward):
     async def open(self) -> None:
         self._given = self._backend is not None
         if self._backend is None:
-            self._backend = share(self.model, scalar=self.scalar, label=self.label)
+            self._backend = acquire_model(self.model, scalar=self.scalar, label=self.label)
         await self._backend.open()
 
     async def close(self) -> None:
@@ -164,17 +164,17 @@ class JudgeReward(ModelReward):
         self._template = JudgeTemplate(self.template_file, self.variables, f"reward '{self.label}'")
         await super().open()
 
-    def question(self, prompt: Prompt, vote: int = 0, **variables: Any) -> Question:
+    def question(self, prompt: Prompt, vote: int = 0, **variables: Any) -> GenerationRequest:
         """The filled-in prompt. Raises Unrenderable if the row lacks what it needs."""
         assert self._template is not None, "a reward is opened before it scores"
         text = self._template.render(prompt, variables)
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         key = text_digest(f"{self.sampling.seed}/{vote}/{self.system}/{text}")
         messages = [] if self.raw else [*system, {"role": "user", "content": text}]
-        return Question(messages, text if self.raw else None, key, affinity=text_digest(prompt.id))
+        return GenerationRequest(messages, text if self.raw else None, key, affinity=text_digest(prompt.id))
 
     async def ask(
-        self, questions: Sequence[Question], read: Callable[[int, str], T | None], *, whole: bool = True
+        self, questions: Sequence[GenerationRequest], read: Callable[[int, str], T | None], *, whole: bool = True
     ) -> list[Reply[T]]:
         """A reply to each question; `read(i, answer)` says what the i-th answer means. `whole`: one that was cut is not read."""
         replies: list[Reply[T]] = [Reply(shown(question)) for question in questions]
@@ -183,7 +183,7 @@ class JudgeReward(ModelReward):
             if not left:
                 break
             asked = [replace(questions[i], key=f"{questions[i].key}/{attempt}") for i in left]
-            answers = await self.backend.write(asked, writing(self.sampling, attempt))
+            answers = await self.backend.generate(asked, writing(self.sampling, attempt))
             for i, answer in zip(left, answers, strict=True):
                 replies[i] = self._reply(replies[i], answer, lambda text, i=i: read(i, text), whole=whole)
             left = [i for i in left if replies[i].failure is not None]
@@ -193,7 +193,7 @@ class JudgeReward(ModelReward):
         self,
         groups: Sequence[Group],
         about: Sequence[What],
-        question: Callable[[Prompt, Sample, What], Question],
+        question: Callable[[Prompt, Sample, What], GenerationRequest],
         read: Callable[[What, str], T | None],
         score: Callable[[list[Reply[T]], str], Score],
     ) -> list[list[Score]]:
@@ -230,13 +230,13 @@ class JudgeReward(ModelReward):
         return replace(reply, failure=Failure("unparsable", message))
 
 
-def writing(how: JudgeSampling, attempt: int) -> Writing:
+def writing(how: JudgeSampling, attempt: int) -> SamplingParams:
     """How the answer is written, the first time or when it is asked for again."""
     temperature = how.temperature if attempt == 0 else how.retry_temperature
-    return Writing(how.max_new_tokens, temperature, how.top_p, how.seed, timeout_s=how.longest_s)
+    return SamplingParams(how.max_new_tokens, temperature, how.top_p, how.seed, timeout_s=how.longest_s)
 
 
-def shown(question: Question) -> str:
+def shown(question: GenerationRequest) -> str:
     if question.text is not None:
         return question.text
     return "\n\n".join(str(message["content"]) for message in question.messages)

@@ -1,0 +1,194 @@
+"""The models that a run's rewards use: each is opened once, however many rewards use it.
+
+Rewards with equal `model` sections that use the model in the same way (to score, or to generate) share one backend: one copy of the
+weights, one server, one pool of connections with its limits. The first reward opens it, the last one closes it. Its own usage
+counts every call; each reward's handle counts that reward's calls as well.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from weakref import WeakKeyDictionary
+
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.types import Message
+
+GENERIC_NAMES = ("model", "best", "final", "latest", "last", "hf")
+"""Folder names that identify a model only together with their parent folder."""
+
+
+def build_backend(settings: RewardModel, *, scalar: bool, independent: bool = False) -> Backend:
+    """The backend for the model's placement, not opened yet. Each is imported on use: a judge behind a URL needs no torch.
+
+    `scalar`: the model scores and does not generate. `independent`: a model in this process computes each call as its own batch, so
+    its scores are bit-identical whatever else is scored at the same time.
+    """
+    match settings.placement:
+        case "server":
+            from plaudit.reward_models.server_client import ServerClient
+
+            return ServerClient(settings, scalar=scalar)
+        case "launch":
+            from plaudit.reward_models.launch import LaunchedServer
+
+            return LaunchedServer(settings, scalar=scalar)
+        case _:
+            from plaudit.reward_models.local import LocalModel
+
+            return LocalModel(settings, scalar=scalar, independent=independent)
+
+
+class SharedModel:
+    """A backend with the handles of the rewards that use it."""
+
+    def __init__(self, settings: RewardModel, *, scalar: bool, independent: bool):
+        self.settings, self.scalar = settings, scalar
+        self.backend = build_backend(settings, scalar=scalar, independent=independent)
+        self.handles: list[ModelHandle] = []
+        self._opening = asyncio.Lock()
+        self._opened = False
+        self._error: Exception | None = None
+
+    async def open(self) -> None:
+        """Opens the backend once. If that failed, every later caller gets the same error."""
+        async with self._opening:
+            if self._error is not None:
+                raise self._error
+            if not self._opened:
+                try:
+                    await self.backend.open()
+                except Exception as error:
+                    self._error = error
+                    raise
+                self._opened = True
+
+    async def release(self, handle: "ModelHandle") -> None:
+        """Closes the backend with its last handle."""
+        if handle in self.handles:
+            self.handles.remove(handle)
+            if not self.handles:
+                _registry().models.pop((self.settings, self.scalar), None)
+                await self.backend.close()
+
+    @property
+    def name(self) -> str:
+        """Short name for metrics: the folder's name, or the served name."""
+        *parents, last = PurePath(self.backend.name).parts or ("model",)
+        generic = last in GENERIC_NAMES or last.startswith(("step_", "checkpoint", "global_step"))
+        return f"{parents[-1]}-{last}" if generic and parents and parents[-1] != "/" else last
+
+
+class ModelHandle(Backend):
+    """One reward's access to a shared model. `usage` counts this reward's requests, each once however often it was retried."""
+
+    def __init__(self, model: SharedModel, label: str):
+        self.model, self.label, self.usage = model, label, Usage()
+        model.handles.append(self)
+
+    @property
+    def name(self) -> str:
+        return self.model.backend.name
+
+    @property
+    def weights(self) -> Backend:
+        return self.model.backend
+
+    async def open(self) -> None:
+        await self.model.open()
+
+    async def close(self) -> None:
+        await self.model.release(self)
+
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        answers = await self.model.backend.generate(requests, params)
+        self.usage.new_tokens += sum(answer.new_tokens for answer in answers)
+        self._count(answers)
+        return answers
+
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
+        scores = await self.model.backend.score(conversations)
+        self._count(scores)
+        return scores
+
+    def _count(self, results: Sequence[Answer | ScalarScore]) -> None:
+        self.usage.calls += sum(not result.too_long for result in results)
+        self.usage.prompt_tokens += sum(result.prompt_tokens for result in results if not result.too_long)
+        for failure in (result.failure for result in results if result.failure is not None):
+            self.usage.failures[failure.cause] = self.usage.failures.get(failure.cause, 0) + 1
+
+    async def load(self) -> None:
+        await self.model.backend.load()
+
+    async def unload(self) -> None:
+        await self.model.backend.unload()
+
+    def info(self) -> ModelInfo:
+        return self.model.backend.info()
+
+
+# One registry per event loop -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModelRegistry:
+    models: dict[tuple[RewardModel, bool], SharedModel] = field(default_factory=dict)
+    independent: bool = False
+
+
+# Every reward runner has its own event loop, so a loop's models belong to one recipe.
+_REGISTRIES: WeakKeyDictionary[asyncio.AbstractEventLoop, ModelRegistry] = WeakKeyDictionary()
+
+
+def use_independent_batches() -> None:
+    """Models acquired on this event loop from now on give bit-identical scores, whatever else is scored at the same time."""
+    _registry().independent = True
+
+
+def acquire_model(settings: RewardModel, *, scalar: bool, label: str) -> ModelHandle:
+    """A handle for the reward called `label` on the model, which another reward may have opened already."""
+    registry, key = _registry(), (settings, scalar)
+    if key not in registry.models:
+        registry.models[key] = SharedModel(settings, scalar=scalar, independent=registry.independent)
+    return ModelHandle(registry.models[key], label)
+
+
+def _registry() -> ModelRegistry:
+    return _REGISTRIES.setdefault(asyncio.get_running_loop(), ModelRegistry())
+
+
+# Usage ---------------------------------------------------------------------------------------------------------------
+
+UsageTotals = dict[str, float]
+"""calls, retries, prompt_tokens, new_tokens; cost, if the model has prices."""
+
+
+def usage_by_model(loop: asyncio.AbstractEventLoop) -> dict[str, UsageTotals]:
+    """Each model's totals since it was opened, by its name; for a model that several rewards use, also by `model/reward`."""
+    totals: dict[str, UsageTotals] = {}
+    seen: Counter[str] = Counter()
+    # Sorted by settings, not by who came first: a resumed run must use the same names.
+    models = _REGISTRIES.get(loop, ModelRegistry()).models.values()
+    for model in sorted(models, key=lambda model: (model.name, model.scalar, model.settings.model_dump_json())):
+        seen[model.name] += 1
+        name = f"{model.name}-{seen[model.name]}" if seen[model.name] > 1 else model.name
+        totals[name] = _totals(model.backend.usage, model.settings)
+        if len(model.handles) > 1:
+            for handle in sorted(model.handles, key=lambda handle: handle.label):
+                totals[f"{name}/{handle.label}"] = _totals(handle.usage, model.settings)
+    return totals
+
+
+def _totals(usage: Usage, settings: RewardModel) -> UsageTotals:
+    counts = {"calls": usage.calls, "retries": usage.retries, "prompt_tokens": usage.prompt_tokens, "new_tokens": usage.new_tokens}
+    cost = settings.cost(usage.prompt_tokens, usage.new_tokens)
+    return {name: float(count) for name, count in counts.items()} | ({} if cost is None else {"cost": cost})
+
+
+def describe_usage(totals: UsageTotals) -> str:
+    """'120 calls (3 retries), 12,345 + 678 tokens, cost 0.02': for a line in the terminal."""
+    retries = f" ({totals['retries']:,.0f} retries)" if totals["retries"] else ""
+    cost = f", cost {totals['cost']:.4g}" if "cost" in totals else ""
+    return f"{totals['calls']:,.0f} calls{retries}, {totals['prompt_tokens']:,.0f} + {totals['new_tokens']:,.0f} tokens{cost}"
