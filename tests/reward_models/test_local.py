@@ -23,7 +23,7 @@ from plaudit.models.residual import is_precise
 from plaudit.models.scalar import ScalarModel, load_scalar, transcript_of
 from plaudit.models.weights import RESIDENT_MODELS, HostCopies
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models import batch_bisection, scalar_skill
+from plaudit.reward_models import batch_bisection, scalar_inference
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams, ScalarScore
 from plaudit.reward_models.batch_bisection import bisect_failures
 from plaudit.reward_models.local import LocalModel
@@ -617,7 +617,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier,
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     async def go(model: LocalModel) -> None:
-        monkeypatch.setattr(scalar_skill, "load_scalar", out_of_memory)
+        monkeypatch.setattr(scalar_inference, "load_scalar", out_of_memory)
         await model.load()
         (verdict,) = await model.score([talk(1)])
         assert verdict.failure is not None
@@ -629,7 +629,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier,
         assert (await model.score([talk(1)]))[0].failure is None
 
     with_model(classifier, go, scalar=True, placement="offload")
-    monkeypatch.setattr(scalar_skill, "load_scalar", out_of_memory)
+    monkeypatch.setattr(scalar_inference, "load_scalar", out_of_memory)
     with pytest.raises(RecipeError, match=r"does not fit into what is left of memory.*placement: offload"):
         judge(classifier, [])
 
@@ -660,7 +660,7 @@ def why_not(folder: Path, *, scalar: bool = True, **settings) -> str:
 
 
 def test_bad_folders_are_told_before_weights_are_read(classifier, tiny_models, tmp_path, monkeypatch):
-    monkeypatch.setattr(scalar_skill, "load_scalar", None)
+    monkeypatch.setattr(scalar_inference, "load_scalar", None)
     near = classifier.with_name("rmm")
     assert why_not(near) == f"{near}: there is no such folder. Did you mean {classifier}?"
     (tmp_path / "empty").mkdir()
