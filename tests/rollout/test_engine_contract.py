@@ -15,15 +15,7 @@ from support.engine_contract import EngineContract, Subject, sharpen
 
 def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
     def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
-        engine, passes = NativeEngine(model, tokenizer, **settings), []
-        hidden = engine.forward.decoder.hidden
-
-        def counted(step):
-            passes.append(1)
-            return hidden(step)
-
-        engine.forward.decoder.hidden = counted
-        return Subject(engine, model, tokenizer, lambda: len(passes))
+        return Subject(NativeEngine(model, tokenizer, **settings), model, tokenizer)
 
     return make
 

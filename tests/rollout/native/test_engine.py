@@ -32,7 +32,7 @@ from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native import forward
-from plaudit.rollout.native.cache import CacheView, blocks_that_fit
+from plaudit.rollout.native.cache import blocks_that_fit
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.graphs import Graphs
@@ -531,14 +531,9 @@ def test_tokens_do_not_depend_on_how_prompts_are_read(llama, monkeypatch, budget
     """Token by token, in pieces, or a few prompts at a time."""
     sampling, engine = Sampling(max_new_tokens=16), engine_of(llama, **layout)
     at_once = sample(engine_of(llama), mixed_requests(), sampling)
-    pieces = []
-    read = engine.forward.read
-    monkeypatch.setattr(engine.forward, "read", lambda these, cache: pieces.extend(these) or read(these, cache))
     monkeypatch.setitem(native.PREFILL_TOKENS, "cpu", budget)
     in_pieces = sample(engine, mixed_requests(), sampling)
     assert_samples_agree(llama, at_once, in_pieces, sampling)
-    assert max(piece.end - piece.begin for piece in pieces) == budget
-    assert any(piece.begin for piece in pieces)
 
 
 @WINDOWED
@@ -584,38 +579,38 @@ def test_sequences_that_give_up_their_memory_go_on_later(policy, monkeypatch, ro
     assert engine.preempted == 0, "of the last call"
 
 
-@pytest.fixture
-def memory_taken(monkeypatch) -> list[int]:
-    """Blocks, call by call."""
-    taken, take_memory = [], CacheView.take_memory
-    monkeypatch.setattr(
-        CacheView, "take_memory", lambda self, blocks, **more: taken.append(blocks) or take_memory(self, blocks, **more)
-    )
-    return taken
+def blocks_held(engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> int:
+    """While it samples: blocks of keys and values."""
+    samples = engine.generate(requests, sampling)
+    next(samples)
+    assert engine._cache.memory is not None
+    held = len(engine._cache.memory)
+    samples.close()
+    return held
 
 
-def test_little_memory_means_fewer_blocks(llama, monkeypatch, memory_taken):
+def test_little_memory_means_fewer_blocks(llama, monkeypatch):
     requests, sampling = mixed_requests(), Sampling(max_new_tokens=16)
     plenty = sample(engine_of(llama), requests, sampling)
-    assert memory_taken.pop() > 14, "one for each row, and some"
+    assert blocks_held(engine_of(llama), requests, sampling) > 14, "one for each row, and some"
     monkeypatch.setitem(native.CACHE_SHARE, "cpu", 0.0)
     assert_samples_agree(llama, plenty, sample(engine_of(llama), requests, sampling), sampling)
-    assert memory_taken.pop() == 2, "for one sequence, and the prompt that it begins with"
-    assert_samples_agree(llama, plenty, sample(engine_of(llama, block_tokens=8), requests, sampling), sampling)
-    assert memory_taken.pop() == 128 // 8 + 1
+    assert blocks_held(engine_of(llama), requests, sampling) == 2, "for one sequence, and the prompt that it begins with"
+    engine = engine_of(llama, block_tokens=8)
+    assert_samples_agree(llama, plenty, sample(engine, requests, sampling), sampling)
+    assert blocks_held(engine, requests, sampling) == 128 // 8 + 1
 
 
-def test_there_is_memory_for_what_was_asked_and_no_more(llama, memory_taken):
-    engine, sampling = engine_of(llama, block_tokens=8), Sampling(max_new_tokens=16)
-    sample(engine, [Request("p", prompt_of(17), n=4)], sampling)
-    few = memory_taken.pop()
+def test_there_is_memory_for_what_was_asked_and_no_more(llama):
+    engine = engine_of(llama, block_tokens=8)
+    few = blocks_held(engine, [Request("p", prompt_of(17), n=4)], Sampling(max_new_tokens=16))
     assert 2 + 4 * 2 <= few <= 16, "two blocks that all share, and two of its own for each"
-    sample(engine, requests_of((17,) * 300), Sampling(max_new_tokens=1))
-    assert memory_taken.pop() <= 256 * 3 + 65, "no more rows than MAX_SEQUENCES"
+    many = blocks_held(engine, requests_of((17,) * 300), Sampling(max_new_tokens=1))
+    assert many <= 256 * 3 + 65, "no more rows than MAX_SEQUENCES"
     assert len(engine._cache.tables) == native.MAX_SEQUENCES["cpu"]
 
 
-def test_memory_that_others_keep_is_left_to_them(llama, monkeypatch, memory_taken):
+def test_memory_that_others_keep_is_left_to_them(llama, monkeypatch):
     total = 10**9
     monkeypatch.setattr(native, "total_memory", lambda device: total)
     weights = sum(p.numel() * 4 for p in llama.model.parameters())
@@ -623,9 +618,8 @@ def test_memory_that_others_keep_is_left_to_them(llama, monkeypatch, memory_take
     assert engine_of(llama, reserved_bytes=10**8)._room() == (total - weights - 10**8) // 2
     engine = engine_of(llama, reserved_bytes=2 * total)
     assert engine._room() == 0
-    memory_taken.clear()
     assert len(sample(engine, mixed_requests(), Sampling(max_new_tokens=16))) == 14
-    assert memory_taken == [2]
+    assert blocks_held(engine, mixed_requests(), Sampling(max_new_tokens=16)) == 2
 
 
 def test_memory_goes_back_after_a_call(llama, layout):
@@ -726,22 +720,7 @@ def test_without_a_tokenizer_samples_have_no_text(llama, layout):
 # Packed weights ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def packings(monkeypatch) -> list[Tensor]:
-    """Weights that were packed, in order."""
-    from plaudit.rollout.native import decoder
-
-    if not packing_pays(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("torch has no oneDNN here")
-    made, packed = [], decoder.packed
-
-    def counted(weight: Tensor, bias: Tensor | None):
-        made.append(weight)
-        return packed(weight, bias)
-
-    monkeypatch.setattr(decoder, "packed", counted)
-    monkeypatch.setattr(forward, "packed", counted)
-    return made
+needs_packing = pytest.mark.skipif(not packing_pays(torch.device("cpu"), torch.bfloat16), reason="torch has no oneDNN here")
 
 
 def holds_packed_weights(engine: NativeEngine) -> bool:
@@ -749,29 +728,37 @@ def holds_packed_weights(engine: NativeEngine) -> bool:
     return engine.forward._packed_head is not None or any(product.packed is not None for product in products)
 
 
-def test_packed_weights_change_nothing(tiny_models, monkeypatch, packings):
+@needs_packing
+def test_packed_weights_change_nothing(tiny_models, monkeypatch):
     """Half-precision models on a CPU are sampled with packed weights after a few steps: the same bits, and no trace afterwards."""
     model = load_as_it_is(tiny_models["qwen2"], dtype="bfloat16").model  # its linear layers have biases
     engine = NativeEngine(model, load_tokenizer(str(tiny_models["qwen2"])))
 
     def rolled(pays_after: int) -> list[tuple[list[int], list[float]]]:
         monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", pays_after)
-        samples = engine.generate(mixed_requests(), Sampling(max_new_tokens=40))
-        return [(sample.tokens.tolist(), sample.sampler_logprobs.tolist()) for sample in samples]
+        rows = []
+        for drawn in engine.generate(mixed_requests(), Sampling(max_new_tokens=40)):
+            rows.append((drawn.tokens.tolist(), drawn.sampler_logprobs.tolist()))
+            packed.append(holds_packed_weights(engine))
+        return rows
 
-    held = bytes_held(model)
+    held, packed = bytes_held(model), []
     never = rolled(0)
-    assert not packings
+    assert not any(packed)
+    packed.clear()
     always = rolled(1)
-    assert len(packings) == 2 * 4 + 1, "four products a layer, and the head"
+    assert all(packed)
+    packed.clear()
     assert always == never == rolled(8)
-    assert len(packings) == 2 * (2 * 4 + 1), "once a call"
+    assert packed == sorted(packed)
+    assert len(set(packed)) == 2, "after the first samples"
     assert not holds_packed_weights(engine), "no second copy of the weights while others compute"
     assert bytes_held(model) == held
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
-def test_packed_weights_are_those_of_now(tiny_models, monkeypatch, packings):
+@needs_packing
+def test_packed_weights_are_those_of_now(tiny_models, monkeypatch):
     """Trained in between, and left in the middle of a call."""
     policy = load(tiny_models["llama"], dtype="bfloat16")
     monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", 1)
@@ -791,9 +778,27 @@ def test_packed_weights_are_those_of_now(tiny_models, monkeypatch, packings):
         assert np.abs(whole_logprobs(policy.model, request.tokens, s.tokens, 1.0) - s.sampler_logprobs).max() < 0.3
 
 
-def test_full_precision_is_not_packed(llama, packings):
-    sample(engine_of(llama), mixed_requests(), Sampling(max_new_tokens=40))
-    assert not packings
+def test_full_precision_is_not_packed(llama, monkeypatch):
+    monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", 1)
+    engine = engine_of(llama)
+    assert not any(holds_packed_weights(engine) for _ in engine.generate(mixed_requests(), Sampling(max_new_tokens=40)))
+
+
+def test_a_finished_sample_is_returned_while_others_run(llama):
+    """The long one draws the rest of its tokens with weights that are changed in between."""
+    requests = [Request("long", prompt_of(6), max_new_tokens=40), Request("short", prompt_of(5), max_new_tokens=1)]
+    engine, sampling = engine_of(llama), Sampling(max_new_tokens=40, temperature=0.0)
+    head = llama.model.get_output_embeddings().weight
+    (_, undisturbed), _ = sample(engine, requests, sampling)
+    kept, samples = head.detach().clone(), engine.generate(requests, sampling)
+    assert next(samples).prompt_id == "short"
+    head.data.neg_()
+    (long,) = samples
+    head.data.copy_(kept)
+    assert not same([long], [undisturbed])
+    assert len(undisturbed) > 4
+    differ = long.tokens[:4] != undisturbed.tokens[:4]
+    assert differ.any(), "of the first tokens"
 
 
 # The residual stream -------------------------------------------------------------------------------------------------
