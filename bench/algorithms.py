@@ -30,20 +30,23 @@ ALGORITHMS: dict[str, list[str]] = {
     "GRPO": ["algorithm={kind: grpo}"],
     "Dr.GRPO": ["algorithm={kind: grpo, divide_by_std: false, aggregation: seq-mean-token-sum-norm}"],
     "DAPO": [
-        "algorithm={kind: grpo, clip: [0.2, 0.28], aggregation: token-mean, dynamic_sampling: {max_rounds: 3}}",
+        "algorithm={kind: grpo, clip_ratio: [0.2, 0.28], aggregation: token-mean, dynamic_sampling: {max_rounds: 3}}",
         "train.prompts_per_update=16", "run.epochs=4",
     ],
     "GSPO": [
-        "algorithm={kind: grpo, loss: gspo, clip: [0.0003, 0.0004], aggregation: seq-mean-token-mean}",
+        "algorithm={kind: grpo, loss: gspo, clip_ratio: [0.0003, 0.0004], aggregation: seq-mean-token-mean}",
         "train.prompts_per_update=16",
     ],
-    "CISPO": ["algorithm={kind: grpo, loss: cispo, clip: [0.999, 0.28], aggregation: token-mean}", "train.prompts_per_update=16"],
+    "CISPO": [
+        "algorithm={kind: grpo, loss: cispo, clip_ratio: [0.999, 0.28], aggregation: token-mean}",
+        "train.prompts_per_update=16",
+    ],
     "RLOO": ["algorithm={kind: rloo, loss: policy_gradient}"],
     "REINFORCE++": ["algorithm={kind: reinforce++, kl_reward: {coefficient: 0.001}}"],
-    "REINFORCE++ with baseline": ["algorithm={kind: reinforce++-baseline, kl_coefficient: 0.001, kl_kind: k2}"],
+    "REINFORCE++ with baseline": ["algorithm={kind: reinforce++-baseline, kl_coefficient: 0.001, kl_estimator: k2}"],
     "ReMax": ["algorithm={kind: remax, loss: policy_gradient}"],
     "GDPO": ["algorithm={kind: gdpo}", "rewards=[{kind: exact, normalise: group}]"],
-    "PPO": ["algorithm={kind: ppo}", "critic={warmup_steps: 5, optim: {lr: 1e-3}}"],
+    "PPO": ["algorithm={kind: ppo}", "critic={pretrain_steps: 5, optim: {lr: 1e-3}}"],
 }  # fmt: skip
 
 

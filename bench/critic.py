@@ -23,8 +23,8 @@ from algorithms import RECIPE, REPOSITORY, plaudit, run, spread
 
 STEPS, VALIDATE_EVERY = 100, 20
 CRITICS = {
-    "own": "critic={warmup_steps: 5, optim: {lr: 1e-3}}",
-    "shared": "critic={shared: true, coefficient: 2, warmup_steps: 5, optim: {lr: 1e-2}}",
+    "own": "critic={pretrain_steps: 5, optim: {lr: 1e-3}}",
+    "shared": "critic={shared: true, loss_coefficient: 2, pretrain_steps: 5, optim: {lr: 1e-2}}",
 }
 
 

@@ -12,7 +12,7 @@ it is measured; each side is a process of its own.
               conversations, unload. Seconds of each, the device's memory as the driver sees it, the host's memory, and the scores,
               which must not change.
     scoring   1.5B, 1,024 sequences of 128…2048 tokens (log-uniform), all different: tokens/s of plaudit's packed passes with the
-              engine's fused layers (also group by group, as run.repeatable asks) and with transformers' modules, of transformers
+              engine's fused layers (also group by group, as run.deterministic asks) and with transformers' modules, of transformers
               padded (sorted by length, sdpa, three batch sizes), and of vLLM's pooling runner (`classify` without activation,
               prefix caching off, two sizes of a pass). One run to warm up, then --runs. And how far everyone's scores are from
               the same weights in fp32.

@@ -143,7 +143,7 @@ def check_repeatable() -> None:
             del trainer
         same = all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
         print(
-            f"run.repeatable={repeatable}: {'the same bits' if same else 'NOT the same'}; {sum(seconds[-4:]) / 4:.3f} s a step",
+            f"run.deterministic={repeatable}: {'the same bits' if same else 'NOT the same'}; {sum(seconds[-4:]) / 4:.3f} s a step",
             flush=True,
         )
     torch.use_deterministic_algorithms(False)

@@ -130,18 +130,18 @@ LOSSES = {
         4,
     ),
     "dapo": (
-        {"clip": [0.2, 0.28], "aggregation": "token-mean"},
+        {"clip_ratio": [0.2, 0.28], "aggregation": "token-mean"},
         {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0},
         4,
     ),
     "bnpo": ({"aggregation": "token-mean"}, {"loss_type": "bnpo", "delta": 3.0}, SAMPLES_PER_STEP),
     "cispo": (
-        {"loss": "cispo", "clip": [0.999, 0.28], "aggregation": "token-mean"},
+        {"loss": "cispo", "clip_ratio": [0.999, 0.28], "aggregation": "token-mean"},
         {"loss_type": "cispo", "epsilon_high": 1.28},
         4,
     ),
     "gspo": (
-        {"loss": "gspo", "clip": [0.05, 0.08], "aggregation": "seq-mean-token-mean"},
+        {"loss": "gspo", "clip_ratio": [0.05, 0.08], "aggregation": "seq-mean-token-mean"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.08},
         4,
     ),

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 HERE = Path(__file__).resolve().parent.parent
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"critic.pretrain_steps": "critic.warmup_steps"}
 """This checkout's name of a setting → the other one's."""
 
 REWARD = """
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ppo": (
         "rl",
-        merged(RL, algorithm={"kind": "ppo", "gae_lambda": 0.95}, critic={"warmup_steps": 1}, train={"prompts_per_update": 4}),
+        merged(RL, algorithm={"kind": "ppo", "gae_lambda": 0.95}, critic={"pretrain_steps": 1}, train={"prompts_per_update": 4}),
     ),
     "ppo, shared critic": ("rl", merged(RL, algorithm={"kind": "ppo"}, critic={"shared": True}, train={"prompts_per_update": 4})),
     "remax": ("rl", merged(RL, algorithm={"kind": "remax"})),

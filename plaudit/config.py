@@ -266,8 +266,14 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-# What other trainers call our settings.
-ELSEWHERE = {
+OTHER_NAMES = {
+    # Earlier versions of plaudit.
+    "clip": "algorithm.clip_ratio or critic.clip_value", "kl_kind": "algorithm.kl_estimator", "repeatable": "run.deterministic",
+    "kind": "algorithm.kl_reward.estimator or algorithm.kind or loss.kind", "reference_placement": "reference.placement",
+    "coefficient": "critic.loss_coefficient or algorithm.kl_reward.coefficient", "ask_again": "audit.rescore_groups",
+    "offload": "optim.placement or critic.optim.placement", "reference": "reference.path",
+    "warmup_steps": "critic.pretrain_steps or optim.warmup_steps",
+    # Other trainers.
     "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps",
     "num_train_epochs": "run.epochs", "output_dir": "run.dir", "save_steps": "run.save_every", "eval_steps": "run.validate_every",
     "report_to": "run.trackers", "train_batch_size": "train.rows_per_step or train.pairs_per_step or train.prompts_per_step",
@@ -276,13 +282,13 @@ ELSEWHERE = {
     "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "kl_loss_coef": "algorithm.kl_coefficient",
     "beta": "algorithm.kl_coefficient or loss.beta",
-    "entropy_coeff": "algorithm.entropy_coefficient", "loss_agg_mode": "algorithm.aggregation", "clip_ratio": "algorithm.clip",
-    "clip_ratio_low": "algorithm.clip", "clip_ratio_high": "algorithm.clip", "adv_estimator": "algorithm.kind",
+    "entropy_coeff": "algorithm.entropy_coefficient", "loss_agg_mode": "algorithm.aggregation",
+    "clip_ratio_low": "algorithm.clip_ratio", "clip_ratio_high": "algorithm.clip_ratio", "adv_estimator": "algorithm.kind",
     "advantage": "algorithm.kind", "use_kl_in_reward": "algorithm.kl_reward", "kl_ctrl": "algorithm.kl_reward",
     "target_kl": "algorithm.kl_reward.target", "policy_loss": "algorithm.loss", "loss_mode": "algorithm.loss",
     "gamma": "algorithm.discount", "rollout_is": "algorithm.importance", "rollout_is_threshold": "algorithm.importance.high",
-    "lam": "algorithm.gae_lambda", "cliprange_value": "critic.clip", "critic_warmup": "critic.warmup_steps",
-    "vf_coef": "critic.coefficient",
+    "lam": "algorithm.gae_lambda", "cliprange_value": "critic.clip_value", "critic_warmup": "critic.pretrain_steps",
+    "vf_coef": "critic.loss_coefficient",
     "filter_groups": "algorithm.dynamic_sampling", "max_num_gen_batches": "algorithm.dynamic_sampling.max_rounds",
     "importance_sampling_level": "algorithm.loss",
     "use_kl_loss": "algorithm.kl_coefficient", "loss_type": "algorithm.aggregation or loss.kind",
@@ -290,9 +296,10 @@ ELSEWHERE = {
     "reward_funcs": "rewards", "custom_reward_function": "rewards", "total_epochs": "run.epochs",
     "total_training_steps": "run.max_steps",
     "test_freq": "run.validate_every", "save_freq": "run.save_every", "use_peft": "model.lora",
-    "kl_loss_type": "algorithm.kl_kind", "norm_adv_by_std_in_grpo": "algorithm.divide_by_std", "epsilon": "algorithm.clip",
+    "kl_loss_type": "algorithm.kl_estimator", "norm_adv_by_std_in_grpo": "algorithm.divide_by_std",
+    "epsilon": "algorithm.clip_ratio",
     "pref_beta": "loss.beta", "pref_loss": "loss.kind", "pref_ftx": "loss.nll_coefficient", "rpo_alpha": "loss.nll_coefficient",
-    "dpo_label_smoothing": "loss.label_smoothing", "ref_model": "loss.reference",
+    "dpo_label_smoothing": "loss.label_smoothing", "ref_model": "reference.path",
     "center_rewards_coefficient": "loss.centring_coefficient", "margin": "data.margin_column",
     "gradient_accumulation_steps": "train.tokens_per_micro_batch", "cutoff_len": "data.max_tokens", "max_length": "data.max_tokens",
     "max_seq_length": "data.max_tokens", "train_files": "data.train", "val_files": "data.val", "dataset": "data.train",
@@ -309,9 +316,10 @@ def _suggest(place: Place, fields: dict[Place, Any]) -> str:
     name = str(place[-1])
     if tuple(name.split(".")) in known:
         return f" In a file, sections are nested: {': {'.join(name.split('.'))}: …{'}' * name.count('.')}."
-    if name in ELSEWHERE:
-        here = [name for name in ELSEWHERE[name].split(" or ") if tuple(name.split(".")) in known]
-        return f" Here it is {' or '.join(here)}." if here else ""
+    options = [p for option in OTHER_NAMES.get(name, "").split(" or ") if (p := tuple(option.split("."))) in known]
+    if options:
+        options = [p for p in options if p[:-1] == place[:-1]] or options
+        return f" Did you mean {' or '.join(map(_dotted, options))}?"
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
             return f" Did you mean {_dotted(next(p for p in candidates if p[-1] == near))}?"

@@ -671,14 +671,14 @@ print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in
     ],
 )
 def test_what_other_trainers_call_it_is_understood(complaint, given, ours):
-    assert complaint(MINIMAL, given).endswith(f"is not a setting. Here it is {ours}.")
+    assert complaint(MINIMAL, given).endswith(f"is not a setting. Did you mean {ours}?")
 
 
 def test_every_name_from_elsewhere_leads_to_a_setting():
-    from plaudit.config import ELSEWHERE
+    from plaudit.config import OTHER_NAMES
 
     known = {".".join(map(str, place)) for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
-    assert {setting for settings in ELSEWHERE.values() for setting in settings.split(" or ")} <= known
+    assert {setting for settings in OTHER_NAMES.values() for setting in settings.split(" or ")} <= known
 
 
 def test_an_option_with_dashes_is_told_how_overrides_are_written(complaint):

@@ -107,7 +107,7 @@ def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_fi
         "run.device=cpu",
     ]
     if getattr(recipe, "critic", None) is not None:
-        overrides.append("critic.warmup_steps=1")  # so that the second step moves the policy too
+        overrides.append("critic.pretrain_steps=1")  # so that the second step moves the policy too
     if recipe.model.tokenizer:
         overrides.append(f"model.tokenizer={tiny_model}")
     model = TRAIN[recipe.stage](path, *overrides)

@@ -64,7 +64,7 @@ def choose_targets(rollouts: Sequence[Rollout], responses: Sequence[Response], s
     others = [(rollouts[g].prompt, right.get(g, rollouts[g].responses[0])) for g in lenders]
     return [
         make_target(i, rollouts[g].prompt, right.get(g), rollouts[g].responses, others, settings.seed)
-        for i, g in enumerate(numbers[: settings.prompts])
+        for i, g in enumerate(numbers[: settings.probe_prompts])
     ]
 
 

@@ -90,7 +90,7 @@ def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ..
 
 
 def _with_options(settings: "AuditSettings", threshold: float | None, seed: int | None, probes: bool) -> "AuditSettings":
-    given = {"threshold": threshold, "seed": seed, "prompts": None if probes else 0}
+    given = {"threshold": threshold, "seed": seed, "probe_prompts": None if probes else 0}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 

@@ -142,7 +142,7 @@ def _ask_again(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Some groups a second time, and those of two or more in another order."""
     draw = random.Random(settings.seed + 2)
-    chosen = sorted(draw.sample(range(len(rollouts)), min(settings.ask_again, len(rollouts))))
+    chosen = sorted(draw.sample(range(len(rollouts)), min(settings.rescore_groups, len(rollouts))))
     same = [list(range(len(rollouts[g]))) for g in chosen]
     again = measure_again([scored[g] for g in chosen], _ask(panel, rollouts, chosen, same), same, span) if chosen else None
     several = [g for g in chosen if len(rollouts[g]) > 1]

@@ -14,15 +14,19 @@ from plaudit.recipe import CriticSettings, ModelSettings, RLRecipe
 
 
 def check_critic(critic: CriticSettings, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int) -> Iterator[Finding]:
-    alone = f"; the first {critic.warmup_steps:,} steps are its alone" if critic.warmup_steps else ""
+    alone = f"; the first {critic.pretrain_steps:,} steps are its alone" if critic.pretrain_steps else ""
     if critic.shared:
-        moved = f"the value loss counts {critic.coefficient:g} there" if critic.coefficient else "the value loss does not move them"
+        moved = (
+            f"the value loss counts {critic.loss_coefficient:g} there"
+            if critic.loss_coefficient
+            else "the value loss does not move them"
+        )
         yield "✓", f"a value head on the policy's own layers: {moved}{alone}"
     else:
         yield from _check_model(critic.model(recipe.model), critic, recipe, template, longest_prompt, alone)
     total = recipe.run.max_steps
-    if total is not None and critic.warmup_steps >= total:
-        yield "!", f"critic.warmup_steps is {critic.warmup_steps:,} and run.max_steps {total:,}: the policy would never learn"
+    if total is not None and critic.pretrain_steps >= total:
+        yield "!", f"critic.pretrain_steps is {critic.pretrain_steps:,} and run.max_steps {total:,}: the policy would never learn"
 
 
 def _check_model(

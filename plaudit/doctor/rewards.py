@@ -17,10 +17,10 @@ GSPO_WIDE = 0.05  # a clip that a ratio per response, a mean over its tokens, se
 
 def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
     """What is allowed and yet seldom meant."""
-    if recipe.algorithm.kl_coefficient and recipe.algorithm.kl_kind == "k1":
+    if recipe.algorithm.kl_coefficient and recipe.algorithm.kl_estimator == "k1":
         yield (
             "!",
-            "algorithm.kl_kind is k1, which as a loss has no pull towards the reference; k2 has the right gradient, k3 a close one",
+            "algorithm.kl_estimator: k1 as a loss has no pull towards the reference; k2 has the right gradient, k3 nearly",
         )
     if recipe.algorithm.kl_reward is not None and recipe.algorithm.kind == "grpo" and recipe.algorithm.divide_by_std:
         yield (
@@ -28,8 +28,11 @@ def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
             "algorithm.kl_reward is divided by the group's deviation with the rest: where all rewards are equal, KL alone makes "
             "advantages of full size. kl_coefficient, divide_by_std: false or kind: rloo do not do that",
         )
-    if recipe.algorithm.loss == "gspo" and min(recipe.algorithm.clip) >= GSPO_WIDE:
-        yield "!", "algorithm.clip: the ratio of a whole response hardly ever leaves such bounds; GSPO's own are [0.0003, 0.0004]"
+    if recipe.algorithm.loss == "gspo" and min(recipe.algorithm.clip_ratio) >= GSPO_WIDE:
+        yield (
+            "!",
+            "algorithm.clip_ratio: the ratio of a whole response hardly ever leaves such bounds; GSPO's own are [0.0003, 0.0004]",
+        )
     if recipe.algorithm.loss == "policy_gradient" and recipe.train.updates_per_step > 1:
         yield (
             "!",

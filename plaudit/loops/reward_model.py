@@ -38,7 +38,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     recipe = loaded.recipe
     assert isinstance(recipe, RewardModelRecipe)
     device = resolve_device(recipe.run.device)
-    if recipe.run.repeatable:
+    if recipe.run.deterministic:
         compute_repeatably(device)
     template = load_model_template(recipe.model)
     transcript = Transcript(template.tokenizer, template.text)

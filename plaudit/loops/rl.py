@@ -69,14 +69,14 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     if recipe.audit.require is not None:
         require_passed(recipe.audit, recipe.rewards)
     device = resolve_device(recipe.run.device)
-    if recipe.run.repeatable:
+    if recipe.run.deterministic:
         compute_repeatably(device)
     template = load_model_template(recipe.model)
     files = [source.path for part in sources.values() for source in part]
     scorers = [file for reward in recipe.rewards for file in reward.files]
     with (
         Run(loaded, files, template, _inputs(recipe), scorers=scorers, best="val/reward", higher_is_better=True) as run,
-        RewardRunner(recipe.rewards, cache=Path(recipe.run.dir) / "scores.sqlite", repeatable=recipe.run.repeatable) as rewards,
+        RewardRunner(recipe.rewards, cache=Path(recipe.run.dir) / "scores.sqlite", repeatable=recipe.run.deterministic) as rewards,
     ):
         prompts = _prompts("train", sources["train"], template, recipe.data)
         validation = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []
@@ -254,7 +254,7 @@ def learn(
     """All updates of a step; returns their metrics, averaged."""
     critic = trainer.beside.get("critic")
     shared = shared_critic(trainer)
-    frozen = recipe.critic is not None and step <= recipe.critic.warmup_steps
+    frozen = recipe.critic is not None and step <= recipe.critic.pretrain_steps
     model, device, temperature = trainer.policy.model, trainer.policy.device, recipe.rollout.temperature
     budget, horizon = recipe.train.tokens_per_micro_batch, recipe.rollout.max_new_tokens
     began = time.perf_counter()
@@ -351,7 +351,7 @@ def update_critic(
         return critic.policy.values(hidden_ND)
 
     try:
-        told = critic.update(batches, value_loss(values, samples, clip=recipe.critic.clip), lr)
+        told = critic.update(batches, value_loss(values, samples, clip=recipe.critic.clip_value), lr)
     except TrainingStopped as error:
         dtype = "model.dtype" if recipe.critic.shared else "critic.dtype"
         raise TrainingStopped(f"the critic's {error} (Its settings are critic.optim and {dtype}.)") from None

@@ -36,7 +36,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     recipe = loaded.recipe
     assert isinstance(recipe, SFTRecipe)
     device = resolve_device(recipe.run.device)
-    if recipe.run.repeatable:
+    if recipe.run.deterministic:
         compute_repeatably(device)
     template = load_model_template(recipe.model)
     files = [source for part in sources.values() for source in part]

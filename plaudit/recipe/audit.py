@@ -52,9 +52,9 @@ class AuditSettings(Section):
     """Which hostile responses to try; default: all."""
     without_probes: Annotated[tuple[Probe, ...], BeforeValidator(one_or_more)] = ()
     """Which of them to leave out."""
-    prompts: NonNegativeInt = 64
+    probe_prompts: NonNegativeInt = 64
     """How many prompts get hostile responses, and how many right responses are put into other formats; 0 for none."""
-    ask_again: NonNegativeInt = 64
+    rescore_groups: NonNegativeInt = 64
     """How many groups are scored again, as they are and in another order; 0 for none."""
     padding_characters: PositiveInt = 8000
     """Length of the padding around a wrong answer."""

@@ -96,8 +96,8 @@ def _both(clip: Any) -> Any:
 class KLRewardSettings(Section):
     coefficient: PositiveFloat = 0.001
     """What a token pays for its distance to the reference; with a target, what it begins with."""
-    kind: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """The estimate of that distance, as kl_kind. k1 is unbiased, and in a reward it has the right gradient."""
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """The estimate of that distance, as kl_estimator. k1 is unbiased, and in a reward it has the right gradient."""
     target: PositiveFloat | None = None
     """Mean KL per token to be held: the coefficient rises above it and falls below it. Default: the coefficient stays."""
     horizon: PositiveInt = 10_000
@@ -142,7 +142,7 @@ class AlgorithmSettings(Section):
     loss: Literal["clipped", "gspo", "cispo", "policy_gradient"] = "clipped"
     """clipped: PPO's ratio, clipped; gspo: the same with one ratio per response; cispo: log π weighted by the clipped ratio;
     policy_gradient: log π, no ratio."""
-    clip: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both)] = (0.2, 0.2)
+    clip_ratio: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both)] = (0.2, 0.2)
     """How far the ratio may fall below and rise above 1 before it stops counting: two numbers, or one for both."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound of the ratio where the advantage is negative; null for none."""
@@ -152,7 +152,7 @@ class AlgorithmSettings(Section):
     """How token losses become one: over all tokens of an update, or first within each response. norm: by max_new_tokens."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the distance to the reference model (the model training starts from) in the loss; 0 loads no reference."""
-    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Its estimate from one token: log-ratio, its absolute value, half its square, or the low-variance one."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
@@ -185,11 +185,11 @@ class AlgorithmSettings(Section):
         if self.loss != "clipped":
             idle["dual_clip"] = f"is a bound of loss clipped; {self.loss} has none"
         if self.loss == "policy_gradient":
-            idle["clip"] = "bounds a ratio, and policy_gradient has none: take loss clipped, gspo or cispo"
+            idle["clip_ratio"] = "bounds a ratio, and policy_gradient has none: take loss clipped, gspo or cispo"
             if self.kl_reward is None and self.importance is None:
                 idle["old_logprobs"] = "is what a ratio is taken against, and policy_gradient has none"
         if not self.needs_reference:
-            idle["kl_kind"] = "is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward"
+            idle["kl_estimator"] = "is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward"
             idle["reference_placement"] = "is of a reference, and without kl_coefficient or kl_reward there is none"
         if self.kind != "grpo":
             does = "never divides" if self.kind in ("rloo", "remax") else "always divides, by the deviation over the step"
@@ -256,7 +256,7 @@ class CriticSettings(Section):
     shared: bool = False
     """A value head on the policy's own layers instead of a model of its own: no second model in memory, one pass for log-probs and
     values, and what the values teach moves the policy's layers too."""
-    coefficient: NonNegativeFloat = 0.5
+    loss_coefficient: NonNegativeFloat = 0.5
     """With shared: what the value loss counts beside the policy's in the layers they share; 0: it moves the head alone."""
     path: str | None = None
     """A causal model, which gets a new value head, or a sequence classifier with one label (a reward model, a saved critic), whose
@@ -274,16 +274,16 @@ class CriticSettings(Section):
     """Train a low-rank update and the value head instead of all weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you have read that code."""
-    warmup_steps: NonNegativeInt = 0
+    pretrain_steps: NonNegativeInt = 0
     """So many first steps train the critic alone: the policy is sampled and stays as it is. Its schedule goes on meanwhile."""
-    clip: PositiveFloat | None = 0.5
+    clip_value: PositiveFloat | None = 0.5
     """How far a value may move away from what it was as the step began before it stops counting; null for no bound."""
     optim: CriticOptimSettings = CriticOptimSettings()
     """How it moves. With shared: how its head does; the layers follow the policy's."""
 
     def idle(self) -> dict[str, str]:
         if not self.shared:
-            return {"coefficient": "weighs a loss in layers that are shared, and this critic shares none"}
+            return {"loss_coefficient": "weighs a loss in layers that are shared, and this critic shares none"}
         return dict.fromkeys(
             OF_ITS_OWN, "is of a model of its own; shared puts a head on the policy's layers, which model.* describes"
         )

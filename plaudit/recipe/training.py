@@ -123,7 +123,7 @@ class RunSettings(Section):
     """The trackers' project or experiment."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""
-    repeatable: bool = True
+    deterministic: bool = True
     """The same bits when run again or resumed, on a GPU too, where the kernels that are sure of it are somewhat slower."""
 
 
@@ -134,6 +134,6 @@ HARMLESS = (
 """Settings that cannot change the trained weights, so a resumed run may differ in them. `*` stands for anything."""
 ROUNDING = (
     "train.tokens_per_micro_batch", "model.gradient_checkpointing", "model.liger", "run.validate_every", "run.device",
-    "run.repeatable",
+    "run.deterministic",
 )  # fmt: skip
 """Settings that change results in the last bits at most (or when they are measured): allowed, and said."""

@@ -38,7 +38,9 @@ class KLPenalty:
         old, ref = experience.old_logprobs, experience.ref_logprobs
         assert old is not None, "the log-probs of the policy that wrote the tokens"
         assert ref is not None
-        return kl(torch.from_numpy(old.astype(np.float64)), torch.from_numpy(ref.astype(np.float64)), self.settings.kind).numpy()
+        return kl(
+            torch.from_numpy(old.astype(np.float64)), torch.from_numpy(ref.astype(np.float64)), self.settings.estimator
+        ).numpy()
 
     # What a checkpoint holds
 

@@ -60,7 +60,7 @@ def policy_share(
             loss_N = importance.weights_N * loss_N
             metrics_N |= {"importance": importance.weights_N, "importance_bounded": importance.bounded_N.float()}
         if targets.ref_logprobs_N is not None:
-            kl_N = kl(logprobs_N, targets.ref_logprobs_N, algorithm.kl_kind)
+            kl_N = kl(logprobs_N, targets.ref_logprobs_N, algorithm.kl_estimator)
             metrics_N["kl"] = kl_N
             if algorithm.kl_coefficient:
                 loss_N = loss_N + algorithm.kl_coefficient * kl_N
@@ -82,7 +82,7 @@ def token_loss(
 ) -> TokenLoss:
     """The recipe's policy loss of each token."""
     given = policy_logprobs_N, old_logprobs_N, advantages_N
-    clip_low, clip_high = algorithm.clip
+    clip_low, clip_high = algorithm.clip_ratio
     match algorithm.loss:
         case "clipped":
             return clipped(*given, clip_low=clip_low, clip_high=clip_high, dual_clip=algorithm.dual_clip)

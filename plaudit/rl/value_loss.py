@@ -39,12 +39,12 @@ def shared_loss(
 ) -> Loss:
     """The loss of an update of the policy and the critic on its layers. `loss` among the metrics is the policy's."""
     of_policy = policy_share(model, samples, algorithm, temperature)
-    of_values = value_share(samples, clip=settings.clip)
+    of_values = value_share(samples, clip=settings.clip_value)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         hidden_ND = target_states(model, batch)
         policys, metrics = of_policy(hidden_ND, batch)
-        critics, others = of_values(critic.values(hidden_ND, coefficient=settings.coefficient), batch)
+        critics, others = of_values(critic.values(hidden_ND, coefficient=settings.loss_coefficient), batch)
         metrics |= {"loss": policys, "critic/loss": critics} | {f"critic/{name}": value for name, value in others.items()}
         return policys + critics, metrics
 

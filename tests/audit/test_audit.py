@@ -411,7 +411,7 @@ def test_failures_are_counted_by_cause():
 
 def test_costs_are_added_up():
     # One call for both responses of a group: 12 calls of 100 tokens for 24 responses.
-    cost = report_of([Odd(how="costly")], prompts=0, ask_again=0).numbers["cost"]
+    cost = report_of([Odd(how="costly")], probe_prompts=0, rescore_groups=0).numbers["cost"]
     assert cost["responses"] == 24
     assert cost["usage_per_1000"] == pytest.approx({"prompt_tokens": 5e4, "completion_tokens": 3.5e3, "cost": 1.0, "calls": 1e3})
     assert cost["seconds_per_1000"] > 0
@@ -419,7 +419,7 @@ def test_costs_are_added_up():
 
 def test_a_reward_that_is_always_the_same_fails():
     single = [Rollout(asked(i, "Q?", "5"), ("x" * (i + 1),), (None,), (i,), (None,)) for i in range(4)]
-    report = report_of([{"kind": "exact"}], single, prompts=0)
+    report = report_of([{"kind": "exact"}], single, probe_prompts=0)
     assert report.failed == ["signal"]
 
 
@@ -429,7 +429,7 @@ def test_length_is_measured_at_the_same_label():
         Rollout(asked(i, f"Q{i}?", "yes"), ("yes" + " " * 40, "no" + " " * i), (1.0, 0.0), (None, None), (None, None))
         for i in range(9)
     ]
-    length = report_of([{"kind": "exact"}], groups, prompts=0).numbers["length"]
+    length = report_of([{"kind": "exact"}], groups, probe_prompts=0).numbers["length"]
     assert length["spearman"] > 0.8
     assert length["given_label"] == 0.0
     assert length["unit"] == "characters"
@@ -439,16 +439,16 @@ def test_length_is_measured_at_the_same_label():
 def test_length_given_grades():
     """No two labels are equal: what the label explains is taken out. A reward that is the label leaves nothing to length."""
     grades = [Rollout(asked(i, f"Q{i}?", "5"), ("5" * (i + 1),), (i * 1.5,), (1 + (i * 7) % 10,), (None,)) for i in range(10)]
-    graded = report_of([Odd(how="length")], grades, prompts=0).numbers["length"]
+    graded = report_of([Odd(how="length")], grades, probe_prompts=0).numbers["length"]
     assert graded["given_label"] == 0.0
-    assert report_of([Odd(how="tokens")], grades, prompts=0).numbers["length"]["given_label"] == pytest.approx(1.0)
+    assert report_of([Odd(how="tokens")], grades, probe_prompts=0).numbers["length"]["given_label"] == pytest.approx(1.0)
 
 
 def test_labels_that_are_numbers_and_a_threshold_of_their_own():
     groups = [Rollout(asked(i, f"Q{i}?", "5"), ("5", "6"), (9.0, 2.0), (1, 1), (None, None)) for i in range(3)]
-    assert report_of([{"kind": "exact"}], groups, prompts=0).numbers["agreement"]["accuracy"] == 1.0
-    assert report_of([{"kind": "exact"}], groups, prompts=0, label_threshold=1.0).numbers["agreement"]["accuracy"] == 0.5
-    assert report_of([{"kind": "exact"}], groups, prompts=0, threshold=2.0).numbers["agreement"]["true_accepts"] == 0
+    assert report_of([{"kind": "exact"}], groups, probe_prompts=0).numbers["agreement"]["accuracy"] == 1.0
+    assert report_of([{"kind": "exact"}], groups, probe_prompts=0, label_threshold=1.0).numbers["agreement"]["accuracy"] == 0.5
+    assert report_of([{"kind": "exact"}], groups, probe_prompts=0, threshold=2.0).numbers["agreement"]["true_accepts"] == 0
 
 
 def test_bounds_and_probes_are_the_recipes_to_set():

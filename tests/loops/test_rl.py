@@ -180,13 +180,13 @@ VARIANTS = {
     },
     "PPO with a critic that is warmed up": {
         "algorithm": {"kind": "ppo", "gae_lambda": 0.95, "kl_reward": {"coefficient": 0.01, "target": 0.01, "horizon": 50}},
-        "critic": {"warmup_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
+        "critic": {"pretrain_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
         "train": {"prompts_per_step": 4, "prompts_per_update": 2},
     },
     "PPO with a critic on the policy's layers": {
         "model": {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}},
         "algorithm": {"kind": "ppo", "gae_lambda": 0.95},
-        "critic": {"shared": True, "warmup_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
+        "critic": {"shared": True, "pretrain_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
         "train": {"prompts_per_step": 4, "prompts_per_update": 2},
     },
     "dynamic sampling": {"algorithm": {"dynamic_sampling": {}}, "rollout": {"n": 2, "max_new_tokens": 3}},
@@ -747,14 +747,14 @@ def loss_by_hand(model, samples: list[Experience], algorithm: AlgorithmSettings)
             logp_V = logits[s, begin + t - 1].log_softmax(-1)
             logp, A = logp_V[tokens[s, begin + t]], float(np.float32(sample.advantages[t]))
             ratio = (logp - float(np.float32(sample.old_logprobs[t]))).exp()
-            low, high = 1 - algorithm.clip[0], 1 + algorithm.clip[1]
+            low, high = 1 - algorithm.clip_ratio[0], 1 + algorithm.clip_ratio[1]
             loss = torch.maximum(-A * ratio, -A * ratio.clamp(low, high))
             sums["clip_fraction"] += (A > 0 and ratio.item() > high) or (A < 0 and ratio.item() < low)
             if A < 0 and loss.item() > -A * algorithm.dual_clip:
                 loss = torch.tensor(-A * algorithm.dual_clip, dtype=logits.dtype)
                 sums["dual_clip_fraction"] += 1
             d = float(np.float32(sample.ref_logprobs[t])) - logp
-            kl = d.exp() - d - 1 if algorithm.kl_kind == "k3" else d * d / 2
+            kl = d.exp() - d - 1 if algorithm.kl_estimator == "k3" else d * d / 2
             entropy = -(logp_V.exp() * logp_V).sum()
             sums["kl"], sums["entropy"] = sums["kl"] + kl.item(), sums["entropy"] + entropy.item()
             losses.append(loss + algorithm.kl_coefficient * kl - algorithm.entropy_coefficient * entropy)
@@ -774,8 +774,8 @@ def loss_by_hand(model, samples: list[Experience], algorithm: AlgorithmSettings)
 def test_the_loss_of_an_update_is_the_formula(tiny_model, aggregation):
     """In float64, packed into several micro-batches, against padded rows in plain transformers: value, metrics and gradient."""
     algorithm = AlgorithmSettings(
-        aggregation=aggregation, clip=(0.1, 0.15), dual_clip=1.5, kl_coefficient=0.3, entropy_coefficient=0.2,
-        kl_kind="k3" if aggregation != "token-sum" else "k2",
+        aggregation=aggregation, clip_ratio=(0.1, 0.15), dual_clip=1.5, kl_coefficient=0.3, entropy_coefficient=0.2,
+        kl_estimator="k3" if aggregation != "token-sum" else "k2",
     )  # fmt: skip
     model = load_model(ModelSettings(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
     [samples] = updates([experiences_by_hand()], RLTrainSettings(prompts_per_step=1), algorithm, horizon=HORIZON, seed=0, step=1)

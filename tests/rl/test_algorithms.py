@@ -40,15 +40,21 @@ SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_m
 ALGORITHMS = {
     "GRPO": {"kind": "grpo"},
     "Dr.GRPO": {"kind": "grpo", "divide_by_std": False, "aggregation": "seq-mean-token-sum-norm"},
-    "DAPO": {"kind": "grpo", "clip": [0.2, 0.28], "aggregation": "token-mean"},
+    "DAPO": {"kind": "grpo", "clip_ratio": [0.2, 0.28], "aggregation": "token-mean"},
     "RLOO": {"kind": "rloo", "kl_reward": {"coefficient": 0.01}},
     "REINFORCE": {"kind": "rloo", "loss": "policy_gradient"},
     "REINFORCE++": {"kind": "reinforce++", "discount": 0.99, "kl_reward": {"coefficient": 0.01, "target": 0.05, "horizon": 100}},
-    "REINFORCE++ baseline": {"kind": "reinforce++-baseline", "kl_coefficient": 0.001, "kl_kind": "k2"},
+    "REINFORCE++ baseline": {"kind": "reinforce++-baseline", "kl_coefficient": 0.001, "kl_estimator": "k2"},
     "ReMax": {"kind": "remax", "loss": "policy_gradient"},
     "GDPO": {"kind": "gdpo"},
-    "GSPO": {"kind": "grpo", "divide_by_std": False, "loss": "gspo", "clip": [3e-4, 4e-4], "aggregation": "seq-mean-token-mean"},
-    "CISPO": {"kind": "grpo", "loss": "cispo", "clip": [0.9, 0.28]},
+    "GSPO": {
+        "kind": "grpo",
+        "divide_by_std": False,
+        "loss": "gspo",
+        "clip_ratio": [3e-4, 4e-4],
+        "aggregation": "seq-mean-token-mean",
+    },
+    "CISPO": {"kind": "grpo", "loss": "cispo", "clip_ratio": [0.9, 0.28]},
     "positive SFT": {"kind": "grpo", "positive_sft_coefficient": 0.1, "entropy_coefficient": 0.001},
     "truncated importance": {"kind": "grpo", "importance": {"level": "token", "high": 2.0}},
     "masked importance": {"kind": "grpo", "importance": {"level": "sequence", "mode": "mask", "low": 0.5, "high": 2.0}},
@@ -377,15 +383,18 @@ def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
     ("algorithm", "told"),
     [
         ({"loss": "gspo", "dual_clip": 5.0}, "dual_clip is a bound of loss clipped; gspo has none: leave it out"),
-        ({"loss": "policy_gradient", "clip": 0.1}, "clip bounds a ratio, and policy_gradient has none"),
+        ({"loss": "policy_gradient", "clip_ratio": 0.1}, "clip_ratio bounds a ratio, and policy_gradient has none"),
         ({"loss": "policy_gradient", "old_logprobs": "sampler"}, "policy_gradient has none: leave it out"),
         # The same with what is the default anyway: who writes it down expects something of it.
         ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip is a bound of loss clipped; cispo has none"),
-        ({"loss": "policy_gradient", "clip": 0.2}, "clip bounds a ratio.*take loss clipped, gspo or cispo, or leave it out"),
+        (
+            {"loss": "policy_gradient", "clip_ratio": 0.2},
+            "clip_ratio bounds a ratio.*take loss clipped, gspo or cispo, or leave it out",
+        ),
         ({"loss": "policy_gradient", "old_logprobs": "recomputed"}, "old_logprobs is what a ratio is taken against"),
         (
-            {"kl_kind": "k3"},
-            "kl_kind is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward",
+            {"kl_estimator": "k3"},
+            "kl_estimator is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward",
         ),
         ({"kind": "rloo", "divide_by_std": True}, "divide_by_std is for grpo; rloo never divides: leave it out"),
         ({"discount": 1.0}, "discount is for reinforce[+][+] and ppo; grpo pays the whole response"),
@@ -398,7 +407,7 @@ def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
         ({"kind": "rloo", "discount": 0.9}, r"discount is for reinforce[+][+] and ppo; rloo pays the whole response"),
         ({"kl_reward": {"horizon": 5}}, "there is no target: set one"),
         ({"kl_reward": {"coefficient": 0}}, "kl_reward.coefficient"),
-        ({"advantage": "rloo"}, "algorithm.advantage is not a setting. Here it is algorithm.kind."),
+        ({"advantage": "rloo"}, "algorithm.advantage is not a setting. Did you mean algorithm.kind?"),
         ({"kind": "reinforce"}, "algorithm.kind"),
     ],
 )
@@ -437,7 +446,7 @@ def test_doctor_tells_what_is_seldom_meant(recipe):
         assert isinstance(loaded, RLRecipe)
         return " ".join(text for _, text in check_algorithm(loaded))
 
-    assert told() == told(loss="gspo", clip=[3e-4, 4e-4]) == told(loss="cispo") == ""
+    assert told() == told(loss="gspo", clip_ratio=[3e-4, 4e-4]) == told(loss="cispo") == ""
     assert "GSPO's own are [0.0003, 0.0004]" in told(loss="gspo")
     assert "only the first of 2 updates a step" in told(loss="policy_gradient")
 

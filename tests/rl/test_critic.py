@@ -192,7 +192,7 @@ def gradient_of(modules: Sequence[torch.nn.Module], loss: Loss, samples: list[Ex
 def test_split_and_order_change_no_update(tiny_model, shared):
     if shared:
         policy, head = shared_of(tiny_model)
-        modules, settings = [policy.model, head.model], CriticSettings(shared=True, clip=0.2)
+        modules, settings = [policy.model, head.model], CriticSettings(shared=True, clip_value=0.2)
 
         def loss_of(samples):
             return shared_loss(policy.model, head, samples, AlgorithmSettings(kind="ppo"), settings, 0.9)
@@ -233,7 +233,7 @@ def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_mod
 
     alone, of_values = gradients(policy_loss(model, samples, algorithm, 0.9)), gradients(value_loss(values, samples, clip=0.5))
     for c in (0.0, 0.25):
-        both = gradients(shared_loss(model, head, samples, algorithm, CriticSettings(shared=True, coefficient=c), 0.9))
+        both = gradients(shared_loss(model, head, samples, algorithm, CriticSettings(shared=True, loss_coefficient=c), 0.9))
         assert both.keys() == of_values.keys() | alone.keys()
         for name, gradient in both.items():
             expected = of_values[name] if name == "1 weight" else alone[name] + c * of_values.get(name, 0.0)
@@ -377,12 +377,12 @@ CRITIC_METRICS = {
         {},
         {"algorithm": {"kind": "ppo", "gae_lambda": 0.95, "discount": 0.99, "kl_reward": {"coefficient": 0.01}}},
         {"model": {"lora": {"rank": 2}}, "algorithm": {"kind": "ppo", "kl_coefficient": 0.01}},
-        {"model": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 2}, "gradient_checkpointing": True, "clip": None}},
+        {"model": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 2}, "gradient_checkpointing": True, "clip_value": None}},
         {"rollout": {"n": 1}, "model": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
         {"model": {"dtype": "bfloat16"}, "critic": {"shared": True, "optim": {"lr": 1e-3}}},
         {
             "model": {"lora": {"rank": 2}, "gradient_checkpointing": True},
-            "critic": {"shared": True, "coefficient": 0.0, "clip": None},
+            "critic": {"shared": True, "loss_coefficient": 0.0, "clip_value": None},
             "algorithm": {"kind": "ppo", "kl_reward": {"coefficient": 0.01}},
         },
     ],
@@ -465,7 +465,7 @@ def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model, shared):
     """To the bit, sampling going on; the third step moves it."""
-    file = recipe(critic={"shared": shared, "warmup_steps": 2, "optim": {"lr": 1e-3}},
+    file = recipe(critic={"shared": shared, "pretrain_steps": 2, "optim": {"lr": 1e-3}},
                   algorithm={"kind": "ppo", "kl_coefficient": 0.1},
                   run={"max_steps": 3, "save_every": 1, "keep_last": 5})  # fmt: skip
     train_rl(file)
@@ -489,7 +489,7 @@ def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model, shared
 @pytest.mark.parametrize(("warmup", "shared"), [(0, False), (2, False), (1, True)])
 def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
     settings = {
-        "critic": {"shared": shared, "warmup_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},
+        "critic": {"shared": shared, "pretrain_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},
         "algorithm": {"kind": "ppo", "gae_lambda": 0.9},
         "run": {"max_steps": 4, "save_every": 1},
     }
@@ -528,11 +528,11 @@ def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(re
         ({"algorithm": {"kind": "grpo"}}, "a critic is for ppo, and algorithm.kind is grpo"),
         ({"algorithm": {"kind": "grpo", "gae_lambda": 0.9}, "critic": None}, "gae_lambda is for ppo"),
         ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "divide_by_std is for grpo; ppo always divides"),
-        ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Here it is algorithm.gae_lambda"),
+        ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Did you mean algorithm.gae_lambda"),
         ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is saved whole"),
-        ({"critic": {"clip": 0}}, "critic.clip"),
+        ({"critic": {"clip_value": 0}}, "critic.clip_value"),
         ({"critic": {"path": "nowhere/at/all"}}, "there is no such folder"),
-        ({"critic": {"coefficient": 0.1}}, "this critic shares none"),
+        ({"critic": {"loss_coefficient": 0.1}}, "this critic shares none"),
         ({"critic": {"shared": True, "path": "models/rm"}}, "critic: path is of a model of its own"),
         ({"critic": {"shared": True, "lora": {"rank": 2}}}, "critic: lora is of a model of its own"),
         ({"critic": {"shared": True, "dtype": "float32"}}, "critic: dtype is of a model of its own"),
@@ -575,7 +575,7 @@ def test_defaults():
     assert critic.model(ModelSettings(path="policy", trust_remote_code=True)).path == "policy"
     assert critic.model(ModelSettings(path="policy", trust_remote_code=True)).trust_remote_code
     assert not CriticSettings(path="other").model(ModelSettings(path="policy", trust_remote_code=True)).trust_remote_code
-    assert (critic.optim.lr, critic.optim.schedule, critic.clip) == (1e-5, "constant", 0.5)
+    assert (critic.optim.lr, critic.optim.schedule, critic.clip_value) == (1e-5, "constant", 0.5)
 
 
 def test_the_saved_tokenizer_is_the_policys(tmp_path, recipe, tiny_model):
@@ -595,13 +595,13 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
     assert "critic: moments, masters" in out
 
     rm = make_classifier(tiny_model, tmp_path / "rm")
-    code, out, _ = plaudit("doctor", recipe(critic={"path": str(rm), "warmup_steps": 2}))
+    code, out, _ = plaudit("doctor", recipe(critic={"path": str(rm), "pretrain_steps": 2}))
     said = " ".join(out.split())
     assert code == 0
     assert f"{rm} with its own head; the first 2 steps are its alone" in said
-    assert "critic.warmup_steps is 2 and run.max_steps 2: the policy would never learn" in said
+    assert "critic.pretrain_steps is 2 and run.max_steps 2: the policy would never learn" in said
 
-    code, out, _ = plaudit("doctor", recipe(critic={"shared": True, "warmup_steps": 1}))
+    code, out, _ = plaudit("doctor", recipe(critic={"shared": True, "pretrain_steps": 1}))
     said = " ".join(out.split())
     assert code == 0
     assert "head on the policy's own layers: the value loss counts 0.5 there; the first 1 steps are its alone" in said
