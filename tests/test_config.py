@@ -675,7 +675,7 @@ def test_what_other_trainers_call_it_is_understood(complaint, given, ours):
 
 
 def test_every_name_from_elsewhere_leads_to_a_setting():
-    from plaudit.config import OTHER_NAMES
+    from plaudit.recipe.other_names import OTHER_NAMES
 
     known = {".".join(map(str, place)) for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
     assert {setting for settings in OTHER_NAMES.values() for setting in settings.split(" or ")} <= known
