@@ -263,10 +263,8 @@ def _measure(patient: Patient, policy: PolicySide, prompts: Sequence[Prompt], to
         # A critique is read by the scorer behind it.
         notes[name] = Notes(_filler(policy.template.tokenizer, written, 0) if len(patient.watched) > 1 else "")
     backends: dict[str, Backend] = dict(notes)
-    reward = patient.noting(backends)
-    reward = reward.model_copy(update={"view": View()})  # the text is what the view has left
     found: dict[str, list[int]] = {name: [] for name in notes}
-    with RewardRunner([reward], tolerant=True) as runner:
+    with RewardRunner([patient.noting(backends)], tolerant=True) as runner:
         for prompt in prompts:
             runner.collect([pretended(prompt, responses)])
             for name, one in notes.items():

@@ -3,7 +3,7 @@
 What it is asked is noted on the way, so that the page can show it as the model reads it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
 from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import resolve_device, resolve_dtype
-from plaudit.recipe.rewards import Limits
+from plaudit.recipe.rewards import Limits, View
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
 from plaudit.reward_models.model_registry import build_backend
 from plaudit.rewards.client import ROWS_FAULTS
-from plaudit.rewards.judges.model_rewards import ModelReward, rewards_inside, shortened
+from plaudit.rewards.judges.model_rewards import ModelReward, live_models_of, rewards_inside, shortened
 from plaudit.rewards.judges.templates import question_of
+from plaudit.rewards.reward import LiveReward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Prompt, Score
 
@@ -66,7 +67,8 @@ class Patient:
         self.name = name
         self.watched: dict[str, tuple[ModelReward, Watched]] = {}
         """The models behind it, by name: its own, and its scorer's."""
-        self.reward = self._calm(reward, name, self._watch)
+        self.reward = _calm(reward)
+        self.live = self._with_backends(self._watch)
         self.readers: dict[str, Reader | None] = {}
 
     def _watch(self, name: str, reward: ModelReward) -> Backend:
@@ -74,24 +76,15 @@ class Patient:
         self.watched[name] = reward, watched
         return watched
 
-    def noting(self, backends: dict[str, Backend]) -> ModelReward:
-        """The same reward, asking these instead."""
-        return self._calm(self.watched[self.name][0], self.name, lambda name, _: backends[name])
+    def noting(self, backends: dict[str, Backend]) -> LiveReward:
+        """The same reward, asking these about text that its view has left."""
+        return self._with_backends(lambda name, _: backends[name], view=View())
 
-    def _calm(self, reward: ModelReward, name: str, backend: Any) -> ModelReward:
-        """A copy that neither stops a run nor goes on for long."""
-        calm: dict[str, Any] = {
-            "on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none", "when": {}, "cache": False,
-            "limits": Limits(give_up_after=None),
-        }  # fmt: skip
-        if (sampling := getattr(reward, "sampling", None)) is not None:
-            calm["sampling"] = sampling.model_copy(update={"retry": min(sampling.retry, MOST_RETRIES)})
-        for field, inner in rewards_inside(reward):
-            if isinstance(inner, ModelReward):
-                calm[field] = self._calm(inner, f"{name}/{field}", backend)
-        copy = reward.model_copy(update=calm)
-        copy.use(backend(name, reward))
-        return copy
+    def _with_backends(self, backend: Callable[[str, ModelReward], Backend], **changed: Any) -> LiveReward:
+        live = self.reward.model_copy(update=changed).build()
+        for name, one in live_models_of(live, self.name):
+            one.use(backend(name, one.settings))
+        return live
 
     # Findings ---------------------------------------------------------------------------------------------------------
 
@@ -100,7 +93,7 @@ class Patient:
         pairs = pairs_for(self.reward, prompts)
         groups = [pretended(pair.prompt, [pair.good, pair.bad]) for pair in pairs]
         try:
-            with RewardRunner([self.reward], tolerant=True) as runner:
+            with RewardRunner([self.live], tolerant=True) as runner:
                 scored = [one.by_reward[self.reward.label] for one in runner.collect(groups)]
         except PlauditError as error:
             yield "✗", f"{self.name}: {error}"
@@ -181,6 +174,20 @@ class Patient:
                 f"The {what} that reward {name} sends to {', '.join(reward.model.url)}, which renders them itself",
                 Text(redact(as_sent(asked))),
             )
+
+
+def _calm(reward: ModelReward) -> ModelReward:
+    """A copy that neither stops a run nor goes on for long."""
+    calm: dict[str, Any] = {
+        "on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none", "when": {}, "cache": False,
+        "limits": Limits(give_up_after=None),
+    }  # fmt: skip
+    if (sampling := getattr(reward, "sampling", None)) is not None:
+        calm["sampling"] = sampling.model_copy(update={"retry": min(sampling.retry, MOST_RETRIES)})
+    for field, inner in rewards_inside(reward):
+        if isinstance(inner, ModelReward):
+            calm[field] = _calm(inner)
+    return reward.model_copy(update=calm)
 
 
 def _in_the_folder(path: str, trust_remote_code: bool) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 
 from plaudit.files import text_digest
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
-from plaudit.rewards.reward import Reward, failed, last_line
+from plaudit.rewards.reward import LiveReward, failed, last_line
 from plaudit.rewards.view import see
 from plaudit.types import Failure, Group, Sample, Score
 
@@ -32,9 +32,10 @@ Work = Callable[[Sequence[Group]], Awaitable[list[list[Score]]]]
 class Asker:
     """A reward with its limits, its cache, and counts of what became of its calls. Lives on one event loop."""
 
-    def __init__(self, reward: Reward, cache: ScoreCache | None = None, *, repeatable: bool = False):
+    def __init__(self, live: LiveReward, cache: ScoreCache | None = None, *, repeatable: bool = False):
         """`repeatable`: what is known of other groups does not change, in the last bits, what this one's samples are worth."""
-        self.reward, self.limits = reward, reward.limits
+        self.live, self.reward = live, live.settings
+        reward, self.limits = live.settings, live.settings.limits
         self.counts: Counter[str] = Counter()
         """calls, retries (of samples), cached, scored, malformed, and failures by cause."""
         self.seconds = 0.0
@@ -80,7 +81,7 @@ class Asker:
             left = {name: i for i, name in enumerate(names) if name not in known}
             if left:
                 rest = dataclasses.replace(part, samples=tuple(part.samples[i] for i in left.values()))
-                scores = await self._with_retries(rest, partial(self.reward.prepare, phase=phase))
+                scores = await self._with_retries(rest, partial(self.live.prepare, phase=phase))
                 failed = {name: score for name, score in zip(left, scores, strict=True) if score.failure is not None}
                 for (i, _, _), name in zip(seen, names, strict=True):
                     failures[i] = failed.get(name)
@@ -117,7 +118,7 @@ class Asker:
         """Each sample's name in the cache, and the scores that are there."""
         if self._cache is None:
             return [str(i) for i in range(len(group.samples))], {}
-        self._digest = self._digest or text_digest(reward_digest(self.reward) + "".join(self.reward.served_names))
+        self._digest = self._digest or text_digest(reward_digest(self.reward) + "".join(self.live.served_names))
         names = keys(self._digest, group, scores_alone=self.reward.scores_alone)
         if self._by_group:
             of_group = "".join(names)
@@ -128,13 +129,13 @@ class Asker:
 
     async def _known_or_asked(self, group: Group) -> list[Score]:
         if self._cache is None:
-            return await self._with_retries(group, self.reward.score)
+            return await self._with_retries(group, self.live.score)
         names, known = self._known(group)
         self.counts["cached"] += len(known)
         left = {name: i for i, name in enumerate(names) if name not in known}  # the same answer twice is asked for once
         if left:
             rest = dataclasses.replace(group, samples=tuple(group.samples[i] for i in left.values()))
-            asked = dict(zip(left, await self._with_retries(rest, self.reward.score), strict=True))
+            asked = dict(zip(left, await self._with_retries(rest, self.live.score), strict=True))
             self._cache.put(asked)
             known |= asked
         return [known[name] for name in names]

@@ -1,21 +1,25 @@
-"""What a reward is: settings that come from a recipe, and scores that go out, for whole groups at a time.
+"""A reward in two halves: settings read from a recipe, and a live object that scores whole groups with them.
 
-Whose fault it is decides. The policy's (no answer to be found, an answer that makes a rule run out of time) is a score: a stated
-value and `malformed`. The reward's own (a timeout, an exception, garbage) is a `Failure`: the recipe says what becomes of it.
+`Reward` is pure data: it can be compared, copied and pickled. `LiveReward`, which `Reward.build` makes from it, owns whatever
+scoring needs: worker processes, connections, models.
+
+Who is at fault decides what a bad sample gets. The policy's fault (no answer found, an answer that makes a rule time out) is a
+score: a stated value and `malformed`. The reward's own fault (a timeout, an exception, an unreadable result) is a `Failure`, and
+the recipe decides what happens to the sample.
 """
 
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from plaudit.recipe import RewardSettings
 from plaudit.types import Failure, Group, Prompt, Sample, Score
 
 
 class Loadable(Protocol):
-    """What is on the device only while it is needed."""
+    """Something that occupies the device only between `load` and `unload`."""
 
     async def load(self) -> None: ...
 
@@ -23,93 +27,127 @@ class Loadable(Protocol):
 
 
 class Reward(RewardSettings, ABC):
-    """One file, one kind: the class is named after its file, and `kind:` in a recipe finds it there.
-
-    The runner calls all of it on its own event loop. What takes long there is awaited, never slept through.
-    """
+    """The settings of one kind. The class is named after its file, and `kind:` in a recipe finds it there."""
 
     kind: Any
-    """Which reward; each class has its own name here, as a Literal."""
+    """Which reward; each class narrows this to its own name, as a Literal."""
     scores_alone: ClassVar[bool] = True
-    """A sample's score does not depend on the others of its group."""
+    """A sample's score does not depend on the other samples of its group."""
     cached: ClassVar[bool] = True
-    """Scores are slow or cost something: worth keeping on disk."""
+    """Scores are slow or cost money, so they are cached on disk by default."""
 
     @property
     def rounded_together(self) -> bool:
-        """A score depends, in its last bits, on what is computed beside it: a model in this process takes samples in batches."""
+        """The last bits of a score depend on the rest of its batch, as they do for a model in this process."""
         return False
-
-    @abstractmethod
-    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """A score for each sample of each group, in their order. Never raises for a bad sample."""
 
     @property
     def waits_for_all(self) -> bool:
-        """Asked when all groups of a step are sampled, not as they come: its model is on the device only while it scores."""
+        """Scored once all groups of a step are sampled, because its model is on the device only while it scores."""
         return False
 
-    async def load(self) -> None:
-        """A reward that waits for all: bring its model to the device, before a step's groups are scored."""
+    @abstractmethod
+    def build(self) -> "LiveReward[Any]":
+        """The reward that scores with these settings; it starts nothing until it is opened."""
 
-    async def unload(self) -> None:
-        """And take it off again."""
+
+S = TypeVar("S", bound=Reward)
+
+
+class LiveReward(ABC, Generic[S]):
+    """A reward that can score. `RewardRunner` calls every method on its own event loop, so nothing here may block."""
+
+    def __init__(self, settings: S):
+        self.settings = settings
 
     @property
-    def phases(self) -> list[Loadable | None]:
-        """A reward that waits for all: what is on the device in each of its passes over a step's groups (None: nothing). The last
-        pass is `score`, those before it are `prepare`. Known once it is open; rewards that share a model name the same."""
-        return [self if self.waits_for_all else None]
+    def inner(self) -> "dict[str, LiveReward[Any]]":
+        """The rewards this one is composed of, by the name of their setting."""
+        return {}
 
-    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
-        """A pass before the last: what it finds out is kept for `score`. What it gives is PREPARED or a failure."""
-        raise NotImplementedError
+    async def open(self) -> None:
+        """Start what scoring needs. Called once, before the first score."""
 
-    def forget(self) -> None:
-        """A step's groups are scored: what `prepare` kept is not needed any more."""
+    async def close(self) -> None:
+        """Stop it. Called on every exit, also when `open` failed or was never called."""
+
+    @abstractmethod
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        """A score for each sample of each group, in order. Never raises for a bad sample."""
 
     @property
     def served_names(self) -> list[str]:
-        """What servers call the models behind it, where the recipe does not name them. Known once it is open."""
+        """Names of the models behind it as their servers report them, where the recipe gives none. Known once it is open."""
         return []
 
-    async def open(self) -> None:
-        """Start what scoring needs (worker processes, connections). Called once, before the first score."""
+    # Sharing the device: only for rewards that wait for all groups of a step ------------------------------------------
 
-    async def close(self) -> None:
-        """Stop it again, also when `open` failed or was never called. Called on every exit."""
+    async def load(self) -> None:
+        """Move its model to the device, before a step's groups are scored."""
+
+    async def unload(self) -> None:
+        """Move its model off the device."""
+
+    @property
+    def phases(self) -> list[Loadable | None]:
+        """What must be on the device in each pass over a step's groups (None: nothing). The last pass is `score`, the ones before
+        it are `prepare`. Known once it is open; rewards that share a model return the same object."""
+        return [self if self.settings.waits_for_all else None]
+
+    async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
+        """A pass before the last; its results are kept for `score`. Returns PREPARED or a failure for each sample."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop what `prepare` kept: the step's groups are scored."""
+
+
+def build(settings: RewardSettings) -> LiveReward[Any]:
+    """The live reward for an entry of a recipe's `rewards:`."""
+    assert isinstance(settings, Reward), "reading a recipe turns entries into the class of their kind"
+    return settings.build()
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
 
 
 class Rule(Reward):
-    """A reward that is a plain function of one sample: quick, and nothing that a policy writes can hang or crash it."""
+    """A pure function of one sample: fast, and nothing a policy writes can hang or crash it."""
 
     cached: ClassVar[bool] = False
 
     @abstractmethod
     def value(self, prompt: Prompt, sample: Sample) -> float | Score: ...
 
+    def build(self) -> "LiveRule":
+        return LiveRule(self)
+
+
+class LiveRule(LiveReward[Rule]):
+    """Any rule: an exception in `value` is a failure of that sample alone."""
+
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return [[self._score(group.prompt, sample) for sample in group.samples] for group in groups]
 
     def _score(self, prompt: Prompt, sample: Sample) -> Score:
         try:
-            value = self.value(prompt, sample)
+            value = self.settings.value(prompt, sample)
         except Exception as error:
             return failed("exception", last_line(error), view=sample.text)
         return value if isinstance(value, Score) else Score(value, view=sample.text)
 
 
 PREPARED = Score(0.0)
-"""What `prepare` gives for a sample with which all is well."""
+"""What `prepare` returns for a sample it could prepare."""
 
 
 def failed(cause: str, message: str, view: str | None = None) -> Score:
-    """The score of a sample for which a reward has no value."""
+    """The score of a sample on which the reward failed."""
     return Score(None, failure=Failure(cause, message), view=view)
 
 
 def last_line(error: BaseException) -> str:
-    """'ValueError: no digits, at exact.py:31': what was raised, and where."""
+    """'ValueError: no digits, at exact.py:31': the exception and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

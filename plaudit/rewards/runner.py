@@ -25,7 +25,7 @@ from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, us
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import Asker
 from plaudit.rewards.combine import Running, combine, counted_value, counted_values, has_reward, missing_values
-from plaudit.rewards.reward import Loadable, Reward
+from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
 from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
@@ -37,16 +37,22 @@ class RewardRunner:
     """`with RewardRunner(recipe.rewards) as rewards: scored = rewards.collect(groups)`."""
 
     def __init__(
-        self, rewards: Sequence[RewardSettings], *, cache: Path | None = None, tolerant: bool = False, repeatable: bool = False
+        self,
+        rewards: Sequence[RewardSettings | LiveReward],
+        *,
+        cache: Path | None = None,
+        tolerant: bool = False,
+        repeatable: bool = False,
     ):
-        """`cache`: a file to keep scores in. `tolerant`: no share of failures is too large; only `on_failure: stop` stops.
-        `repeatable`: a group's scores are the same to the bit, whatever is scored beside it."""
-        self.rewards = [reward for reward in rewards if isinstance(reward, Reward)]
-        assert len(self.rewards) == len(rewards), "settings become rewards when a recipe is read"
+        """`rewards`: settings, or live rewards that the caller built. `cache`: a file to cache scores in. `tolerant`: no failure
+        rate is too high; only `on_failure: stop` stops.
+        `repeatable`: a group's scores have the same bits, whatever else is scored."""
+        self.live = [reward if isinstance(reward, LiveReward) else build(reward) for reward in rewards]
+        self.rewards: list[Reward] = [live.settings for live in self.live]
         self.waited_s = 0.0
         """How long the last `collect` waited for scores after the last group was sampled."""
         self.cache = ScoreCache(cache) if cache is not None else None
-        self.askers = [Asker(reward, self.cache, repeatable=repeatable) for reward in self.rewards]
+        self.askers = [Asker(live, self.cache, repeatable=repeatable) for live in self.live]
         self._waiting = self._those_that_wait()
         self._device = asyncio.Lock()
         """Whoever has it may load models that share the device."""
@@ -83,7 +89,7 @@ class RewardRunner:
         """Open the rewards, side by side. On their event loop."""
         if self._repeatable:
             use_independent_batches()
-        await _all(reward.open() for reward in self.rewards)
+        await _all(live.open() for live in self.live)
 
     def close(self) -> None:
         """End what is under way, and close the rewards."""
@@ -231,7 +237,7 @@ class RewardRunner:
 
     async def _score_waiting(self, groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None" = None) -> None:
         """One model after the other; what they say is added to what was found."""
-        left = [_Passes(asker, asker.reward.phases, len(groups)) for asker in self._waiting]
+        left = [_Passes(asker, asker.live.phases, len(groups)) for asker in self._waiting]
         try:
             while left:
                 needed = _next(left)
@@ -248,7 +254,7 @@ class RewardRunner:
                         await needed.unload()
         finally:
             for asker in self._waiting:
-                asker.reward.forget()
+                asker.live.forget()
 
     async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None") -> None:
         """One reward's next pass over all groups."""
@@ -317,7 +323,7 @@ class RewardRunner:
             task.cancel()
         if rest:
             await asyncio.wait(rest, timeout=5.0)  # rewards are closed when nothing uses them any more
-        await _all(reward.close() for reward in self.rewards)
+        await _all(live.close() for live in self.live)
         await self._loop.shutdown_default_executor()
 
 

@@ -25,7 +25,7 @@ from plaudit.audit.targets import final_answer, make_target, replace_all, replac
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.audit import AuditSettings
-from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.types import Prompt, Score
 from support.paths import REPOSITORY
 from support.recipes import write_recipe
@@ -347,11 +347,10 @@ class Odd(Reward):
     scores_alone: ClassVar[bool] = False
     calls: ClassVar[list[int]] = []
 
-    async def score(self, groups):
-        self.calls.append(len(groups))
-        return [[self._one(i, sample.text) for i, sample in enumerate(group.samples)] for group in groups]
+    def build(self):
+        return LiveOdd(self)
 
-    def _one(self, i: int, text: str) -> Score:
+    def one(self, i: int, text: str) -> Score:
         if self.how == "place":
             return Score(float(i == 0))
         if self.how in ("length", "tokens"):
@@ -362,6 +361,12 @@ class Odd(Reward):
             return failed("exception", "int('²')") if "NaN" in text or not text.strip() else Score(float(len(text)))
         usage = {"usage": {"prompt_tokens": 100, "completion_tokens": 7}, "cost": 0.002, "calls": 2}
         return Score(0.5 + 0.1 * i, trace=usage)
+
+
+class LiveOdd(LiveReward[Odd]):
+    async def score(self, groups):
+        self.settings.calls.append(len(groups))
+        return [[self.settings.one(i, sample.text) for i, sample in enumerate(group.samples)] for group in groups]
 
 
 def test_a_good_reward_passes():

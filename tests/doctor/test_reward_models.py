@@ -121,7 +121,7 @@ def test_a_critique_and_its_scorer_offloaded(doctor, tiny_models, scalar):
     _, findings, out = doctor(critic)
     told = of(findings, "reward")
     assert not [text for mark, text in told if mark == "✗"]
-    assert [text.split(";")[0] for _, text in told[:2]] == ["critic/scorer: scalar_model", "critic: critique_then_score"]
+    assert [text.split(";")[0] for _, text in told[:2]] == ["critic: critique_then_score", "critic/scorer: scalar_model"]
     assert "float32 on cpu, offload" in told[0][1]
     assert len(told) == 2 + len(BUILT_IN)
     assert "\nCritique:\n" in out.split("What the model of reward critic/scorer reads")[1]

@@ -159,7 +159,7 @@ def test_a_resident_model_is_there_once_until_the_last_reward_closes(folders, lo
     with runner_of(*rewards) as runner:
         assert [Path(alive.name).name for alive in RESIDENT_MODELS.models()] == ["grader"]
         runner.collect(GROUPS)
-        [judge, *_] = runner.rewards
+        [judge, *_] = runner.live
         asyncio.run_coroutine_threadsafe(judge.close(), runner._loop).result()
         assert len(RESIDENT_MODELS.models()) == 1, "the other reward still has it"
     assert RESIDENT_MODELS.models() == []

@@ -23,12 +23,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from plaudit.data.rollouts import parse_group
+from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.launch import LaunchedServer, ServerProcess
 from plaudit.reward_models.server_client import ServerClient
-from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.scoring import Scorer
+from plaudit.rewards.judges.model_rewards import LiveModelReward
+from plaudit.rewards.reward import build
+from plaudit.rewards.runner import RewardRunner
+from plaudit.scoring import Scorer, result_of
 from support.paths import REPOSITORY
 from support.processes import gone
 from support.recipes import pair_recipe, sft_recipe, train_reward_model, train_sft, write_recipe
@@ -118,11 +122,13 @@ def models(tmp_path_factory) -> Models:
         ]
 
     teacher = Teacher()
-    with Scorer(rewards(path="nowhere")) as scorer:
-        for reward in scorer.rewards:
-            assert isinstance(reward, ModelReward)
-            reward._backend = teacher
-        expected = scorer.score(ROWS)
+    taught = [build(reward) for reward in ScoreRecipe.model_validate({"rewards": rewards(path="nowhere")}).rewards]
+    for live in taught:
+        assert isinstance(live, LiveModelReward)
+        live.use(teacher)
+    with RewardRunner(taught, tolerant=True) as runner:
+        groups = [parse_group(row, str(i), f"row {i}") for i, row in enumerate(ROWS)]
+        expected = [result_of(one, many=True) for one in runner.collect(groups)]
     lessons = write_jsonl(folder / "lessons.jsonl", teacher.lessons)
     make_tiny_model([lessons], folder / "random", kind="llama", hidden_size=128, layers=2, vocabulary=320)
     recipe = sft_recipe(
@@ -280,7 +286,7 @@ def scored(rewards: list[dict], rows: list[dict] = ROWS) -> tuple[list[dict], li
     """What the rows are worth; and what each model was asked and said: calls, tokens read, tokens written."""
     with Scorer(rewards) as scorer:
         results = scorer.score(rows)
-        usages = [reward.backend.usage for reward in scorer.rewards if isinstance(reward, ModelReward)]
+        usages = [live.backend.usage for live in scorer.runner.live if isinstance(live, LiveModelReward)]
         return results, [(usage.calls, usage.prompt_tokens, usage.new_tokens) for usage in usages]
 
 

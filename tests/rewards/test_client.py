@@ -9,16 +9,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import PrivateAttr
 
 from plaudit.objectives.advantages import grpo
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.functions.function import Function
-from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score
 from support.rewards import group, values, write_function
@@ -29,24 +29,30 @@ class Busy(Reward):
 
     kind: Literal["busy"] = "busy"
     takes_s: float = 0.01
-    alone: bool = True
-    _tries: Counter = PrivateAttr(default_factory=Counter)
-    _under_way: int = PrivateAttr(0)
-    _most: int = PrivateAttr(0)
-    _began: list = PrivateAttr(default_factory=list)
 
-    async def score(self, groups: list[Group]) -> list[list[Score]]:
-        self._under_way += 1
-        self._most = max(self._most, self._under_way)
-        self._began.append(time.monotonic())
-        await asyncio.sleep(self.takes_s)
-        self._under_way -= 1
-        return [[self._one(sample.text) for sample in one.samples] for one in groups]
+    def build(self) -> "LiveBusy":
+        return LiveBusy(self)
 
-    def _one(self, text: str) -> Score:
-        self._tries[text] += 1
-        if text.startswith("f") and self._tries[text] <= int(text[1:]):
-            return failed("http", f"try {self._tries[text]}")
+
+class LiveBusy(LiveReward[Busy]):
+    def __init__(self, settings: Busy):
+        super().__init__(settings)
+        self.tries: Counter[str] = Counter()
+        self.under_way = self.most = 0
+        self.began: list[float] = []
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.began.append(time.monotonic())
+        await asyncio.sleep(self.settings.takes_s)
+        self.under_way -= 1
+        return [[self.one(sample.text) for sample in one.samples] for one in groups]
+
+    def one(self, text: str) -> Score:
+        self.tries[text] += 1
+        if text.startswith("f") and self.tries[text] <= int(text[1:]):
+            return failed("http", f"try {self.tries[text]}")
         return Score(1.0)
 
 
@@ -56,21 +62,21 @@ class Together(Busy):
     scores_alone = False
 
 
-def ask(reward: Reward, *groups: Group, **settings) -> list[list[float | None]]:
+def ask(reward: Reward | LiveReward, *groups: Group, **settings) -> list[list[float | None]]:
     with RewardRunner([reward], tolerant=True, **settings) as runner:
         return [values(one) for one in runner.collect(groups)]
 
 
 def test_no_more_calls_at_once_than_allowed():
-    reward = Busy(takes_s=0.1, limits={"at_once": 3})
+    reward = Busy(takes_s=0.1, limits={"at_once": 3}).build()
     ask(reward, *(group("a", id=str(i)) for i in range(12)))
-    assert (reward._most, len(reward._began)) == (3, 12)
+    assert (reward.most, len(reward.began)) == (3, 12)
 
 
 def test_no_more_calls_a_second_than_allowed():
-    reward, began = Busy(takes_s=0.0, limits={"per_s": 100}), time.monotonic()
+    reward, began = Busy(takes_s=0.0, limits={"per_s": 100}).build(), time.monotonic()
     ask(reward, *(group("a", id=str(i)) for i in range(6)))
-    assert all(call - began >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward._began)))
+    assert all(call - began >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward.began)))
 
 
 def test_a_call_that_takes_too_long_fails_with_its_cause():
@@ -80,15 +86,15 @@ def test_a_call_that_takes_too_long_fails_with_its_cause():
 
 
 def test_what_failed_is_asked_for_again_and_nothing_else():
-    reward = Busy(limits={"retries": 2, "backoff_s": 0.001})
+    reward = Busy(limits={"retries": 2, "backoff_s": 0.001}).build()
     assert ask(reward, group("a", "f1", "f2", "f3")) == [[1.0, 1.0, 1.0, None]]
-    assert reward._tries == {"a": 1, "f1": 2, "f2": 3, "f3": 3}
+    assert reward.tries == {"a": 1, "f1": 2, "f2": 3, "f3": 3}
 
 
 def test_a_reward_that_compares_samples_is_asked_about_the_whole_group_again():
-    reward = Together(limits={"retries": 1, "backoff_s": 0.001})
+    reward = Together(limits={"retries": 1, "backoff_s": 0.001}).build()
     assert ask(reward, group("a", "f1")) == [[1.0, 1.0]]
-    assert reward._tries == {"a": 2, "f1": 2}
+    assert reward.tries == {"a": 2, "f1": 2}
 
 
 def test_a_dead_reward_is_given_up_and_tried_again_later():
@@ -104,11 +110,11 @@ def test_a_dead_reward_is_given_up_and_tried_again_later():
 
 
 def test_rows_that_lack_something_do_not_count_as_a_dead_reward():
-    class Lacking(Busy):
-        def _one(self, text: str) -> Score:
+    class Lacking(LiveBusy):
+        def one(self, text: str) -> Score:
             return failed("no_ground_truth", "none") if text == "none" else Score(1.0)
 
-    reward = Lacking(takes_s=0.0, limits={"at_once": 1, "give_up_after": 2})
+    reward = Lacking(Busy(takes_s=0.0, limits={"at_once": 1, "give_up_after": 2}))
     assert ask(reward, *(group("none", id=str(i)) for i in range(5)), group("a")) == [[None]] * 5 + [[1.0]]
 
 
@@ -116,19 +122,19 @@ def test_rows_that_lack_something_do_not_count_as_a_dead_reward():
 
 
 def test_what_was_scored_is_not_scored_again(tmp_path):
-    first, second = Busy(), Busy()
+    first, second = Busy().build(), Busy().build()
     rows = [group("a", "f1", id="1"), group("b", id="2")]
     assert ask(first, *rows, cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0]]
     assert ask(second, *rows, group("a", id="1", truth="another"), cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0], [1.0]]
-    assert second._tries == {"f1": 1, "a": 1}  # a failure, and the same answer to another question
+    assert second.tries == {"f1": 1, "a": 1}  # a failure, and the same answer to another question
 
 
 def test_a_group_that_is_compared_is_known_as_a_whole_or_not_at_all(tmp_path):
     assert ask(Together(), group("a", "b"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0]]
-    same, other = Together(), Together()
+    same, other = Together().build(), Together().build()
     ask(same, group("a", "b"), cache=tmp_path / "c.sqlite")
     ask(other, group("a", "c"), cache=tmp_path / "c.sqlite")
-    assert (same._tries, other._tries) == ({}, {"a": 1, "c": 1})
+    assert (same.tries, other.tries) == ({}, {"a": 1, "c": 1})
 
 
 def test_parts_views_and_traces_are_kept(tmp_path):
@@ -181,9 +187,9 @@ def test_what_is_not_needed_any_more_goes(tmp_path):
 
 
 def test_the_same_answer_twice_is_asked_for_once(tmp_path):
-    reward = Busy()
+    reward = Busy().build()
     assert ask(reward, group("a", "b", "a"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0, 1.0]]
-    assert reward._tries == {"a": 1, "b": 1}
+    assert reward.tries == {"a": 1, "b": 1}
 
 
 def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, capsys):
@@ -198,17 +204,17 @@ def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, c
 
 
 def test_what_is_given_up_is_not_waited_for():
-    reward = Busy(takes_s=0.0, limits={"at_once": 1, "per_s": 50, "give_up_after": 3})
+    reward = Busy(takes_s=0.0, limits={"at_once": 1, "per_s": 50, "give_up_after": 3}).build()
     ask(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
-    assert len(reward._began) == 3
+    assert len(reward.began) == 3
 
 
 def test_a_timeout_of_the_rewards_own_is_its_exception():
-    class Impatient(Busy):
-        async def score(self, groups: list[Group]) -> list[list[Score]]:
+    class Impatient(LiveBusy):
+        async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
             raise TimeoutError("the database")
 
-    with RewardRunner([Impatient()], tolerant=True) as runner:
+    with RewardRunner([Impatient(Busy())], tolerant=True) as runner:
         [scored] = runner.collect([group("a")])
     assert scored.scores[0].failure is not None
     assert "TimeoutError: the database" in scored.scores[0].failure.message

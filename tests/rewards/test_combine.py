@@ -12,7 +12,7 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import ScoreRecipe
 from plaudit.rewards.combine import Running
 from plaudit.rewards.judges.cascade import Cascade
-from plaudit.rewards.reward import Reward, Rule
+from plaudit.rewards.reward import LiveRule, Reward, Rule
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Prompt, Sample, Score, ScoredGroup
 from support.rewards import BROKEN, collect, group, values
@@ -351,15 +351,20 @@ class Offloaded(Number):
     def waits_for_all(self) -> bool:
         return True
 
-    async def load(self) -> None:
-        self.log.append(f"load {self.label}")
-
-    async def unload(self) -> None:
-        self.log.append(f"unload {self.label}")
-
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         assert self.log[-1] == f"load {self.label}"
         return super().value(prompt, sample)
+
+    def build(self) -> LiveRule:
+        return LiveOffloaded(self)
+
+
+class LiveOffloaded(LiveRule):
+    async def load(self) -> None:
+        Offloaded.log.append(f"load {self.settings.label}")
+
+    async def unload(self) -> None:
+        Offloaded.log.append(f"unload {self.settings.label}")
 
 
 def test_models_that_share_the_device_are_asked_one_after_the_other_when_all_is_sampled():

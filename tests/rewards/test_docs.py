@@ -20,6 +20,7 @@ from plaudit.recipe.section import Section
 from plaudit.rewards.combine import combine
 from plaudit.rewards.judges.judge import JsonField
 from plaudit.rewards.judges.rubric_judge import Criterion
+from plaudit.rewards.judges.similarity import LiveSimilarity
 from plaudit.scoring import Scorer
 from support.judges import collect, make, scores_of
 from support.paths import REPOSITORY
@@ -198,7 +199,7 @@ def test_scalar_model_by_hand():
     reward = make("scalar_model", lambda conversation: numbers[conversation[-1]["content"]], normalise="group", weight=0.5)
     given = group("a", "b", "c")
     by_reward = [scores_of(reward, "a", "b", "c")]
-    added = [score.value for score in combine([reward], given, by_reward, running={})]
+    added = [score.value for score in combine([reward.settings], given, by_reward, running={})]
     assert added == pytest.approx([0.3780, 0.1890, -0.5669], abs=5e-5)
     assert "added: 0.3780, 0.1890, −0.5669" in PAGES["scalar_model"]
 
@@ -291,7 +292,7 @@ def test_calls_of_pairs(row):
     for pairs, calls in (("all", every), ("tournament", tournament)):
         reward = make("pairwise_judge", "A", pairs=pairs)
         scores_of(reward, *(f"t{i}" for i in range(n)))
-        assert len(reward._backend.asked) == calls
+        assert len(reward.backend.asked) == calls
 
 
 @pytest.mark.parametrize(("count", "votes", "calls"), [(8, 1, 1), (8, 2, 2), (16, 1, 3), (9, 2, 4)])
@@ -299,13 +300,13 @@ def test_calls_of_groups(count, votes, calls):
     """votes · ⌈(responses − overlap) / (max_candidates − overlap)⌉"""
     reward = make("group_judge", "?", votes=votes, sampling={"retry": 0})
     scores_of(reward, *(f"t{i}" for i in range(count)))
-    assert len(reward._backend.asked) == calls
+    assert len(reward.backend.asked) == calls
 
 
 def test_similarity_by_hand(monkeypatch):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
     vectors = {"r": (3, 4), "s": (4, 3), "t": (1, 0)}
-    monkeypatch.setattr(type(reward), "_load", lambda _: lambda texts: np.array([vectors[text] for text in texts]))
+    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: lambda texts: np.array([vectors[text] for text in texts]))
     [score] = scores_of(reward, "r", truth=["s", "t"])  # pyright: ignore
     assert (score.value, score.trace["nearest"]) == (pytest.approx(0.96), "s")
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -17,12 +18,13 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from plaudit import plugins
 from plaudit.errors import RecipeError, TrainingStopped
-from plaudit.recipe import RLRecipe
+from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
 from plaudit.rewards.functions.function import Function
 from plaudit.rewards.metrics import metrics
-from plaudit.rewards.reward import Reward, Rule
+from plaudit.rewards.reward import LiveReward, Reward, Rule
 from plaudit.rewards.rules.exact import Exact
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Prompt, Sample, Score, ScoredGroup
@@ -454,8 +456,13 @@ class Awaiting(Reward):
     kind: str = "awaiting"
     does: object
 
+    def build(self):
+        return LiveAwaiting(self)
+
+
+class LiveAwaiting(LiveReward[Awaiting]):
     async def score(self, groups):
-        return await self.does(*groups)
+        return await self.settings.does(*groups)
 
 
 def ones(of: Group) -> list[list[Score]]:
@@ -669,3 +676,23 @@ def test_rewards_do_not_import_torch():
     modules = ", ".join(".".join(file.with_suffix("").parts) for file in files)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 0
+
+
+# Settings and live rewards -------------------------------------------------------------------------------------------
+
+
+def test_settings_stay_plain_data_while_rewards_are_open(tmp_path):
+    """Equal before and after, picklable, and usable by two runners at once."""
+    path = write_function(tmp_path, "def compute_score(solution_str): return 1")
+    entries = [{"kind": "exact"}, {"kind": "math"}, {"kind": "function", "path": str(path)}]
+    settings, same = (ScoreRecipe.model_validate({"rewards": entries}).rewards for _ in range(2))
+    with RewardRunner(settings) as one, RewardRunner(settings) as other:
+        for runner in (one, other):
+            assert values(runner.collect([group("4", truth="4")])[0]) == [3.0]
+        assert settings == same
+        assert pickle.loads(pickle.dumps(settings)) == same
+
+
+@pytest.mark.parametrize("kind", plugins.kinds("rewards"))
+def test_settings_of_every_kind_hold_no_live_object(kind):
+    assert not plugins.kind("rewards", kind).__private_attributes__

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from plaudit.recipe import ScoreRecipe
+from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, ScalarScore, Usage
-from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.judges.model_rewards import LiveModelReward
+from plaudit.rewards.reward import LiveReward, build
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Message, Score, ScoredGroup
 from support.rewards import group
@@ -58,28 +58,34 @@ class Scripted(Backend):
 
 
 def make(kind: str, say: Any = None, **given: Any) -> Any:
-    """A reward of a recipe, with a scripted model behind it."""
+    """A reward of a recipe; with `say`, live and with a scripted model behind it."""
     given = {"kind": kind, "model": MODEL, "max_failure_rate": 1.0, **given}
     [reward] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
-    if say is not None:
-        assert isinstance(reward, ModelReward)
-        reward._backend = Scripted(say)
-    return reward
+    return reward if say is None else with_backend(reward, Scripted(say))
 
 
-def collect(reward: Reward, *groups: Group) -> list[ScoredGroup]:
+def with_backend(reward: RewardSettings, backend: Backend) -> LiveModelReward:
+    live = build(reward)
+    assert isinstance(live, LiveModelReward)
+    live.use(backend)
+    return live
+
+
+def collect(reward: RewardSettings | LiveReward, *groups: Group) -> list[ScoredGroup]:
     with RewardRunner([reward], tolerant=True) as runner:
         return runner.collect(groups)
 
 
-def scores_of(reward: Reward, *texts: str, **prompt: Any) -> list[Score]:
+def scores_of(reward: RewardSettings | LiveReward, *texts: str, **prompt: Any) -> list[Score]:
     [got] = collect(reward, group(*texts, **prompt))
-    return list(got.by_reward[reward.label])
+    [scores] = got.by_reward.values()
+    return list(scores)
 
 
-def backend_of(reward: ModelReward) -> Scripted:
-    assert isinstance(reward._backend, Scripted)
-    return reward._backend
+def backend_of(reward: LiveReward) -> Scripted:
+    assert isinstance(reward, LiveModelReward)
+    assert isinstance(reward.backend, Scripted)
+    return reward.backend
 
 
 def causes(scores: Sequence[Score]) -> list[str | None]:

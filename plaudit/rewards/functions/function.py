@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import PositiveFloat, PositiveInt
 
 from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.workers import CannotStart, Workers
-from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.types import Group, Sample, Score
 
 
@@ -35,27 +35,36 @@ class Function(Reward):
     workers: PositiveInt = 2
     """Processes that score side by side."""
 
-    _workers: Workers | None = PrivateAttr(None)
-
     @property
     def files(self) -> list[Path]:
         return [Path(self.path).expanduser(), *super().files]
 
+    def build(self) -> "LiveFunction":
+        return LiveFunction(self)
+
+
+class LiveFunction(LiveReward[Function]):
+    def __init__(self, settings: Function):
+        super().__init__(settings)
+        self._workers: Workers | None = None
+
     async def open(self) -> None:
-        path = python_file(self.path, self.label)
-        self._workers = Workers(path, self.function, self.arguments, count=self.workers, timeout_s=self.timeout_s)
+        path = python_file(self.settings.path, self.settings.label)
+        self._workers = Workers(
+            path, self.settings.function, self.settings.arguments, count=self.settings.workers, timeout_s=self.settings.timeout_s
+        )
         try:
             await self._workers.ready()
         except CannotStart as error:
-            raise RecipeError(f"reward '{self.label}': {self._explain(path, error.answer)}") from None
+            raise RecipeError(f"reward '{self.settings.label}': {self._explain(path, error.answer)}") from None
 
     def _explain(self, path: Path, answer: dict[str, Any]) -> str:
         match answer.get("problem"):
             case "import":
                 return f"{path} cannot be imported: {answer['message']}"
             case "missing":
-                near, here = did_you_mean(self.function, answer["functions"]), ", ".join(answer["functions"]) or "none"
-                return f"{path} has no function {self.function} (it has: {here}).{near}"
+                near, here = did_you_mean(self.settings.function, answer["functions"]), ", ".join(answer["functions"]) or "none"
+                return f"{path} has no function {self.settings.function} (it has: {here}).{near}"
             case "arguments":
                 return (
                     f"{path}: {answer['signature']} cannot be called: {answer['message']}. It is given data_source, solution_str, "

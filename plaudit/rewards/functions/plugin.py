@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import PositiveFloat, PositiveInt
 
 from plaudit.errors import RecipeError, did_you_mean
 from plaudit.files import text_digest
@@ -27,7 +27,7 @@ from plaudit.recipe.reward_models import JudgeSampling
 from plaudit.reward_models.backend import GenerationRequest
 from plaudit.rewards.functions.function import python_file
 from plaudit.rewards.functions.workers import CannotStart, Workers
-from plaudit.rewards.judges.model_rewards import ModelReward, Reply, shown, writing
+from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward, Reply, shown, writing
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.reward import failed
 from plaudit.types import Failure, Group, Prompt, Score
@@ -49,31 +49,40 @@ class Plugin(ModelReward):
     workers: PositiveInt = 1
     """Processes that call the functions side by side."""
 
-    _workers: Workers | None = PrivateAttr(None)
-
     @property
     def files(self) -> list[Path]:
         return [Path(self.path).expanduser(), *super().files]
 
+    def build(self) -> "LivePlugin":
+        return LivePlugin(self)
+
+
+class LivePlugin(LiveModelReward[Plugin]):
+    def __init__(self, settings: Plugin):
+        super().__init__(settings)
+        self._workers: Workers | None = None
+
     async def open(self) -> None:
-        path = python_file(self.path, self.label)
+        path = python_file(self.settings.path, self.settings.label)
         lists = {
             "functions": list(FUNCTIONS),
             "tokenizer": self._tokenizer(),
-            "trust_remote_code": self.model.trust_remote_code,
+            "trust_remote_code": self.settings.model.trust_remote_code,
         }
-        self._workers = Workers(path, "", {}, count=self.workers, timeout_s=self.timeout_s, lists=lists)
+        self._workers = Workers(path, "", {}, count=self.settings.workers, timeout_s=self.settings.timeout_s, lists=lists)
         try:
             await self._workers.ready()
         except CannotStart as error:
-            raise RecipeError(f"reward '{self.label}': {self._explain(path, error.answer)}") from None
+            raise RecipeError(f"reward '{self.settings.label}': {self._explain(path, error.answer)}") from None
         await super().open()
 
     def _tokenizer(self) -> str | None:
         """The reward model's; a server's model has none here, unless it is said where."""
-        if self.model.tokenizer is not None or self.model.placement != "server":
-            return self.model.tokenizer or self.model.path
-        return self.model.path if self.model.path is not None and Path(self.model.path).is_dir() else None
+        if self.settings.model.tokenizer is not None or self.settings.model.placement != "server":
+            return self.settings.model.tokenizer or self.settings.model.path
+        return (
+            self.settings.model.path if self.settings.model.path is not None and Path(self.settings.model.path).is_dir() else None
+        )
 
     def _explain(self, path: Path, answer: dict[str, Any]) -> str:
         match answer.get("problem"):
@@ -102,12 +111,12 @@ class Plugin(ModelReward):
         scores: dict[int, Score] = {}
         questions: dict[int, GenerationRequest] = {}
         for i, (entry, sample) in enumerate(zip(inputs, group.samples, strict=True)):
-            question = _question(entry, group.prompt, self.sampling.seed)
+            question = _question(entry, group.prompt, self.settings.sampling.seed)
             if isinstance(question, Failure):
                 scores[i] = failed(question.cause, f"rm_preprocess: {question.message}", sample.text)
             else:
                 questions[i] = question
-        for attempt in range(self.sampling.retry + 1):
+        for attempt in range(self.settings.sampling.retry + 1):
             left = {i: question for i, question in questions.items() if i not in scores or scores[i].failure is not None}
             if not left:
                 break
@@ -116,7 +125,7 @@ class Plugin(ModelReward):
 
     async def _ask(self, group: Group, questions: dict[int, GenerationRequest], attempt: int) -> dict[int, Score]:
         asked = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
-        answers = dict(zip(questions, await self.backend.generate(asked, writing(self.sampling, attempt)), strict=True))
+        answers = dict(zip(questions, await self.backend.generate(asked, writing(self.settings.sampling, attempt)), strict=True))
         readable = {i: answer.text for i, answer in answers.items() if answer.text is not None and answer.failure is None}
         entries = dict(zip(readable, await self._call("rm_postprocess", list(readable.values())), strict=True))
         scores: dict[int, Score] = {}

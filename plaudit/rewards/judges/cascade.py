@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import model_validator
 
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import OneReward
 from plaudit.rewards.cache import keys
 from plaudit.rewards.client import NOT_ASKED, Asker
 from plaudit.rewards.combine import counted_value
-from plaudit.rewards.reward import PREPARED, Loadable, Reward, failed
+from plaudit.rewards.reward import PREPARED, LiveReward, Loadable, Reward, build, failed
 from plaudit.types import Group, Score
 
 OUTSIDE = ("when", "gate", "normalise", "weight", "combine", "cache", "max_failure_rate")
@@ -39,10 +39,6 @@ class Cascade(Reward):
     """What the judge's value is multiplied by; in mixed, its share."""
     pass_above: float = 0.5
     """A rule's value above this is a pass."""
-
-    _askers: tuple[Asker | None, Asker] | None = PrivateAttr(None)
-    _kept: dict[tuple[str, str], Score] = PrivateAttr(default_factory=dict)
-    """What passes before the last have found out, by what it is (`ruled`, `rule`, `judge`: failures of these two) and sample."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Cascade":
@@ -69,37 +65,47 @@ class Cascade(Reward):
     def rounded_together(self) -> bool:
         return any(reward.rounded_together for reward in self.inner if isinstance(reward, Reward))
 
-    async def open(self) -> None:
-        askers = [Asker(reward) if isinstance(reward, Reward) else None for reward in (self.rule, self.judge)]
-        assert askers[1] is not None, "settings become rewards when a recipe is read"
-        self._askers = askers[0], askers[1]
-        await asyncio.gather(*(asker.reward.open() for asker in askers if asker is not None))
-
     @property
     def waits_for_all(self) -> bool:
-        return any(isinstance(reward, Reward) and reward.waits_for_all for reward in (self.rule, self.judge))
+        return any(reward.waits_for_all for reward in self.inner if isinstance(reward, Reward))
+
+    def build(self) -> "LiveCascade":
+        return LiveCascade(self)
+
+
+class LiveCascade(LiveReward[Cascade]):
+    def __init__(self, settings: Cascade):
+        super().__init__(settings)
+        self._rule = None if settings.rule is None else Asker(build(settings.rule))
+        self._judge = Asker(build(settings.judge))
+        self._kept: dict[tuple[str, str], Score] = {}
+        """What earlier passes found out, by sample and by what it is: `ruled` (scores), `rule` and `judge` (failures)."""
+
+    @property
+    def inner(self) -> dict[str, LiveReward]:
+        return ({} if self._rule is None else {"rule": self._rule.live}) | {"judge": self._judge.live}
+
+    async def open(self) -> None:
+        await asyncio.gather(*(live.open() for live in self.inner.values()))
+
+    async def close(self) -> None:
+        for live in self.inner.values():
+            await live.close()
 
     @property
     def served_names(self) -> list[str]:
-        return [name for reward in self.inner if isinstance(reward, Reward) for name in reward.served_names]
-
-    async def close(self) -> None:
-        for reward in (self.rule, self.judge):
-            if isinstance(reward, Reward):
-                await reward.close()
+        return [name for live in self.inner.values() for name in live.served_names]
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        assert self._askers is not None, "a reward is opened before it scores"
         ruled = await self._ruled(group)
-        judged = await self._askers[1].ask(group, [self._needs_judge(score) for score in ruled], self._recall("judge", group))
+        judged = await self._judge.ask(group, [self._needs_judge(score) for score in ruled], self._recall("judge", group))
         return [self._together(*both) for both in zip(ruled, judged, strict=True)]
 
     async def _ruled(self, group: Group) -> list[Score]:
-        assert self._askers is not None
-        rule = self._askers[0]
+        rule = self._rule
         if rule is None:
             return [NOT_ASKED] * len(group.samples)
         known = self._recall("ruled", group)
@@ -112,8 +118,8 @@ class Cascade(Reward):
     def _passes(self) -> list[tuple[Loadable | None, list[tuple[str, int]]]]:
         """What is on the device in each, and what is done then: (`rule` or `judge`, its phase)."""
         passes: list[tuple[Loadable | None, list[tuple[str, int]]]] = []
-        for name, reward in (("rule", self.rule), ("judge", self.judge)):
-            for phase, needed in enumerate(reward.phases) if isinstance(reward, Reward) else ():
+        for name, live in self.inner.items():
+            for phase, needed in enumerate(live.phases):
                 if not passes or passes[-1][0] is not needed:
                     passes.append((needed, []))
                 passes[-1][1].append((name, phase))
@@ -129,43 +135,41 @@ class Cascade(Reward):
         return [[PREPARED] * len(group.samples) for group in groups]  # what failed is told with the scores
 
     async def _prepare(self, group: Group, parts: Sequence[tuple[str, int]]) -> None:
-        assert self._askers is not None
-        rule, judge = self._askers
+        rule, judge = self._rule, self._judge
         for name, phase in parts:
             before = self._recall(name, group)
             if name == "judge":
                 wanted = [self._needs_judge(score) for score in await self._ruled(group)]
                 self._keep(name, group, await judge.prepare(group, wanted, phase, before))
-            elif rule is not None and phase < len(rule.reward.phases) - 1:
+            elif rule is not None and phase < len(rule.live.phases) - 1:
                 self._keep(name, group, await rule.prepare(group, None, phase, before))
             elif rule is not None:
                 self._keep("ruled", group, await rule.ask(group, None, before))
 
     def _keep(self, name: str, group: Group, found: Sequence[Score | None]) -> None:
-        names = keys("", group, scores_alone=self.scores_alone)
+        names = keys("", group, scores_alone=self.settings.scores_alone)
         self._kept |= {(name, key): score for key, score in zip(names, found, strict=True) if score is not None}
 
     def _recall(self, name: str, group: Group) -> list[Score | None]:
-        return [self._kept.get((name, key)) for key in keys("", group, scores_alone=self.scores_alone)]
+        return [self._kept.get((name, key)) for key in keys("", group, scores_alone=self.settings.scores_alone)]
 
     def forget(self) -> None:
         self._kept.clear()
-        for reward in self.inner:
-            if isinstance(reward, Reward):
-                reward.forget()
+        for live in self.inner.values():
+            live.forget()
 
     # Both, in one value -----------------------------------------------------------------------------------------------
 
     def _needs_judge(self, ruled: Score) -> bool:
-        if self.rule is None:
+        if self.settings.rule is None:
             return True
-        value = counted_value(self.rule, ruled)
-        return value is not None and not (self.mode == "addon" and value > self.pass_above)
+        value = counted_value(self.settings.rule, ruled)
+        return value is not None and not (self.settings.mode == "addon" and value > self.settings.pass_above)
 
     def _together(self, ruled: Score, judged: Score) -> Score:
         parts: dict[str, float] = {}
         values: dict[str, float | None] = {"rule": None, "judge": None}
-        for name, reward, score in (("rule", self.rule, ruled), ("judge", self.judge, judged)):
+        for name, reward, score in (("rule", self.settings.rule, ruled), ("judge", self.settings.judge, judged)):
             if reward is None or not score.asked:
                 continue
             values[name] = counted_value(reward, score)
@@ -176,12 +180,12 @@ class Cascade(Reward):
         rule, judge = values["rule"], values["judge"]
         if judge is None:
             assert rule is not None
-            assert rule > self.pass_above, "without a judge's value the rule has passed it"
+            assert rule > self.settings.pass_above, "without a judge's value the rule has passed it"
             value = 1.0
-        elif self.mode == "mixed":
+        elif self.settings.mode == "mixed":
             assert rule is not None
-            value = self.judge_weight * judge + (1.0 - self.judge_weight) * rule
+            value = self.settings.judge_weight * judge + (1.0 - self.settings.judge_weight) * rule
         else:
-            value = self.judge_weight * judge
+            value = self.settings.judge_weight * judge
         deciding = judged if judge is not None else ruled
         return Score(value, parts=parts, malformed=deciding.malformed, view=deciding.view, trace=deciding.trace)

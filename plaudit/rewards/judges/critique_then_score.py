@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import model_validator
 
 from plaudit.recipe.rewards import OneReward, RewardSettings
 from plaudit.rewards.cache import keys
 from plaudit.rewards.judges.judge import Judge
-from plaudit.rewards.judges.model_rewards import JudgeReward, Reply, shortened
+from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply, shortened
 from plaudit.rewards.judges.scalar_model import ScalarModel
 from plaudit.rewards.judges.templates import Unrenderable
-from plaudit.rewards.reward import PREPARED, Loadable, Reward
-from plaudit.types import Group, Score
+from plaudit.rewards.reward import PREPARED, LiveReward, Loadable, Reward, build
+from plaudit.types import Group, Sample, Score
 
 
 class CritiqueThenScore(JudgeReward):
@@ -33,8 +33,6 @@ class CritiqueThenScore(JudgeReward):
     """What scores them: a reward of kind scalar_model or judge, with a model of its own."""
     join: str = "\n\nCritique:\n"
     """What stands between response and critique."""
-
-    _critiques: dict[str, Reply[str]] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CritiqueThenScore":
@@ -64,34 +62,43 @@ class CritiqueThenScore(JudgeReward):
         return [*self.scorer.models, *super().models]
 
     @property
-    def served_names(self) -> list[str]:
-        return [*self._second.served_names, *super().served_names]
-
-    @property
-    def _second(self) -> Reward:
-        assert isinstance(self.scorer, Reward)
-        return self.scorer
-
-    @property
     def waits_for_all(self) -> bool:
-        return super().waits_for_all or self._second.waits_for_all
+        return super().waits_for_all or (isinstance(self.scorer, Reward) and self.scorer.waits_for_all)
 
     @property
     def rounded_together(self) -> bool:
-        return self._second.rounded_together
+        return isinstance(self.scorer, Reward) and self.scorer.rounded_together
+
+    def build(self) -> "LiveCritiqueThenScore":
+        return LiveCritiqueThenScore(self)
+
+
+class LiveCritiqueThenScore(LiveJudgeReward[CritiqueThenScore]):
+    def __init__(self, settings: CritiqueThenScore):
+        super().__init__(settings)
+        self._scorer = build(settings.scorer)
+        self._critiques: dict[str, Reply[str]] = {}
+
+    @property
+    def inner(self) -> dict[str, LiveReward]:
+        return {"scorer": self._scorer}
+
+    @property
+    def served_names(self) -> list[str]:
+        return [*self._scorer.served_names, *super().served_names]
 
     async def open(self) -> None:
-        for error in await asyncio.gather(super().open(), self._second.open(), return_exceptions=True):
+        for error in await asyncio.gather(super().open(), self._scorer.open(), return_exceptions=True):
             if error is not None:
                 raise error
 
     @property
     def phases(self) -> list[Loadable | None]:
-        [critic], [scorer] = super().phases, self._second.phases
+        [critic], [scorer] = super().phases, self._scorer.phases
         return [critic] if critic is scorer else [critic, scorer]
 
     async def close(self) -> None:
-        await asyncio.gather(super().close(), self._second.close())
+        await asyncio.gather(super().close(), self._scorer.close())
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self._score, groups)))
@@ -127,11 +134,12 @@ class CritiqueThenScore(JudgeReward):
         scores = {i: reply.unfit(group.samples[i].text) for i, reply in enumerate(critiques) if reply.found is None}
         left = [i for i in range(len(critiques)) if i not in scores]
         if left:
-            joined = [
-                dataclasses.replace(group.samples[i], text=f"{group.samples[i].text}{self.join}{critiques[i].found}") for i in left
-            ]  # fmt: skip
-            [scored] = await self._second.score([dataclasses.replace(group, samples=tuple(joined))])
+            joined = [self._joined(group.samples[i], critiques[i]) for i in left]
+            [scored] = await self._scorer.score([dataclasses.replace(group, samples=tuple(joined))])
             for i, score in zip(left, scored, strict=True):
                 trace = {**score.trace, "critique": shortened(critiques[i].found or "")}
                 scores[i] = dataclasses.replace(score, trace=trace)
         return [scores[i] for i in range(len(group.samples))]
+
+    def _joined(self, sample: Sample, critique: Reply[str]) -> Sample:
+        return dataclasses.replace(sample, text=f"{sample.text}{self.settings.join}{critique.found}")

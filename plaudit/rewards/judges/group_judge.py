@@ -31,7 +31,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from plaudit.reward_models.backend import GenerationRequest
 from plaudit.rewards.judges.candidates import LETTERS, Candidate, candidates_of, shuffled, unjudged
-from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
+from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_letters, within
 from plaudit.rewards.judges.templates import Unrenderable
 from plaudit.types import Group, Prompt, Score
@@ -84,29 +84,6 @@ class GroupJudge(JudgeReward):
     def own_template(self) -> str:
         return "group"
 
-    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        return list(await asyncio.gather(*map(self._score, groups)))
-
-    async def _score(self, group: Group) -> list[Score]:
-        candidates = candidates_of(group, shared=self.share_letters)
-        if len(candidates) < 2:
-            return [unjudged(self.not_judged, sample.text) for sample in group.samples]
-        calls = [call for vote in range(self.votes) for call in self.calls(candidates, vote)]
-        try:
-            questions = [self._question(group.prompt, call) for call in calls]
-        except Unrenderable as error:
-            return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
-        replies = await self.ask(questions, lambda i, text: self._read(text, len(calls[i].shown)))
-        too_long = next((reply for reply in replies if reply.too_long), None)
-        if too_long is not None:  # for all of them: who shares a call with a long one is a matter of luck
-            return [too_long.unfit(sample.text) for sample in group.samples]
-        scores: dict[int, Score] = {}
-        for candidate in candidates:
-            about = [(call, reply) for call, reply in zip(calls, replies, strict=True) if candidate in call.shown]
-            score = self._of(candidate, about, list(zip(calls, replies, strict=True)))
-            scores |= dict.fromkeys(candidate.samples, score)
-        return [scores[i] for i in range(len(group.samples))]
-
     def calls(self, candidates: Sequence[Candidate], vote: int) -> list[Call]:
         """One call for all of them, or several that have the anchors in common; each shuffled for itself."""
         order = shuffled(candidates, self.sampling.seed, vote // 2)
@@ -122,15 +99,45 @@ class GroupJudge(JudgeReward):
             calls.append(Call(vote, tuple(shuffled(shown, self.sampling.seed, vote, c)), frozenset(anchors)))
         return calls
 
+    def build(self) -> "LiveGroupJudge":
+        return LiveGroupJudge(self)
+
+
+class LiveGroupJudge(LiveJudgeReward[GroupJudge]):
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._score, groups)))
+
+    async def _score(self, group: Group) -> list[Score]:
+        candidates = candidates_of(group, shared=self.settings.share_letters)
+        if len(candidates) < 2:
+            return [unjudged(self.settings.not_judged, sample.text) for sample in group.samples]
+        calls = [call for vote in range(self.settings.votes) for call in self.settings.calls(candidates, vote)]
+        try:
+            questions = [self._question(group.prompt, call) for call in calls]
+        except Unrenderable as error:
+            return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
+        replies = await self.ask(questions, lambda i, text: self._read(text, len(calls[i].shown)))
+        too_long = next((reply for reply in replies if reply.too_long), None)
+        if too_long is not None:  # for all of them: who shares a call with a long one is a matter of luck
+            return [too_long.unfit(sample.text) for sample in group.samples]
+        scores: dict[int, Score] = {}
+        for candidate in candidates:
+            about = [(call, reply) for call, reply in zip(calls, replies, strict=True) if candidate in call.shown]
+            score = self._of(candidate, about, list(zip(calls, replies, strict=True)))
+            scores |= dict.fromkeys(candidate.samples, score)
+        return [scores[i] for i in range(len(group.samples))]
+
     def _question(self, prompt: Prompt, call: Call) -> GenerationRequest:
         shown = [{"letter": letter, "text": candidate.text} for letter, candidate in zip(LETTERS, call.shown, strict=False)]
-        return self.question(
-            prompt, call.vote, candidates=shown, answer=self.answer, lowest=self.lowest, highest=self.highest
-        )  # fmt: skip
+        own = {"answer": self.settings.answer, "lowest": self.settings.lowest, "highest": self.settings.highest}
+        return self.question(prompt, call.vote, candidates=shown, **own)
 
     def _read(self, text: str, count: int) -> dict[str, float] | None:
-        scores = read_letters(text, LETTERS[:count], self.answer)
-        if scores is None or (self.answer != "ranking" and not all(within(x, self.lowest, self.highest) for x in scores.values())):
+        scores = read_letters(text, LETTERS[:count], self.settings.answer)
+        if scores is None or (
+            self.settings.answer != "ranking"
+            and not all(within(x, self.settings.lowest, self.settings.highest) for x in scores.values())
+        ):
             return None
         return scores
 
@@ -146,7 +153,7 @@ class GroupJudge(JudgeReward):
         votes = [fmean(some) for some in values.values()]
         call, reply, _ = read[0]
         trace = {**reply.trace, "letter": _letter(call, candidate)}
-        parts = {"judged": 1.0} | ({"votes": float(len(votes))} if self.votes > 1 else {})
+        parts = {"judged": 1.0} | ({"votes": float(len(votes))} if self.settings.votes > 1 else {})
         return Score(fmean(votes), parts, view=candidate.text, trace=trace)
 
 

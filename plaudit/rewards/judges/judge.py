@@ -20,7 +20,7 @@ from pydantic import PositiveInt, field_validator, model_validator
 
 from plaudit.recipe.section import Section
 from plaudit.reward_models.backend import GenerationRequest
-from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
+from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import (
     FieldRule,
     Found,
@@ -111,30 +111,11 @@ class Judge(JudgeReward):
     def own_template(self) -> str:
         return "verifier" if self.parser == "true_false" else "pointwise"
 
-    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        read = self.reader()
-        return await self.ask_each(groups, range(self.votes), self._question, lambda _, text: read(text), self._score)
-
-    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
-        return self.question(prompt, vote, **self.about(sample.text))
-
     def about(self, response: str) -> dict[str, Any]:
         """What its template is told besides the row."""
         lowest, highest = self.bounds
         own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": lowest, "highest": highest}
         return {"response": response, **own}
-
-    def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
-        found = [reply.found for reply in replies if reply.found is not None]
-        if not found:
-            return replies[-1].unfit(view)
-        trace = next(reply.trace for reply in replies if reply.found is not None)
-        names = list(dict.fromkeys(name for one in found for name in one.parts))
-        parts = {name: fmean(one.parts[name] for one in found if name in one.parts) for name in names}
-        if self.votes > 1:
-            trace = {**trace, "votes": [one.value for one in found]}
-            parts["votes"] = float(len(found))
-        return Score(fmean(one.value for one in found), parts, view=view, trace=trace)
 
     def reader(self) -> Callable[[str], Found | None]:
         """What an answer says, or None."""
@@ -161,3 +142,27 @@ class Judge(JudgeReward):
             return found if within(found.value, lowest, highest) else None
 
         return read
+
+    def build(self) -> "LiveJudge":
+        return LiveJudge(self)
+
+
+class LiveJudge(LiveJudgeReward[Judge]):
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        read = self.settings.reader()
+        return await self.ask_each(groups, range(self.settings.votes), self._question, lambda _, text: read(text), self._score)
+
+    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
+        return self.question(prompt, vote, **self.settings.about(sample.text))
+
+    def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
+        found = [reply.found for reply in replies if reply.found is not None]
+        if not found:
+            return replies[-1].unfit(view)
+        trace = next(reply.trace for reply in replies if reply.found is not None)
+        names = list(dict.fromkeys(name for one in found for name in one.parts))
+        parts = {name: fmean(one.parts[name] for one in found if name in one.parts) for name in names}
+        if self.settings.votes > 1:
+            trace = {**trace, "votes": [one.value for one in found]}
+            parts["votes"] = float(len(found))
+        return Score(fmean(one.value for one in found), parts, view=view, trace=trace)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import PrivateAttr
-
 from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
@@ -21,7 +19,7 @@ from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, Sa
 from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import behind_thoughts
 from plaudit.rewards.judges.templates import OURS, JudgeTemplate, Unrenderable
-from plaudit.rewards.reward import Loadable, Reward
+from plaudit.rewards.reward import LiveReward, Loadable, Reward
 from plaudit.types import Failure, Group, Message, Prompt, Sample, Score
 
 KEPT = 4000
@@ -38,8 +36,26 @@ class ModelReward(Reward):
 
     scalar: ClassVar[bool] = False
     """It gives numbers and does not write."""
-    _backend: Backend | None = PrivateAttr(None)
-    _given: bool = PrivateAttr(False)
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.model.placement == "offload"
+
+    @property
+    def models(self) -> list[str]:
+        return [*self.model.local_paths, *super().models]
+
+
+M = TypeVar("M", bound=ModelReward)
+
+
+class LiveModelReward(LiveReward[M]):
+    """Its backend is shared with other rewards that use the same model, unless `use` gives it another."""
+
+    def __init__(self, settings: M):
+        super().__init__(settings)
+        self._backend: Backend | None = None
+        self._given = False
 
     @property
     def backend(self) -> Backend:
@@ -53,7 +69,7 @@ class ModelReward(Reward):
     async def open(self) -> None:
         self._given = self._backend is not None
         if self._backend is None:
-            self._backend = acquire_model(self.model, scalar=self.scalar, label=self.label)
+            self._backend = acquire_model(self.settings.model, scalar=self.settings.scalar, label=self.settings.label)
         await self._backend.open()
 
     async def close(self) -> None:
@@ -62,20 +78,13 @@ class ModelReward(Reward):
             self._backend = self._backend if self._given else None
 
     @property
-    def waits_for_all(self) -> bool:
-        return self.model.placement == "offload"
-
-    @property
     def phases(self) -> list[Loadable | None]:
-        return [self.backend.weights if self.model.placement == "offload" else None]
-
-    @property
-    def models(self) -> list[str]:
-        return [*self.model.local_paths, *super().models]
+        return [self.backend.weights if self.settings.model.placement == "offload" else None]
 
     @property
     def served_names(self) -> list[str]:
-        return [self.backend.name] if self.model.placement == "server" and self.model.path is None else []
+        model = self.settings.model
+        return [self.backend.name] if model.placement == "server" and model.path is None else []
 
 
 def models_of(reward: RewardSettings, name: str = "") -> list[tuple[str, ModelReward]]:
@@ -96,6 +105,13 @@ def all_models_of(reward: RewardSettings) -> list[tuple[str, ModelReward]]:
 def rewards_inside(reward: RewardSettings) -> list[tuple[str, Reward]]:
     fields = [(field, getattr(reward, field)) for field in type(reward).model_fields]
     return [(field, inner) for field, inner in fields if isinstance(inner, Reward)]
+
+
+def live_models_of(live: LiveReward, name: str = "") -> "list[tuple[str, LiveModelReward]]":
+    """The live rewards with a model that it is or is made of, with the scorers of critiques, by the same names."""
+    name = name or live.settings.label
+    own = [(name, live)] if isinstance(live, LiveModelReward) else []
+    return own + [found for field, inner in live.inner.items() for found in live_models_of(inner, f"{name}/{field}")]
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,6 @@ class JudgeReward(ModelReward):
 
     variables: ClassVar[frozenset[str]] = frozenset({"response"})
     """What its template may use, besides what every template may."""
-    _template: JudgeTemplate | None = PrivateAttr(None)
 
     @property
     def own_template(self) -> str:
@@ -160,18 +175,29 @@ class JudgeReward(ModelReward):
     def own_files(self) -> list[Path]:
         return [self.template_file] if self.template is None else []
 
+
+J = TypeVar("J", bound=JudgeReward)
+
+
+class LiveJudgeReward(LiveModelReward[J]):
+    """Renders prompts, asks its model, asks again, and reads the answers."""
+
+    def __init__(self, settings: J):
+        super().__init__(settings)
+        self._template: JudgeTemplate | None = None
+
     async def open(self) -> None:
-        self._template = JudgeTemplate(self.template_file, self.variables, f"reward '{self.label}'")
+        self._template = JudgeTemplate(self.settings.template_file, self.settings.variables, f"reward '{self.settings.label}'")
         await super().open()
 
     def question(self, prompt: Prompt, vote: int = 0, **variables: Any) -> GenerationRequest:
         """The filled-in prompt. Raises Unrenderable if the row lacks what it needs."""
         assert self._template is not None, "a reward is opened before it scores"
         text = self._template.render(prompt, variables)
-        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        key = text_digest(f"{self.sampling.seed}/{vote}/{self.system}/{text}")
-        messages = [] if self.raw else [*system, {"role": "user", "content": text}]
-        return GenerationRequest(messages, text if self.raw else None, key, affinity=text_digest(prompt.id))
+        system: list[Message] = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
+        key = text_digest(f"{self.settings.sampling.seed}/{vote}/{self.settings.system}/{text}")
+        messages = [] if self.settings.raw else [*system, {"role": "user", "content": text}]
+        return GenerationRequest(messages, text if self.settings.raw else None, key, affinity=text_digest(prompt.id))
 
     async def ask(
         self, questions: Sequence[GenerationRequest], read: Callable[[int, str], T | None], *, whole: bool = True
@@ -179,11 +205,11 @@ class JudgeReward(ModelReward):
         """A reply to each question; `read(i, answer)` says what the i-th answer means. `whole`: one that was cut is not read."""
         replies: list[Reply[T]] = [Reply(shown(question)) for question in questions]
         left = list(range(len(questions)))
-        for attempt in range(self.sampling.retry + 1):
+        for attempt in range(self.settings.sampling.retry + 1):
             if not left:
                 break
             asked = [replace(questions[i], key=f"{questions[i].key}/{attempt}") for i in left]
-            answers = await self.backend.generate(asked, writing(self.sampling, attempt))
+            answers = await self.backend.generate(asked, writing(self.settings.sampling, attempt))
             for i, answer in zip(left, answers, strict=True):
                 replies[i] = self._reply(replies[i], answer, lambda text, i=i: read(i, text), whole=whole)
             left = [i for i in left if replies[i].failure is not None]
@@ -219,9 +245,9 @@ class JudgeReward(ModelReward):
         if answer.failure is not None:
             return replace(reply, failure=answer.failure)
         if answer.truncated and whole:
-            problem = f"it was cut at {self.sampling.max_new_tokens} tokens (sampling.max_new_tokens)"
+            problem = f"it was cut at {self.settings.sampling.max_new_tokens} tokens (sampling.max_new_tokens)"
         else:
-            text = behind_thoughts(answer.text or "", self.answer_after)
+            text = behind_thoughts(answer.text or "", self.settings.answer_after)
             found = None if text is None else read(text)
             if found is not None:
                 return replace(reply, found=found)

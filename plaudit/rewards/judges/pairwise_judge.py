@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt, model_validator
 
 from plaudit.rewards.judges.candidates import Candidate, candidates_of, shuffled, unjudged
-from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
+from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_choice
 from plaudit.rewards.judges.templates import Unrenderable
 from plaudit.types import Group, Score
@@ -56,19 +56,24 @@ class PairwiseJudge(JudgeReward):
     def own_template(self) -> str:
         return "pairwise"
 
+    def build(self) -> "LivePairwiseJudge":
+        return LivePairwiseJudge(self)
+
+
+class LivePairwiseJudge(LiveJudgeReward[PairwiseJudge]):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        candidates = shuffled(candidates_of(group, shared=True), self.sampling.seed)
+        candidates = shuffled(candidates_of(group, shared=True), self.settings.sampling.seed)
         if len(candidates) < 2:
-            return [unjudged(self.not_judged, sample.text) for sample in group.samples]
+            return [unjudged(self.settings.not_judged, sample.text) for sample in group.samples]
         games = _Games(len(candidates))
         try:
-            if self.pairs == "all":
+            if self.settings.pairs == "all":
                 await self._play(group, candidates, list(combinations(range(len(candidates)), 2)), games)
             else:
-                for _ in range(self.rounds or math.ceil(math.log2(len(candidates)))):
+                for _ in range(self.settings.rounds or math.ceil(math.log2(len(candidates)))):
                     await self._play(group, candidates, games.next_round(), games)
         except Unrenderable as error:
             return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
@@ -77,13 +82,12 @@ class PairwiseJudge(JudgeReward):
 
     async def _play(self, group: Group, candidates: Sequence[Candidate], pairs: Sequence[Pair], games: "_Games") -> None:
         # With one order only, who is shown first has been shuffled with the candidates.
-        shown = [order for x, y in pairs for order in ([(x, y), (y, x)] if self.both_orders else [(x, y)])]
-        questions = [
-            self.question(group.prompt, first=candidates[x].text, second=candidates[y].text, ties=self.ties) for x, y in shown
-        ]  # fmt: skip
-        choices = [choice for choice in WORTH if self.ties or choice != "tie"]
+        shown = [order for x, y in pairs for order in ([(x, y), (y, x)] if self.settings.both_orders else [(x, y)])]
+        ties = self.settings.ties
+        questions = [self.question(group.prompt, first=candidates[x].text, second=candidates[y].text, ties=ties) for x, y in shown]
+        choices = [choice for choice in WORTH if ties or choice != "tie"]
         replies = await self.ask(questions, lambda _, text: read_choice(text, choices))
-        each = 2 if self.both_orders else 1
+        each = 2 if self.settings.both_orders else 1
         for i, pair in enumerate(pairs):
             games.add(pair, replies[i * each : (i + 1) * each])
 

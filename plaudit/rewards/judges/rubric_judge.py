@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from plaudit.recipe.section import Section
 from plaudit.reward_models.backend import GenerationRequest
-from plaudit.rewards.judges.model_rewards import JudgeReward, Reply
+from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_criteria, within
 from plaudit.types import Group, Prompt, Sample, Score
 
@@ -58,9 +58,18 @@ class RubricJudge(JudgeReward):
     def own_template(self) -> str:
         return "rubric"
 
+    def build(self) -> "LiveRubricJudge":
+        return LiveRubricJudge(self)
+
+
+class LiveRubricJudge(LiveJudgeReward[RubricJudge]):
     @property
     def _asked_together(self) -> list[list[Criterion]]:
-        return [list(self.criteria)] if self.calls == "one" else [[criterion] for criterion in self.criteria]
+        return (
+            [list(self.settings.criteria)]
+            if self.settings.calls == "one"
+            else [[criterion] for criterion in self.settings.criteria]
+        )
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return await self.ask_each(
@@ -69,19 +78,23 @@ class RubricJudge(JudgeReward):
 
     def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> GenerationRequest:
         shown: list[dict[str, Any]] = [{"name": one.name, "description": one.description, "weight": one.weight} for one in criteria]
-        own = {"answer": self.answer, "lowest": self.lowest, "highest": self.highest}
+        own = {"answer": self.settings.answer, "lowest": self.settings.lowest, "highest": self.settings.highest}
         return self.question(prompt, response=sample.text, criteria=shown, **own)
 
     def _read(self, text: str, criteria: Sequence[Criterion]) -> dict[str, float] | None:
-        scores = read_criteria(text, [criterion.name for criterion in criteria], self.answer, self.highest)
-        return scores if scores and all(within(score, self.lowest, self.highest) for score in scores.values()) else None
+        scores = read_criteria(text, [criterion.name for criterion in criteria], self.settings.answer, self.settings.highest)
+        return (
+            scores
+            if scores and all(within(score, self.settings.lowest, self.settings.highest) for score in scores.values())
+            else None
+        )
 
     def _score(self, replies: Sequence[Reply[dict[str, float]]], view: str) -> Score:
         unread = next((reply for reply in replies if reply.found is None), None)
         if unread is not None:
             return unread.unfit(view)
         parts = {name: score for reply in replies for name, score in (reply.found or {}).items()}
-        weights = {criterion.name: criterion.weight for criterion in self.criteria}
+        weights = {criterion.name: criterion.weight for criterion in self.settings.criteria}
         value = sum(weights[name] * score for name, score in parts.items()) / sum(weights.values())
         answers = {"answers": [reply.trace["answer"] for reply in replies]} if len(replies) > 1 else {}
         return Score(value, parts, view=view, trace={**replies[0].trace, **answers})

@@ -8,7 +8,7 @@ response is the reward's view: thoughts are stripped there. A conversation that 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from plaudit.rewards.judges.model_rewards import ModelReward
+from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward
 from plaudit.types import Group, Score
 
 
@@ -22,6 +22,11 @@ class ScalarModel(ModelReward):
     def rounded_together(self) -> bool:
         return self.model.placement in ("resident", "offload")
 
+    def build(self) -> "LiveScalarModel":
+        return LiveScalarModel(self)
+
+
+class LiveScalarModel(LiveModelReward[ScalarModel]):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         flat = [(group.prompt, sample) for group in groups for sample in group.samples]
         conversations = [[*prompt.messages, {"role": "assistant", "content": sample.text}] for prompt, sample in flat]

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PositiveInt
 
 from plaudit.errors import RecipeError
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.reward import LiveReward, Reward
 from plaudit.rewards.rules.ground_truth import no_truth, read_texts
 from plaudit.types import Group, Score
 
@@ -31,9 +31,6 @@ class Similarity(Reward):
     batch_size: PositiveInt = 32
     """Texts at a time."""
 
-    _encode: Encode | None = PrivateAttr(None)
-    _one_at_a_time: asyncio.Lock | None = PrivateAttr(None)
-
     @property
     def rounded_together(self) -> bool:
         return True
@@ -42,32 +39,42 @@ class Similarity(Reward):
     def models(self) -> list[str]:
         return [self.path]
 
-    async def open(self) -> None:
+    def build(self) -> "LiveSimilarity":
+        return LiveSimilarity(self)
+
+
+class LiveSimilarity(LiveReward[Similarity]):
+    def __init__(self, settings: Similarity):
+        super().__init__(settings)
+        self._encode: Encode | None = None
         self._one_at_a_time = asyncio.Lock()
+
+    async def open(self) -> None:
         self._encode = await asyncio.to_thread(self._load)
 
     async def close(self) -> None:
-        self._encode = self._one_at_a_time = None
+        self._encode = None
 
     def _load(self) -> Encode:
         try:
             from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
         except ImportError:
             needs = "pip install 'plaudit[similarity]'"
-            raise RecipeError(f"reward '{self.label}': kind: similarity needs sentence-transformers: {needs}") from None
+            raise RecipeError(f"reward '{self.settings.label}': kind: similarity needs sentence-transformers: {needs}") from None
         try:
-            model = SentenceTransformer(self.path, device=None if self.device == "auto" else self.device)
+            model = SentenceTransformer(self.settings.path, device=None if self.settings.device == "auto" else self.settings.device)
         except (OSError, ValueError, RuntimeError) as error:
             told = " ".join(str(error).split())[:300]
-            raise RecipeError(f"reward '{self.label}': no embedding model could be loaded from {self.path}: {told}") from None
-        return partial(model.encode, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True)
+            raise RecipeError(
+                f"reward '{self.settings.label}': no embedding model could be loaded from {self.settings.path}: {told}"
+            ) from None
+        return partial(model.encode, batch_size=self.settings.batch_size, show_progress_bar=False, convert_to_numpy=True)
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return [await self._score(group) for group in groups]
 
     async def _score(self, group: Group) -> list[Score]:
         assert self._encode is not None, "a reward is opened before it scores"
-        assert self._one_at_a_time is not None
         truths = list(dict.fromkeys(read_texts(group.prompt.ground_truth)))
         if not truths:
             return [no_truth(group.prompt, sample, "similarity", "a text or a list of them") for sample in group.samples]

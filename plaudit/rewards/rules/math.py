@@ -29,12 +29,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from plaudit.errors import RecipeError
 from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.workers import CannotStart, Workers
-from plaudit.rewards.reward import Reward, failed
+from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.types import Group, Prompt, Sample, Score
@@ -58,15 +58,22 @@ class Math(Reward):
 
     cached: ClassVar[bool] = False  # quicker than looking it up
 
-    _workers: Workers | None = PrivateAttr(None)
+    def build(self) -> "LiveMath":
+        return LiveMath(self)
+
+
+class LiveMath(LiveReward[Math]):
+    def __init__(self, settings: Math):
+        super().__init__(settings)
+        self._workers: Workers | None = None
 
     async def open(self) -> None:
-        arguments = {"tolerance": self.tolerance}
-        self._workers = Workers(WORKER, "compare", arguments, count=self.workers, timeout_s=self.timeout_s)
+        arguments = {"tolerance": self.settings.tolerance}
+        self._workers = Workers(WORKER, "compare", arguments, count=self.settings.workers, timeout_s=self.settings.timeout_s)
         try:
             await self._workers.ready()
         except CannotStart as error:
-            raise RecipeError(f"reward '{self.label}': {error.answer.get('message', error.answer)}") from None
+            raise RecipeError(f"reward '{self.settings.label}': {error.answer.get('message', error.answer)}") from None
 
     async def close(self) -> None:
         if self._workers is not None:
@@ -94,7 +101,7 @@ class Math(Reward):
         answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
         if not answer:
             return Score(0.0, malformed=True, view=sample.text, trace={"answer": "none found" if not found else "too long"})
-        verdicts = [compare_plainly(answer, truth, self.tolerance) for truth in truths]
+        verdicts = [compare_plainly(answer, truth, self.settings.tolerance) for truth in truths]
         if any(verdicts) or None not in verdicts or len(answer) > LONGEST_ANSWER:
             return Score(float(any(verdicts)), view=sample.text, trace={"answer": answer[:LONGEST_ANSWER]})
         undecided = [truth for truth, verdict in zip(truths, verdicts, strict=True) if verdict is None]

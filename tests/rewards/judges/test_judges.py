@@ -25,10 +25,11 @@ from plaudit.reward_models.backend import Answer, ScalarScore
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.judges.candidates import candidates_of, shuffled
 from plaudit.rewards.judges.model_rewards import shortened
-from plaudit.rewards.reward import Reward
+from plaudit.rewards.judges.similarity import LiveSimilarity
+from plaudit.rewards.reward import LiveReward, build
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Failure, Group, Prompt, ScoredGroup
-from support.judges import MODEL, Scripted, backend_of, causes, collect, make, scores_of
+from support.judges import MODEL, Scripted, backend_of, causes, collect, make, scores_of, with_backend
 from support.rewards import group, values
 
 
@@ -73,7 +74,7 @@ def test_models_are_opened_closed_and_brought_to_the_device():
     scores_of(reward, "a")
     backend = backend_of(reward)
     assert (backend.opened, backend.closed, backend.loaded) == (1, 1, 1)
-    assert not make("scalar_model", lambda _: 1.0).waits_for_all
+    assert not make("scalar_model").waits_for_all
 
 
 # Pointwise judges ----------------------------------------------------------------------------------------------------
@@ -605,20 +606,20 @@ def test_judges_that_compare_are_asked_about_all_again_when_one_is_new(kind, jud
 
 def test_a_critique_is_scored_with_the_response():
     reward = make("critique_then_score", "<think>hm</think>Too short.", scorer={"kind": "scalar_model", "model": MODEL})
-    reward.scorer._backend = Scripted(lambda conversation: float(len(conversation[-1]["content"])))
+    reward.inner["scorer"].use(Scripted(lambda conversation: float(len(conversation[-1]["content"]))))
     [score] = scores_of(reward, "four")
     assert score.view == "four\n\nCritique:\nToo short."
     assert score.value == float(len(score.view))
     assert score.trace["critique"] == "Too short."
-    assert backend_of(reward.scorer).opened == backend_of(reward.scorer).closed == 1
+    assert backend_of(reward.inner["scorer"]).opened == backend_of(reward.inner["scorer"]).closed == 1
 
 
 def test_a_judge_may_score_response_and_critique():
     reward = make("critique_then_score", "Wrong.", join=" // ", scorer={"kind": "judge", "model": MODEL})
-    reward.scorer._backend = Scripted("2")
+    reward.inner["scorer"].use(Scripted("2"))
     assert scores_of(reward, "five")[0].value == 2.0
-    assert "five // Wrong." in backend_of(reward.scorer).asked[0][0]
-    assert {file.name for file in reward.own_files} == {"critique.jinja", "pointwise.jinja"}
+    assert "five // Wrong." in backend_of(reward.inner["scorer"]).asked[0][0]
+    assert {file.name for file in reward.settings.own_files} == {"critique.jinja", "pointwise.jinja"}
 
 
 def test_without_a_critique_there_is_no_score():
@@ -626,7 +627,7 @@ def test_without_a_critique_there_is_no_score():
         return Failure("timeout", "t") if "slow" in prompt else Answer(None, too_long=True) if "long" in prompt else "Good"
 
     reward = make("critique_then_score", say, scorer={"kind": "scalar_model", "model": MODEL})
-    reward.scorer._backend = Scripted(lambda _: 1.0)
+    reward.inner["scorer"].use(Scripted(lambda _: 1.0))
     got = scores_of(reward, "slow", "long", "fine")
     assert [score.value for score in got] == [None, 0.0, 1.0]
     assert [score.malformed for score in got] == [False, True, False]
@@ -641,8 +642,7 @@ def letters(texts: list[str]) -> np.ndarray:
 
 def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    monkeypatch.setattr(type(reward), "_load", lambda _: letters)
-    assert isinstance(reward, Reward)
+    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: letters)
     got = scores_of(reward, "aaa", "ab", "c", " ", truth=["a", "bb"])
     assert [score.value for score in got] == pytest.approx([1.0, 2**-0.5, 0.0, 0.0])
     assert [score.malformed for score in got] == [False, False, False, True]
@@ -652,7 +652,6 @@ def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
 def test_similarity_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    assert isinstance(reward, Reward)
     with pytest.raises(RecipeError, match=r"pip install 'plaudit\[similarity\]'"):
         scores_of(reward, "a")
 
@@ -668,7 +667,6 @@ def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
     expected = (vectors[2:] @ vectors[:2].T).max(1)
     settings = {"kind": "similarity", "path": str(tmp_path / "embedder"), "device": "cpu", "batch_size": 2}
     [reward] = ScoreRecipe.model_validate({"rewards": [settings]}).rewards
-    assert isinstance(reward, Reward)
     for _ in range(2):  # closed and opened again
         found = [score.value for score in scores_of(reward, *responses, truth=truths)]
         assert found == pytest.approx(expected.tolist(), abs=1e-5)
@@ -678,7 +676,6 @@ def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
 def test_similarity_without_its_model(tmp_path):
     pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": str(tmp_path / "gone")}]}).rewards
-    assert isinstance(reward, Reward)
     with pytest.raises(RecipeError, match="no embedding model could be loaded from"):
         scores_of(reward, "a", truth="a")
 
@@ -725,7 +722,7 @@ def test_a_plugin_file_runs_unchanged(tmp_path):
     )
     assert [values(one) for one in got] == [[15.0, 16.0], [19.0, 20.0], [15.0]]
     assert all(question.messages == [] for question in backend_of(reward).questions)
-    assert reward.files == [tmp_path / "rider_reward.py"]
+    assert reward.settings.files == [tmp_path / "rider_reward.py"]
 
 
 def test_a_bad_response_in_a_plugin_fails_alone(tmp_path):
@@ -840,11 +837,11 @@ def test_a_judge_inside_a_cascade():
     """SPEC B, addon: the rule first; the model only where it says wrong."""
     inner = {"kind": "judge", "model": MODEL, "parser": "true_false"}
     given = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": inner, "judge_weight": 0.8}
-    [reward] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
-    reward.judge._backend = Scripted(lambda prompt: str("# Final answer\nfour" in prompt))  # pyright: ignore
-    assert isinstance(reward, Reward)
+    [cascade] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
+    reward: Any = build(cascade)
+    reward.inner["judge"].use(Scripted(lambda prompt: str("# Final answer\nfour" in prompt)))
     assert [score.value for score in scores_of(reward, "4", "four", "five")] == pytest.approx([1.0, 0.8, 0.0])
-    assert len(backend_of(reward.judge).asked) == 2  # pyright: ignore
+    assert len(backend_of(reward.inner["judge"]).asked) == 2
 
 
 def test_a_cascade_is_known_by_its_group_if_its_judge_compares():
@@ -910,7 +907,7 @@ def test_parsers_with_a_scale_of_their_own_have_no_other():
         make("judge", parser="total_score", lowest=1, highest=10)
 
 
-def totals(reward: Reward, cache: Path, *texts: str) -> list[float | None]:
+def totals(reward: LiveReward, cache: Path, *texts: str) -> list[float | None]:
     with RewardRunner([reward], cache=cache, tolerant=True) as runner:
         [got] = runner.collect([group(*texts)])
     return [score.value for score in got.scores]
@@ -960,8 +957,8 @@ def test_who_goes_away_leaves_the_others_in_line():
             await may_go.wait()
             return [ScalarScore(1.0) for _ in conversations]
 
-    reward = make("scalar_model", model={**MODEL, "placement": "offload"})
-    backend = reward._backend = Slow(lambda _: 1.0)
+    backend = Slow(lambda _: 1.0)
+    reward = with_backend(make("scalar_model", model={**MODEL, "placement": "offload"}), backend)
 
     async def come_and_go(runner: RewardRunner) -> list[ScoredGroup]:
         tasks = [asyncio.create_task(runner.score(group(text))) for text in "ABCDE"]
