@@ -204,9 +204,9 @@ def doctor(
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
     loaded, sources = load_checked(recipe, overrides, None)
 
-    from plaudit.doctor.page import examine
+    from plaudit.doctor.checkup import run_checkup
 
-    raise typer.Exit(0 if examine(loaded, sources, max_rows=rows) else 1)
+    raise typer.Exit(0 if run_checkup(loaded, sources, max_rows=rows) else 1)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""Rewards for responses that are there already: the reward layer alone, for a notebook, another trainer, or `plaudit score`.
+"""Score existing responses: the reward layer alone, for a notebook, another trainer, or `plaudit score`.
 
 from plaudit.scoring import Scorer
 
@@ -24,9 +24,9 @@ from plaudit.types import Group, Score, ScoredGroup
 
 
 class Scorer:
-    """A recipe's rewards, ready to score. They start with the first row; `close` (or the end of `with`) stops them.
+    """A recipe's rewards. They start with the first row; `close` (or the end of `with`) stops them.
 
-    One thread at a time may ask it. No share of failures is too large here: what failed says so in its result.
+    Not thread-safe. `max_failure_rate` does not apply: each failure is reported in its result.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Scorer:
         *,
         cache: str | Path | None = None,
     ):
-        """`rewards`: a recipe's file, or a list as under `rewards:`. `cache`: a file to keep scores in."""
+        """`rewards`: a recipe file, or a list as under `rewards:`. `cache`: a file to cache scores in."""
         self.settings = _settings(rewards)
         self._cache = None if cache is None else Path(cache)
         self._runner: RewardRunner | None = None
@@ -51,14 +51,14 @@ class Scorer:
         return self._runner
 
     def score(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """For each row, in order: `reward` (None if a reward failed), `parts`, `malformed`, `failure`, `view` (by name where there
-        are several). For rows with `responses`, each of these is a list."""
+        """For each row, in order: `reward` (None if a reward failed), `parts`, `malformed`, `failure`, `view` (by reward name if
+        there are several rewards). For rows with `responses`, each of these is a list."""
         if isinstance(rows, Mapping):
-            raise DataError("score() takes a list of rows; this is one row: put it into a list")
+            raise DataError("score() takes a list of rows, not a single row: put it into a list")
         rows = list(rows)
         groups = [parse_group(row, str(number), f"row {number}") for number, row in enumerate(rows)]
         scored = self.score_groups(groups)
-        return [result_of(one, many="responses" in row) for row, one in zip(rows, scored, strict=True)]
+        return [result_of(group, many="responses" in row) for row, group in zip(rows, scored, strict=True)]
 
     def score_groups(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         return self.runner.collect(groups)
@@ -79,19 +79,19 @@ def _settings(rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings]
     if isinstance(rewards, str | Path):
         return load_rewards(Path(rewards))
     if isinstance(rewards, Mapping):
-        raise RecipeError("rewards are a list, as under `rewards:` in a recipe, or a recipe's file: put this one into a list")
+        raise RecipeError("rewards must be a list, as under `rewards:` in a recipe, or a recipe file: put this reward into a list")
     try:
         entries = [dict(entry) if isinstance(entry, Mapping) else entry for entry in rewards]
         return ScoreRecipe.model_validate({"rewards": entries}).rewards
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc']))}: {_told(item)}" for item in error.errors()]
+        lines = [f"{'.'.join(map(str, item['loc']))}: {_message(item)}" for item in error.errors()]
         raise RecipeError("\n".join(lines)) from None
 
 
-def _told(item: Any) -> str:
+def _message(item: Any) -> str:
     if item["type"] == "union_tag_invalid":
-        given, known = item["ctx"]["tag"], plugins.kinds("rewards")
-        return f"there is no kind {given} (kinds: {', '.join(known)}).{did_you_mean(given, known, cutoff=0.4)}"
+        kind, kinds = item["ctx"]["tag"], plugins.kinds("rewards")
+        return f"there is no kind {kind} (kinds: {', '.join(kinds)}).{did_you_mean(kind, kinds, cutoff=0.4)}"
     return item["msg"]
 
 
@@ -114,6 +114,6 @@ def _result(scored: ScoredGroup, i: int) -> dict[str, Any]:
 
 
 def _failure(score: Score, by_reward: Mapping[str, Score]) -> dict[str, str | None] | None:
-    """Why there is no value; or what failed besides, though the value does not need it."""
+    """Why there is no value; or a failure that does not affect the value."""
     name, failed = next(((name, one.failure) for name, one in by_reward.items() if one.failure is not None), (None, score.failure))
     return None if failed is None else {"reward": name, "cause": failed.cause, "message": failed.message}

@@ -328,21 +328,21 @@ def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
     assert f"files: val: {rows_file} has 60 rows with messages" in texts
     assert "template: the tokenizer's own; turns end with '<|im_end|>' (token 2)" in texts
     assert "steps: at most 2 steps of 6 rows" in texts
-    assert f"weights: {tiny_model}: 21 tensors, none of them cut short" in texts
+    assert f"weights: {tiny_model}: 21 tensors, all complete" in texts
     assert any(text.startswith("memory: about 0.1 GB (weights 1 MB, training 2 MB") for text in texts)
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in arithmetic_rows()]
     longest = max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered)
     for part in ("train", "val"):
-        lengths = next(text for text in texts if text.startswith(f"rows: {part}: 60 rendered"))
+        lengths = next(text for text in texts if text.startswith(f"rows: {part}: 60 rows rendered"))
         assert f"longest {longest};" in lengths
     assert rendered[0] in out
 
 
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (0, 60)])
 def test_doctor_renders_as_many_rows_as_asked(plaudit, recipe, count, shown):
-    assert f"train: {shown} rendered" in plaudit("doctor", recipe, "--rows", count).out
+    assert f"train: {shown} rows rendered" in plaudit("doctor", recipe, "--rows", count).out
 
 
 def test_doctor_shows_what_is_learnt_of_a_long_row_in_part(tmp_path, plaudit, recipe, monkeypatch):
@@ -378,11 +378,11 @@ LAST_ANSWER_ONLY = (
         (["data.val={folder}/text.jsonl"], "rows", "column 'messages' is missing (found: text)", True),
         (["data.train={folder}/broken.jsonl"], "files", "broken.jsonl:61: not valid JSON", False),
         (["data.max_tokens=40", "data.too_long=error"], "rows", "are longer than data.max_tokens = 40: an error", True),
-        (["data.max_tokens=9"], "rows", "train: 60 of them (100.0%) are longer than data.max_tokens = 9: left out", True),
+        (["data.max_tokens=9"], "rows", "train: 60 of 60 (100.0%) are longer than data.max_tokens = 9: filtered out", True),
         (["model.chat_template={folder}/no_prompt.jinja"], "template", "the chat template has no generation prompt", False),
         (["model.chat_template={folder}/last.jinja"], "rows", "it rewrites message 2", False),
         (["model.path={folder}/base"], "template", "the tokenizer has no chat template (a base model?)", False),
-        (["model.path={folder}/empty"], "weights", "its weights cannot be read (safetensors only", True),
+        (["model.path={folder}/empty"], "weights", "cannot read the weights (safetensors only", True),
         (["model.lora.targets=[nope]"], "memory", "has no linear layer of that name", True),
         (["model.lora.targets='*'"], "memory", "is not a pattern", True),
         (["run.device=cuda"], "memory", "run.device is cuda, but torch sees no GPU here", True),
@@ -414,9 +414,9 @@ def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tin
         (NO_END_TOKEN, [], "turns end without a special token, so the model will not learn to stop"),
         (LAST_ANSWER_ONLY, ["data.train_on=last"], None),
         (USER_FIRST, ["data.train={folder}/unasked.jsonl"], None),
-        (None, ["data.max_tokens=40"], "are longer than data.max_tokens = 40: left out"),
+        (None, ["data.max_tokens=40"], "are longer than data.max_tokens = 40: filtered out"),
         (None, ["data.max_tokens=40", "data.too_long=cut_left"], "are longer than data.max_tokens = 40: cut on the left"),
-        (None, ["train.rows_per_step=100"], "train.rows_per_step = 100 is more than all 60 rows"),
+        (None, ["train.rows_per_step=100"], "train.rows_per_step = 100 exceeds the 60 rows in the data"),
     ],
 )
 def test_doctor_on_what_is_odd_but_works(tmp_path, plaudit, recipe, template, settings, warning):
@@ -548,5 +548,5 @@ def test_dashes_are_not_how_overrides_are_written(recipe, plaudit):
 def test_doctor_says_when_it_has_not_looked_at_every_row(recipe, plaudit):
     code, out, _ = plaudit("doctor", recipe, "--rows", "10")
     assert code == 0
-    assert "train: only the first 10 rows were looked at; --rows 0 looks at all of them" in out
+    assert "train: checked only the first 10 rows; --rows 0 checks all of them" in out
     assert "only the first" not in plaudit("doctor", recipe).out

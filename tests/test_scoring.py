@@ -1,4 +1,4 @@
-"""Rewards for responses that are there already: the Python API and `plaudit score`."""
+"""Scoring existing responses: the Python API and `plaudit score`."""
 
 import json
 
@@ -28,19 +28,19 @@ def test_rows_with_one_response_and_with_several():
         ]
 
 
-def test_views_are_by_name_where_there_are_several_rewards():
+def test_views_are_by_name_with_several_rewards():
     rewards = [
         {"kind": "exact", "view": {"extract": "line"}},
-        {"kind": "exact", "name": "whole", "weight": 0.0},
+        {"kind": "exact", "name": "full", "weight": 0.0},
         {"kind": "exact", "name": "elsewhere", "when": {"data_source": "x"}},
     ]
     with Scorer(rewards) as scorer:
         [scored] = scorer.score([{"prompt": "p", "response": "so\n4", "ground_truth": "4"}])
-    assert scored["view"] == {"exact": "4", "whole": "so\n4"}
-    assert scored["parts"] == {"exact": 1.0, "whole": 0.0}
+    assert scored["view"] == {"exact": "4", "full": "so\n4"}
+    assert scored["parts"] == {"exact": 1.0, "full": 0.0}
 
 
-def test_a_failure_says_which_reward_and_why():
+def test_failure_names_the_reward_and_the_cause():
     with Scorer([{"kind": "exact"}]) as scorer:
         [scored] = scorer.score([{"prompt": "p", "response": "4"}])
     assert scored["reward"] is None
@@ -48,17 +48,17 @@ def test_a_failure_says_which_reward_and_why():
     assert scored["failure"]["cause"] == "no_ground_truth"
 
 
-def test_it_starts_when_it_is_asked_and_may_be_closed_twice():
+def test_scorer_restarts_after_close_and_may_be_closed_twice():
     scorer = Scorer([{"kind": "exact"}])
     assert scorer.score([]) == []
     assert scorer.score(ROWS[:1])[0]["reward"] == 1.0
     scorer.close()
     scorer.close()
-    assert scorer.score(ROWS[:1])[0]["reward"] == 1.0  # and again
+    assert scorer.score(ROWS[:1])[0]["reward"] == 1.0  # started again
     scorer.close()
 
 
-def test_responses_may_be_messages_and_tokens_are_counted_where_the_row_says():
+def test_responses_may_be_messages_and_token_counts_come_from_the_row():
     rewards = [{"kind": "exact"}, {"kind": "overlong", "max_tokens": 10, "buffer_tokens": 10, "penalty": 1.0}]
     row = {"prompt": "p", "response": [{"role": "assistant", "content": "4"}], "ground_truth": "4", "tokens": 5}
     with Scorer(rewards) as scorer:
@@ -78,18 +78,18 @@ def test_responses_may_be_messages_and_tokens_are_counted_where_the_row_says():
         ({"prompt": "p", "response": "a", "extra_info": 3}, "extra_info should have fields"),
     ],
 )
-def test_rows_that_cannot_be_scored(row, message):
+def test_invalid_rows_are_rejected(row, message):
     with Scorer([{"kind": "exact"}]) as scorer, pytest.raises(DataError, match=message):
         scorer.score([row])
 
 
 @pytest.mark.parametrize("rewards", [[], [{"kind": "exat"}], [{"kind": "exact", "wieght": 1}], [{"kind": "exact", "weight": 0}]])
-def test_rewards_that_are_none(rewards):
+def test_invalid_rewards_are_rejected(rewards):
     with pytest.raises(RecipeError):
         Scorer(rewards)
 
 
-# The verb ------------------------------------------------------------------------------------------------------------
+# The command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
-def test_score_writes_each_row_with_what_it_is_worth(plaudit, files):
+def test_score_writes_each_row_with_its_reward(plaudit, files):
     code, out, _ = score(plaudit, files)
     assert code == 0
     assert "2 rows, 3 responses; mean reward 0.6667" in out
@@ -120,15 +120,15 @@ def test_score_writes_each_row_with_what_it_is_worth(plaudit, files):
     assert (code, (files / "out.jsonl").read_bytes()) == (0, before)
 
 
-def test_score_goes_on_behind_a_line_cut_short(plaudit, files):
+def test_score_resumes_after_a_truncated_line(plaudit, files):
     score(plaudit, files)
-    whole = (files / "out.jsonl").read_bytes()
-    (files / "out.jsonl").write_bytes(whole[: len(whole) - 30])
+    complete = (files / "out.jsonl").read_bytes()
+    (files / "out.jsonl").write_bytes(complete[: len(complete) - 30])
     assert score(plaudit, files)[0] == 0
-    assert (files / "out.jsonl").read_bytes() == whole
+    assert (files / "out.jsonl").read_bytes() == complete
 
 
-def test_what_was_scored_differently_is_not_continued(plaudit, files):
+def test_output_scored_with_other_settings_is_not_resumed(plaudit, files):
     score(plaudit, files)
     code, _, err = score(plaudit, files, "--set", "rewards.0.ignore_case=true")
     assert code == 2
@@ -137,7 +137,7 @@ def test_what_was_scored_differently_is_not_continued(plaudit, files):
     assert score(plaudit, files)[0] == 2
 
 
-def test_failures_are_told_and_lose_nothing(plaudit, files):
+def test_failures_are_reported_and_other_rows_kept(plaudit, files):
     (files / "rows.jsonl").write_text(json.dumps({"prompt": "p", "response": "a"}) + "\n" + json.dumps(ROWS[0]))
     code, out, _ = score(plaudit, files)
     assert code == 0
@@ -145,7 +145,7 @@ def test_failures_are_told_and_lose_nothing(plaudit, files):
     assert [line["reward"] for line in lines(files)] == [None, 1.0]
 
 
-def test_a_dead_reward_stops_it_and_it_goes_on_when_that_is_mended(plaudit, files):
+def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files):
     path = write_function(
         files, "def compute_score(solution_str):\n    return float(solution_str) if int(solution_str) < 256 else 1 / 0"
     )
@@ -155,7 +155,7 @@ def test_a_dead_reward_stops_it_and_it_goes_on_when_that_is_mended(plaudit, file
     code, _, err = score(plaudit, files)
     assert code == 2
     assert "calls in a row had failed, the last with exception: ZeroDivisionError" in err
-    assert len(lines(files)) == 256  # no line says so of a row that was not asked about
+    assert len(lines(files)) == 256  # rows that were not scored have no line
     path.write_text("def compute_score(solution_str): return float(solution_str)")
     code, _, err = score(plaudit, files, "--set", "rewards.0.limits.retries=1")
     assert code == 0
@@ -176,7 +176,7 @@ def test_a_dead_reward_stops_it_and_it_goes_on_when_that_is_mended(plaudit, file
         (("r.yaml", "stage: sft\nmodel: {path: x}\ndata: {train: x.jsonl}\nrun: {dir: d}"), "has no rewards"),
     ],
 )
-def test_bad_input_is_told(plaudit, files, change, message):
+def test_bad_input_is_reported(plaudit, files, change, message):
     name, content = change
     (files / name).write_text(content)
     code, _, err = score(plaudit, files)
@@ -184,7 +184,7 @@ def test_bad_input_is_told(plaudit, files, change, message):
     assert message in err
 
 
-def test_rows_of_pandas_and_tokens_that_are_none():
+def test_numpy_columns_and_wrong_arguments():
     import numpy as np
 
     row = {"prompt": np.array([{"role": "user", "content": "p"}], dtype=object), "responses": np.array(["4", "5"], dtype=object)}
@@ -195,27 +195,27 @@ def test_rows_of_pandas_and_tokens_that_are_none():
             scorer.score([{**row, "tokens": [3]}])
         with pytest.raises(DataError, match="put it into a list"):
             scorer.score(row)  # pyright: ignore
-    with pytest.raises(RecipeError, match="put this one into a list"):
+    with pytest.raises(RecipeError, match="put this reward into a list"):
         Scorer({"kind": "exact"})  # pyright: ignore
     with pytest.raises(RecipeError, match=r"there is no kind exat .* Did you mean exact\?"):
         Scorer([{"kind": "exat"}])
 
 
-def test_a_damaged_note_about_the_output_is_told(plaudit, files):
+def test_damaged_output_metadata_is_reported(plaudit, files):
     score(plaudit, files)
     (files / "out.jsonl.about.json").write_text("{")
     code, _, err = score(plaudit, files)
     assert (code, "is damaged" in err) == (2, True)
 
 
-def test_another_order_of_rewards_is_another_scoring(plaudit, files):
+def test_reordered_rewards_do_not_resume(plaudit, files):
     (files / "r.yaml").write_text("rewards: [{kind: exact}, {kind: contains, combine: multiply}]")
     assert score(plaudit, files)[0] == 0
     (files / "r.yaml").write_text("rewards: [{kind: contains, combine: multiply}, {kind: exact}]")
     assert score(plaudit, files)[0] == 2
 
 
-def test_a_dead_judge_inside_a_cascade_stops_it_too(plaudit, files):
+def test_dead_judge_inside_a_cascade_stops_scoring_too(plaudit, files):
     path = write_function(files, "def compute_score(solution_str): raise ConnectionError('no server')")
     rows = [{"prompt": "p", "response": str(i), "ground_truth": "x"} for i in range(300)]
     (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,1 +1,1 @@
-"""The reward layer inside other trainers: verl, TRL, OpenRLHF."""
+"""plaudit's rewards in other trainers: verl, TRL, OpenRLHF."""

@@ -1,4 +1,4 @@
-"""plaudit's rewards for OpenRLHF: a server for its remote reward URL, and its local form, a Python file.
+"""plaudit's rewards in OpenRLHF: a server for its remote reward URL, or a local Python file.
 
     python -m plaudit.adapters.openrlhf rewards.yaml --port 5000
     … train_ppo_ray --reward.remote_url http://127.0.0.1:5000/get_reward --data.label_key label     (before 0.11: --remote_rm_url)
@@ -8,12 +8,12 @@ or, without a server, `--reward.remote_url my_rewards.py` with
     from plaudit.adapters.openrlhf import reward_function
     reward_func = reward_function("rewards.yaml")
 
-OpenRLHF posts `query` (prompt and response as one text), `prompts` and `labels`, lists all, and reads `rewards`, `scores` and
+OpenRLHF posts the lists `query` (prompt and response as one text), `prompts` and `labels`, and reads `rewards`, `scores` and
 `extra_logs`. A label is the ground truth, or an object with `ground_truth` (verl's `reward_model`), `data_source` and `extra_info`.
-OpenRLHF asks about each sample by itself, so rewards that compare the samples of a prompt are refused.
+OpenRLHF requests one sample at a time, so rewards that compare the samples of a prompt are refused.
 
-A reward that fails has no value, and OpenRLHF cannot leave a sample out. So the answer is status 500 with the cause: OpenRLHF asks
-four more times, a second apart, then has no reward for the sample and stops. Unless the recipe states a value (`on_failure: -1.0`).
+A failed reward has no value, and OpenRLHF cannot skip a sample. So the response is status 500 with the cause: OpenRLHF retries four
+times, a second apart, and then stops for lack of a reward. To continue instead, set a value in the recipe (`on_failure: -1.0`).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 
 from aiohttp import web
 
-from plaudit.adapters.scorer import Result, SharedScorer, refuse_groups, shared_scorer, value_of
+from plaudit.adapters.shared_scorer import Result, SharedScorer, refuse_groups, shared_scorer, value_of
 from plaudit.errors import PlauditError
 
 END_TOKENS = (
@@ -40,14 +40,14 @@ END_TOKENS = (
     "<eos>",
     "</s>",
 )
-"""A query ends in the policy's own; no reward should see it."""
+"""Removed from the end of a query, so that rewards do not see them."""
 
-CUT_AT_LEAST = 16
-"""Characters that must be left of a prompt whose start was cut off, for it to be found in its query."""
+MIN_PROMPT_CHARS = 16
+"""Characters of a left-truncated prompt needed to locate it in its query."""
 
 
 class BadRequest(ValueError):
-    """What OpenRLHF would not send."""
+    """A request that OpenRLHF would not send."""
 
 
 def reward_function(rewards: str | os.PathLike[str], end_tokens: Sequence[str] = END_TOKENS) -> Callable[..., dict[str, Any]]:
@@ -59,28 +59,28 @@ def reward_function(rewards: str | os.PathLike[str], end_tokens: Sequence[str] =
 
         scorer = _scorer(path)
         results = scorer.submit(_rows(queries, prompts, labels, end_tokens)).result()
-        answer = _answer(results, scorer)
-        logs = {name: torch.tensor(values) for name, values in answer["extra_logs"].items()}
-        values = torch.tensor(answer["rewards"])
+        response = _response_body(results, scorer)
+        logs = {name: torch.tensor(values) for name, values in response["extra_logs"].items()}
+        values = torch.tensor(response["rewards"])
         return {"rewards": values, "scores": values, "extra_logs": logs}
 
     return reward_func
 
 
 def application(rewards: str | os.PathLike[str], end_tokens: Sequence[str] = END_TOKENS) -> web.Application:
-    """The server. Its rewards start with it, so that a mistake in them is told before training begins."""
+    """The server. Rewards start with it, so that mistakes in the recipe are reported before training."""
     scorer = _scorer(rewards)
     scorer.submit([]).result()
 
     async def get_reward(request: web.Request) -> web.Response:
         try:
-            given = await request.json()
-            rows = _rows(_column(given, "query"), _column(given, "prompts"), _column(given, "labels"), end_tokens)
+            body = await request.json()
+            rows = _rows(_column(body, "query"), _column(body, "prompts"), _column(body, "labels"), end_tokens)
         except (json.JSONDecodeError, UnicodeDecodeError, BadRequest) as error:
             return web.json_response({"error": f"{error}"}, status=400)
         try:
             results = await asyncio.wrap_future(scorer.submit(rows))
-            return web.json_response(_answer(results, scorer))
+            return web.json_response(_response_body(results, scorer))
         except PlauditError as error:
             logging.getLogger(__name__).error("%s", error)
             return web.json_response({"error": f"{error}"}, status=500)
@@ -99,8 +99,8 @@ def _scorer(rewards: str | os.PathLike[str]) -> SharedScorer:
     return scorer
 
 
-def _column(given: Any, name: str) -> list[Any]:
-    values = given.get(name) if isinstance(given, dict) else None
+def _column(body: Any, name: str) -> list[Any]:
+    values = body.get(name) if isinstance(body, dict) else None
     if not isinstance(values, list):
         raise BadRequest(f"{name!r} should be a list, one entry per sample")
     return values
@@ -108,38 +108,38 @@ def _column(given: Any, name: str) -> list[Any]:
 
 def _rows(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], end_tokens: Sequence[str]) -> list[dict[str, Any]]:
     if not len(queries) == len(prompts) == len(labels):
-        raise BadRequest(f"{len(queries)} queries, {len(prompts)} prompts and {len(labels)} labels: should be as many of each")
+        raise BadRequest(f"{len(queries)} queries, {len(prompts)} prompts and {len(labels)} labels: the numbers must be equal")
     return [
-        {"prompt": prompt, "response": _response(query, prompt, end_tokens), **_labelled(label)}
+        {"prompt": prompt, "response": _response(query, prompt, end_tokens), **_label_fields(label)}
         for query, prompt, label in zip(queries, prompts, labels, strict=True)
     ]
 
 
 def _response(query: str, prompt: str, end_tokens: Sequence[str]) -> str:
-    """What a query holds behind its prompt, less the tokens that end it."""
+    """The query's text after the prompt, without end tokens."""
     if not isinstance(query, str) or not isinstance(prompt, str):
-        raise BadRequest("queries and prompts should be texts")
+        raise BadRequest("queries and prompts must be strings")
     response = query[_end_of_prompt(query, prompt) :]
     while True:
-        bare = response.rstrip()
-        ended = next((token for token in end_tokens if bare.endswith(token)), None)
-        if ended is None:
+        stripped = response.rstrip()
+        end = next((token for token in end_tokens if stripped.endswith(token)), None)
+        if end is None:
             return response
-        response = bare.removesuffix(ended)
+        response = stripped.removesuffix(end)
 
 
 def _end_of_prompt(query: str, prompt: str) -> int:
-    if (found := query.find(prompt)) >= 0:  # a special token may stand in front of it
-        return found + len(prompt)
-    # OpenRLHF cuts off the start of a prompt that is too long: the query begins with the longest end that is left of it.
-    head, cut = query[:CUT_AT_LEAST], -1
-    while len(head) == CUT_AT_LEAST and (cut := prompt.find(head, cut + 1)) >= 0:
+    if (start := query.find(prompt)) >= 0:  # a special token may precede it
+        return start + len(prompt)
+    # OpenRLHF truncates long prompts on the left: the query then begins with the prompt's longest matching suffix.
+    head, cut = query[:MIN_PROMPT_CHARS], -1
+    while len(head) == MIN_PROMPT_CHARS and (cut := prompt.find(head, cut + 1)) >= 0:
         if query.startswith(prompt[cut:]):
             return len(prompt) - cut
     raise BadRequest(f"a query does not begin with its prompt: {query[:100]!r} … and {prompt[:100]!r} …")
 
 
-def _labelled(label: Any) -> dict[str, Any]:
+def _label_fields(label: Any) -> dict[str, Any]:
     if not isinstance(label, Mapping) or "ground_truth" not in label:
         return {"ground_truth": label}
     return {
@@ -149,11 +149,11 @@ def _labelled(label: Any) -> dict[str, Any]:
     }
 
 
-def _answer(results: Sequence[Result], scorer: SharedScorer) -> dict[str, Any]:
-    """Always the same logs, for OpenRLHF stacks those of many answers: the rewards that every row has, NaN where one failed."""
+def _response_body(results: Sequence[Result], scorer: SharedScorer) -> dict[str, Any]:
+    """Always the same logs, because OpenRLHF stacks them over responses: rewards that apply to every row, NaN if one failed."""
     values = [value_of(result, "OpenRLHF") for result in results]
-    everywhere = [reward.label for reward in scorer.scorer.rewards if not reward.when and reward.gate is None]
-    logs = {label: [result["parts"].get(label, float("nan")) for result in results] for label in everywhere}
+    unconditional = [reward.label for reward in scorer.scorer.rewards if not reward.when and reward.gate is None]
+    logs = {label: [result["parts"].get(label, float("nan")) for result in results] for label in unconditional}
     return {"rewards": values, "scores": values, "extra_logs": {**logs, "malformed": [float(r["malformed"]) for r in results]}}
 
 
@@ -162,9 +162,9 @@ def main() -> None:
         prog="python -m plaudit.adapters.openrlhf", description="Serve a recipe's rewards to OpenRLHF."
     )
     parser.add_argument("rewards", help="a recipe with a list of rewards, or an RL recipe")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines; there is no password")
-    parser.add_argument("--port", type=int, default=5000, help="0 for any that is free")
-    parser.add_argument("--end-token", action="append", default=[], help="text of a token that ends the policy's answers")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to accept other machines; there is no authentication")
+    parser.add_argument("--port", type=int, default=5000, help="0 for any free port")
+    parser.add_argument("--end-token", action="append", default=[], help="text of a token that ends the policy's responses")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

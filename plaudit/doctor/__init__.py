@@ -1,1 +1,1 @@
-"""Everything that can be known about a recipe before it trains."""
+"""`plaudit doctor`: checks of a recipe before it trains."""

@@ -1,4 +1,4 @@
-"""The critic of a recipe, before it is loaded: whether it can be one, and reads what the policy writes."""
+"""Checks of a recipe's critic, without loading it: its head, its tokenizer and its context length."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,27 +14,35 @@ from plaudit.recipe import CriticSettings, ModelSettings, RLRecipe
 
 
 def check_critic(critic: CriticSettings, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int) -> Iterator[Finding]:
-    alone = f"; the first {critic.pretrain_steps:,} steps are its alone" if critic.pretrain_steps else ""
+    pretrain = f"; the first {critic.pretrain_steps:,} steps train only the critic" if critic.pretrain_steps else ""
     if critic.shared:
-        moved = (
-            f"the value loss counts {critic.loss_coefficient:g} there"
+        loss = (
+            f"value loss coefficient {critic.loss_coefficient:g}"
             if critic.loss_coefficient
-            else "the value loss does not move them"
+            else "the value loss trains only the head"
         )
-        yield "✓", f"a value head on the policy's own layers: {moved}{alone}"
+        yield "✓", f"a value head on the policy's own layers: {loss}{pretrain}"
     else:
-        yield from _check_model(critic.model(recipe.model), critic, recipe, template, longest_prompt, alone)
+        yield from _check_model(critic.model(recipe.model), critic, recipe, template, longest_prompt, pretrain)
     total = recipe.run.max_steps
     if total is not None and critic.pretrain_steps >= total:
-        yield "!", f"critic.pretrain_steps is {critic.pretrain_steps:,} and run.max_steps {total:,}: the policy would never learn"
+        yield (
+            "!",
+            f"critic.pretrain_steps is {critic.pretrain_steps:,} and run.max_steps {total:,}: the policy never trains",
+        )
 
 
 def _check_model(
-    model: ModelSettings, critic: CriticSettings, recipe: RLRecipe, template: ChatTemplate | None, longest_prompt: int, alone: str
+    model: ModelSettings,
+    critic: CriticSettings,
+    recipe: RLRecipe,
+    template: ChatTemplate | None,
+    longest_prompt: int,
+    pretrain: str,
 ) -> Iterator[Finding]:
     config = read_config(model.path, trust_remote_code=model.trust_remote_code)
-    own = is_classifier(model.path, config) or value_head_file(model.path) is not None
-    yield "✓", f"{model.path} with {'its own head' if own else 'a new value head'}{alone}"
+    has_head = is_classifier(model.path, config) or value_head_file(model.path) is not None
+    yield "✓", f"{model.path} with {'its own head' if has_head else 'a new value head'}{pretrain}"
     if critic.path is not None:
         yield from check_weights(Path(critic.path))
     if template is not None:
@@ -42,4 +50,4 @@ def _check_model(
     context = context_tokens(config)
     needed = longest_prompt + recipe.rollout.max_new_tokens
     if context is not None and needed > context:
-        yield "✗", f"the longest prompt and max_new_tokens are {needed:,} tokens; {model.path} takes {context:,}"
+        yield "✗", f"the longest prompt plus max_new_tokens is {needed:,} tokens; the context of {model.path} is {context:,}"

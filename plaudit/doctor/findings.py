@@ -1,4 +1,4 @@
-"""What a check finds, and how the page shows it. Nothing is printed that might hold a key."""
+"""Findings of the doctor's checks and how they are printed, with API keys redacted."""
 
 from rich.console import Console
 from rich.text import Text
@@ -6,9 +6,9 @@ from rich.text import Text
 from plaudit.errors import redact
 
 Finding = tuple[str, str]
-"""✓, ! or ✗, and what was found."""
-SHOWN = 3000
-"""Characters of a prompt or a row."""
+"""A mark (✓, ! or ✗) and the message."""
+MAX_SHOWN_CHARS = 3000
+"""Characters shown of a prompt or a row."""
 COLOURS = {"✓": "green", "!": "yellow", "✗": "red"}
 
 
@@ -18,14 +18,14 @@ def print_finding(console: Console, mark: str, name: str, text: str) -> None:
 
 
 def print_text(console: Console, title: str, text: Text) -> None:
-    """A title and a text below it, without its middle if it is long."""
-    if len(text) > SHOWN:
-        text = text[: SHOWN // 2] + Text("\n … \n", "dim") + text[-(SHOWN // 2) :]
+    """A title with a text below it; the middle of a long text is elided."""
+    if len(text) > MAX_SHOWN_CHARS:
+        text = text[: MAX_SHOWN_CHARS // 2] + Text("\n … \n", "dim") + text[-(MAX_SHOWN_CHARS // 2) :]
     console.print(f"\n{title}:", style="bold", markup=False, soft_wrap=True)
     console.print(text, soft_wrap=True)
 
 
-def quoted(text: str, most: int = 60) -> str:
-    """In quotes, on one line, without its end if it is long."""
+def quoted(text: str, max_chars: int = 60) -> str:
+    """In quotes, on one line, truncated to `max_chars`."""
     line = " ".join("".join(c if c.isprintable() or c.isspace() else "·" for c in text).split())
-    return f"'{line}'" if len(line) <= most else f"'{line[: most - 2]} …'"
+    return f"'{line}'" if len(line) <= max_chars else f"'{line[: max_chars - 2]} …'"

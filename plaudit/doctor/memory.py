@@ -1,4 +1,4 @@
-"""Whether everything fits: the policy with its training and sampling, and the reward models beside it, by device."""
+"""Memory checks by device: weights, training, sampling and reward models together."""
 
 import json
 import re
@@ -21,11 +21,11 @@ from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.train.memory_plan import RESIDENT, models_asked, plan_critic, plan_policy, settle_checkpointing
 
 VLLM_SHARE = 0.9
-"""Of a GPU's memory, which vLLM takes unless it is told otherwise."""
+"""Share of a GPU's memory that vLLM takes by default."""
 
 
 def check_weights(model: Path) -> Iterator[Finding]:
-    """Whether the weights of a folder are all there; their headers tell, so nothing large is read."""
+    """Check that a folder's weights are complete, reading the safetensors headers only."""
     if not model.is_dir():
         return  # on the hub
     index = model / "model.safetensors.index.json"
@@ -33,50 +33,50 @@ def check_weights(model: Path) -> Iterator[Finding]:
         names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
         tensors = sum(len(safe_open(model / name, "pt").keys()) for name in sorted(names))
     except (OSError, ValueError, LookupError, SafetensorError) as error:
-        yield "✗", f"{model}: its weights cannot be read (safetensors only, never pickled ones): {error}"
+        yield "✗", f"{model}: cannot read the weights (safetensors only; pickled weights are never loaded): {error}"
         return
-    yield "✓", f"{model}: {tensors:,} tensors, none of them cut short"
+    yield "✓", f"{model}: {tensors:,} tensors, all complete"
 
 
 def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
-    told: list[str] = []
+    messages: list[str] = []
     try:
-        recipe = settle_checkpointing(recipe, told.append)
+        recipe = settle_checkpointing(recipe, messages.append)
         plan = plan_policy(recipe)
     except PlauditError:
         raise
     except (OSError, ValueError) as error:
-        yield "✗", f"{recipe.model.path}: its config cannot be read: {str(error).splitlines()[0]}"
+        yield "✗", f"{recipe.model.path}: cannot read its config: {str(error).splitlines()[0]}"
         return
     if not plan.trainable:
         yield "✗", f"model.lora.targets: {recipe.model.path} has no linear layer of that name"
         return
-    yield from (("✓", line) for line in told)
+    yield from (("✓", line) for line in messages)
     yield from _check_settings("model", recipe.model, plan.layers, device)
     if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
         critic = recipe.critic.model(recipe.model)
-        with suppress(PlauditError, OSError, ValueError):  # whether it can be read is checked elsewhere
+        with suppress(PlauditError, OSError, ValueError):  # an unreadable config is reported by check_critic
             yield from _check_settings("critic", critic, plan_critic(recipe).layers, device)
     if isinstance(recipe, RLRecipe):
-        yield "✓", f"{plan}"  # whether it fits beside what RL needs besides is said of all of it
+        yield "✓", f"{plan}"  # check_budgets compares the total with the device's memory
         return
-    there = total_memory(device)
+    available = total_memory(device)
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
-    text = f"{plan}; {device.type} in {dtype} has {there / 1e9:.0f} GB"
-    if plan.total > there:
-        text += f". Lower train.tokens_per_micro_batch, {_less(recipe)}"
-    yield ("✓" if plan.total < SAFE_SHARE * there else "!"), text
+    text = f"{plan}; {device.type} in {dtype} has {available / 1e9:.0f} GB"
+    if plan.total > available:
+        text += f". Lower train.tokens_per_micro_batch, {_memory_savers(recipe)}"
+    yield ("✓" if plan.total < SAFE_SHARE * available else "!"), text
     if plan.passing:
         host = total_memory(torch.device("cpu"))
-        text = f"moments and masters take {gigabytes(plan.state)} of the host's memory, which has {gigabytes(host)}"
+        text = f"moments and master weights take {gigabytes(plan.state)} of {gigabytes(host)} host memory"
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
 
 
 def _check_settings(section: str, model: ModelSettings, layers: int, device: torch.device) -> Iterator[Finding]:
-    wanted = model.gradient_checkpointing
-    if wanted is not True and isinstance(wanted, int) and wanted > layers:
-        yield "✗", f"{section}.gradient_checkpointing is {wanted}, and {model.path} has {layers} layers"
+    checkpointed = model.gradient_checkpointing
+    if checkpointed is not True and isinstance(checkpointed, int) and checkpointed > layers:
+        yield "✗", f"{section}.gradient_checkpointing is {checkpointed}, but {model.path} has only {layers} layers"
     if model.liger:
         try:
             require_liger(model.path, device)
@@ -84,28 +84,28 @@ def _check_settings(section: str, model: ModelSettings, layers: int, device: tor
             yield "✗", f"{section}.liger: {error}"
 
 
-def _less(recipe: TrainingRecipe) -> str:
-    """Settings that save memory and are not used yet."""
+def _memory_savers(recipe: TrainingRecipe) -> str:
+    """Unused settings that would save memory."""
     unused = ["set model.gradient_checkpointing=true"] if recipe.model.gradient_checkpointing is False else []
     if resolve_device(recipe.run.device).type == "cuda" and not recipe.optim.offload:
         unused.append("set optim.offload=true")
     return ", ".join([*unused, "or use model.lora" if recipe.model.lora is None else "or choose a smaller model"])
 
 
-# Everything together -------------------------------------------------------------------------------------------------
+# The total per device ------------------------------------------------------------------------------------------------
 
 
 def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Finding]:
     for kind, budget in budgets.items():
         peak = budget.peak
-        least = max(budget.at(phase, fixed_only=True) for phase in PHASES)
+        required = max(budget.at(phase, fixed_only=True) for phase in PHASES)
         text = f"{kind}: at most {gigabytes(budget.at(peak))} of {gigabytes(budget.there)}, while {peak}"
         advice = _advice(recipe, kind, budget)
         match budget.verdict:
             case "too much":
-                yield "✗", f"{text}; {gigabytes(least)} of it cannot be done without. {advice}"
+                yield "✗", f"{text}; {gigabytes(required)} is the minimum. {advice}"
             case "tight":
-                yield "!", f"{text}: tight, and where memory is short, sequences wait for others. {advice}"
+                yield "!", f"{text}: tight; when memory runs short, sequences queue for cache space. {advice}"
             case _:
                 yield "✓", text
     for name, reward in models_asked(recipe):
@@ -115,34 +115,36 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
 
 def _advice(recipe: Recipe, kind: str, budget: Budget) -> str:
     if isinstance(recipe, RLRecipe) and kind != resolve_device(recipe.run.device).type:
-        return "What is offloaded waits there: leave one of these settings out (optim.offload, placements), or use model.lora."
+        return "Offloaded models and optimiser state are kept there: offload less (optim.offload, placement), or use model.lora."
     resident = [need for need in budget.needs if need.name.endswith(RESIDENT)]
     if resident:
         largest = max(resident, key=lambda need: need.fixed)
         return (
-            f"placement: offload takes {largest.name.removesuffix(RESIDENT)} away while others work; placement: server, altogether."
+            f"placement: offload frees {largest.name.removesuffix(RESIDENT)} while other models run; "
+            "placement: server moves it to another process."
         )
     if isinstance(recipe, ScoreRecipe):
-        return "placement: server on another machine, or dtype: bfloat16, needs less."
+        return "Use placement: server on another machine, or dtype: bfloat16."
     in_turn = " placement: server for the reward models," if any(need.in_turn for need in budget.needs) else ""
-    return f"Lower train.tokens_per_micro_batch,{in_turn} {_less(recipe)}."
+    return f"Lower train.tokens_per_micro_batch,{in_turn} {_memory_savers(recipe)}."
 
 
 def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Finding:
-    """A server of its own, which takes what it is told to take."""
-    told = re.search(r"--gpu[-_]memory[-_]utilization[ =]+([\d.]+)", " ".join(reward.model.arguments))
-    share = float(told[1]) if told else VLLM_SHARE
+    """A launched server, which takes a fixed share of the GPU."""
+    utilization = re.search(r"--gpu[-_]memory[-_]utilization[ =]+([\d.]+)", " ".join(reward.model.arguments))
+    share = float(utilization[1]) if utilization else VLLM_SHARE
     text = f"{name}: placement: launch starts a server on this machine, which is not in the table"
     if not torch.cuda.is_available():
         return "✓", text
-    there = total_memory(torch.device("cuda"))
-    text += f"; it takes {share:.0%} of a GPU, {gigabytes(share * there)}"
+    available = total_memory(torch.device("cuda"))
+    text += f"; it takes {share:.0%} of a GPU, {gigabytes(share * available)}"
     ours = budgets["cuda"].at(budgets["cuda"].peak) if "cuda" in budgets else 0.0
-    if ours + share * there <= there:
+    if ours + share * available <= available:
         return "✓", text
     return (
         "!",
-        f"{text}, and we need {gigabytes(ours)}: give it a lower --gpu-memory-utilization in model.arguments, or a GPU of its own",
+        f"{text}, and this process needs {gigabytes(ours)}: lower --gpu-memory-utilization in model.arguments, or give it a "
+        "separate GPU",
     )
 
 
@@ -155,7 +157,7 @@ def print_budgets(console: Console, recipe: Recipe, budgets: dict[str, Budget]) 
         for need in budget.needs:
             sizes = [gigabytes(need.fixed + need.elastic) if phase in need.phases else "–" for phase in phases]
             lines.append((need.name, sizes))
-        lines.append(("together" + _in_turn(budget), [gigabytes(budget.at(phase)) for phase in phases]))
+        lines.append(("total" + _in_turn(budget), [gigabytes(budget.at(phase)) for phase in phases]))
         for name, sizes in lines:
             console.print(f"  {name:<{width}}" + "".join(f"{size:>11}" for size in sizes), markup=False, soft_wrap=True)
 

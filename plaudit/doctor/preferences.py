@@ -1,4 +1,4 @@
-"""Pairs of answers: can they be read and rendered, how long are they, and what a model could learn from them by mistake."""
+"""Checks of preference pairs: rendering, lengths, and length bias that a model could pick up instead of quality."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,14 +18,14 @@ from plaudit.models.scalar import Transcript, value_head_file
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe
 from plaudit.types import Example
 
-LOPSIDED = 0.7
-"""The share of pairs from which on a model may learn their lengths and nothing else."""
+MAX_LONGER_SHARE = 0.7
+"""Share of pairs won by the longer (or the shorter) answer above which a model may learn length alone."""
 
 
 def render_pairs(
     recipe: PreferenceRecipe, template: ChatTemplate, pairs: Sequence[tuple[str, Preference]]
 ) -> list[tuple[Example, Example]]:
-    """As training will have them."""
+    """Tokenise the pairs as training does."""
     both = [(where, side) for where, pair in pairs for side in (pair.chosen, pair.rejected)]
     if isinstance(recipe, RewardModelRecipe):
         examples = Transcript(template.tokenizer, template.text).examples(both)
@@ -37,12 +37,12 @@ def render_pairs(
 def check_pairs(
     recipe: PreferenceRecipe, part: str, pairs: Sequence[tuple[str, Preference]], rendered: Sequence[tuple[Example, Example]]
 ) -> Iterator[Finding]:
-    """`rendered`: those of the pairs that differ."""
+    """`rendered`: the pairs whose two sides differ."""
     equal = len(pairs) - len(rendered)
     if equal:
         fails = recipe.data.equal == "error" or not rendered
-        fate = "an error" if recipe.data.equal == "error" else "left out"
-        yield "✗" if fails else "!", f"{part}: {equal:,} of them have the same chosen and rejected: {fate} (data.equal)"
+        action = "an error" if recipe.data.equal == "error" else "filtered out"
+        yield "✗" if fails else "!", f"{part}: {equal:,} pairs have identical chosen and rejected answers: {action} (data.equal)"
     if not rendered:
         return
     lengths = np.array([max(len(chosen), len(rejected)) for chosen, rejected in rendered])
@@ -50,8 +50,8 @@ def check_pairs(
     yield from rows.check_too_long(part, lengths, "data.max_tokens", recipe.data.max_tokens, recipe.data.too_long)
     longer = np.mean([np.sign(len(chosen) - len(rejected)) for chosen, rejected in rendered]) / 2 + 0.5
     text = f"{part}: the chosen answer is the longer one in {longer:.0%} of the pairs"
-    if longer >= LOPSIDED or longer <= 1 - LOPSIDED:
-        yield "!", f"{text}: length alone would tell them apart, and may be all that is learnt"
+    if longer >= MAX_LONGER_SHARE or longer <= 1 - MAX_LONGER_SHARE:
+        yield "!", f"{text}: the model may learn length instead of quality"
     else:
         yield "✓", text
 
@@ -60,13 +60,13 @@ def check_margins(recipe: PreferenceRecipe, sources: Sequence[Source]) -> Iterat
     if isinstance(recipe, RewardModelRecipe) and recipe.data.margin_column is None:
         unused = [str(source.path) for source in sources if "margin" in read_rows(source.path).columns]
         if unused:
-            yield "!", f"{', '.join(unused)}: has a column `margin`, which is not used; data.margin_column=margin uses it"
+            yield "!", f"{', '.join(unused)}: the column `margin` is not used; set data.margin_column=margin to use it"
 
 
 def check_head(recipe: RewardModelRecipe) -> Iterator[Finding]:
     config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    goes_on = is_classifier(recipe.model.path, config) or value_head_file(recipe.model.path) is not None
-    yield "✓", f"{architecture(config) or 'a model'}: {'goes on with its own head' if goes_on else 'gets a new head for scores'}"
+    has_head = is_classifier(recipe.model.path, config) or value_head_file(recipe.model.path) is not None
+    yield "✓", f"{architecture(config) or 'a model'}: {'keeps its own score head' if has_head else 'gets a new score head'}"
 
 
 def show_pair(console: Console, template: ChatTemplate, recipe: PreferenceRecipe, pair: Preference) -> None:
@@ -79,5 +79,5 @@ def show_pair(console: Console, template: ChatTemplate, recipe: PreferenceRecipe
             shown = Text(text)
             for start, end in spans:
                 shown.stylize("black on green", start, end)
-            title = f"The first pair's {name} conversation as the model sees it; what is compared is green"
+            title = f"The first pair's {name} conversation as the model sees it; the compared tokens are green"
         print_text(console, title, shown)

@@ -1,4 +1,4 @@
-"""Rewards without a model behind them, asked where they would run; and what a recipe allows that is seldom meant."""
+"""Checks of the algorithm settings, of the required audit, and of rewards without a model."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,75 +11,78 @@ from plaudit.recipe import RewardSettings, RLRecipe
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample
 
-TRIED = 3  # prompts that every reward is tried on
-GSPO_WIDE = 0.05  # a clip that a ratio per response, a mean over its tokens, seldom reaches
+PROMPTS_PER_REWARD = 3
+GSPO_WIDE_CLIP = 0.05
+"""A clip that GSPO's ratio, averaged over a response's tokens, rarely reaches."""
 
 
 def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
-    """What is allowed and yet seldom meant."""
+    """Settings that are valid but rarely intended."""
     if recipe.algorithm.kl_coefficient and recipe.algorithm.kl_estimator == "k1":
         yield (
             "!",
-            "algorithm.kl_estimator: k1 as a loss has no pull towards the reference; k2 has the right gradient, k3 nearly",
+            "algorithm.kl_estimator is k1, which as a loss does not pull towards the reference; k2 has the exact gradient, "
+            "k3 a close one",
         )
     if recipe.algorithm.kl_reward is not None and recipe.algorithm.kind == "grpo" and recipe.algorithm.divide_by_std:
         yield (
             "!",
-            "algorithm.kl_reward is divided by the group's deviation with the rest: where all rewards are equal, KL alone makes "
-            "advantages of full size. kl_coefficient, divide_by_std: false or kind: rloo do not do that",
+            "algorithm.kl_reward is divided by the group's standard deviation with the rewards: if all rewards are equal, KL alone "
+            "makes full-size advantages. Use kl_coefficient, divide_by_std: false or kind: rloo to avoid this",
         )
-    if recipe.algorithm.loss == "gspo" and min(recipe.algorithm.clip_ratio) >= GSPO_WIDE:
-        yield (
-            "!",
-            "algorithm.clip_ratio: the ratio of a whole response hardly ever leaves such bounds; GSPO's own are [0.0003, 0.0004]",
-        )
+    if recipe.algorithm.loss == "gspo" and min(recipe.algorithm.clip_ratio) >= GSPO_WIDE_CLIP:
+        yield "!", "algorithm.clip_ratio: a sequence-level ratio rarely leaves these bounds; GSPO's paper uses [0.0003, 0.0004]"
     if recipe.algorithm.loss == "policy_gradient" and recipe.train.updates_per_step > 1:
         yield (
             "!",
-            f"algorithm.loss: policy_gradient has no ratio, so only the first of {recipe.train.updates_per_step} updates a step is "
-            "of tokens that the policy would draw; clipped, gspo and cispo correct for the others",
+            f"algorithm.loss: policy_gradient has no importance ratio, so only the first of {recipe.train.updates_per_step} "
+            "updates per step is on-policy; clipped, gspo and cispo correct for the others",
         )
     if recipe.model.lora is not None and recipe.model.lora.dropout:
-        yield "!", "model.lora.dropout: the policy is sampled without it and trained with it, so ratios are off 1 from the start"
+        yield (
+            "!",
+            "model.lora.dropout: the policy is trained with it but sampled without, so ratios differ from 1 from the start",
+        )
 
 
 def check_reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:
-    """Started, and asked what it pays for the ground truth itself and for nothing at all, where it would run."""
-    patient = reward.model_copy(update={"on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none"})
+    """Start the reward and score the ground truth and an empty answer, in the process where it would run."""
+    checked = reward.model_copy(update={"on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none"})
     prompts = [prompt for prompt in prompts if reward.applies_to(prompt)]
-    groups = [pretended(prompt, ["" if prompt.ground_truth is None else str(prompt.ground_truth), ""]) for prompt in prompts]
-    with RewardRunner([patient]) as runner:
-        scores = [scored.by_reward[patient.label] for scored in runner.collect(groups)]
+    groups = [synthetic_group(prompt, ["" if prompt.ground_truth is None else str(prompt.ground_truth), ""]) for prompt in prompts]
+    with RewardRunner([checked]) as runner:
+        scores = [scored.by_reward[checked.label] for scored in runner.collect(groups)]
     failures = [score.failure for pair in scores for score in pair if score.failure is not None]
     if failures:
-        told = f"{failures[0].cause}: {failures[0].message}"
+        cause = f"{failures[0].cause}: {failures[0].message}"
         yield (
             "✗" if len(failures) == 2 * len(scores) else "!",
-            f"{reward.label}: failed on {len(failures)} of {2 * len(scores)}: {told}",
+            f"{reward.label}: failed on {len(failures)} of {2 * len(scores)} samples: {cause}",
         )
         return
-    truth, nothing = ([pair[i].value for pair in scores] for i in (0, 1))
-    paid = f"pays {_listed(truth)} for the ground truth, {_listed(nothing)} for an empty answer" if scores else "starts"
-    yield "✓", f"{reward.label}: {paid}; weight {reward.weight:g}, on failure {reward.on_failure}"
+    truth, empty = ([pair[i].value for pair in scores] for i in (0, 1))
+    values = f"{_listed(truth)} for the ground truth, {_listed(empty)} for an empty answer" if scores else "starts"
+    yield "✓", f"{reward.label}: {values}; weight {reward.weight:g}, on failure {reward.on_failure}"
 
 
 def check_audit(recipe: RLRecipe) -> Iterator[Finding]:
     require_passed(recipe.audit, recipe.rewards)
-    yield "✓", f"{recipe.audit.require} is of these rewards, and they passed"
+    yield "✓", f"{recipe.audit.require} covers these rewards, and they passed"
 
 
-def tried(prompts: list[Prompt], rewards: Sequence[RewardSettings]) -> list[Prompt]:
-    """A few for each reward."""
-    chosen = {prompt.id: prompt for prompt in prompts[:TRIED]}
+def select_prompts(prompts: list[Prompt], rewards: Sequence[RewardSettings]) -> list[Prompt]:
+    """A few prompts for each reward."""
+    chosen = {prompt.id: prompt for prompt in prompts[:PROMPTS_PER_REWARD]}
     for reward in rewards:
-        chosen |= {prompt.id: prompt for prompt in islice(filter(reward.applies_to, prompts), TRIED)}
+        chosen |= {prompt.id: prompt for prompt in islice(filter(reward.applies_to, prompts), PROMPTS_PER_REWARD)}
     return list(chosen.values())
 
 
-def pretended(prompt: Prompt, responses: list[str]) -> Group:
-    none = np.zeros(0, dtype=np.float32)
-    samples = (Sample(prompt.id, i, none.astype(np.int32), text, "finished", none, none, 0) for i, text in enumerate(responses))
-    return Group(prompt, none.astype(np.int32), tuple(samples))
+def synthetic_group(prompt: Prompt, responses: list[str]) -> Group:
+    """A group of these responses, without tokens."""
+    empty = np.zeros(0, dtype=np.float32)
+    samples = (Sample(prompt.id, i, empty.astype(np.int32), text, "finished", empty, empty, 0) for i, text in enumerate(responses))
+    return Group(prompt, empty.astype(np.int32), tuple(samples))
 
 
 def _listed(values: Sequence[float | None]) -> str:

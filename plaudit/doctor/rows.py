@@ -1,4 +1,4 @@
-"""Rows and prompts: can they be read and rendered, how long are they, how many steps do they make."""
+"""Checks of the data: files, chat template, lengths, the model's context and the number of steps."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +19,7 @@ from plaudit.models.folder import require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.types import Conversation, Example, Prompt
 
-SHOWN_TOKENS = 3
+MAX_SHOWN_TOKENS = 3
 
 
 def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
@@ -30,10 +30,10 @@ def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
 
 
 def check_tokens(path: str, template: ChatTemplate, role: str, *, trust_remote_code: bool) -> Iterator[Finding]:
-    """Of a model that reads the policy's tokens by number."""
+    """Check that a model which reads the policy's token ids has the same vocabulary."""
     if renamed := require_same_tokens(path, template.tokenizer, role, trust_remote_code=trust_remote_code):
-        shown = ", ".join(renamed[:SHOWN_TOKENS]) + (", …" if len(renamed) > SHOWN_TOKENS else "")
-        yield "!", f"{path}: {len(renamed):,} of the policy's tokens have another name in its own tokenizer: {shown}"
+        shown = ", ".join(renamed[:MAX_SHOWN_TOKENS]) + (", …" if len(renamed) > MAX_SHOWN_TOKENS else "")
+        yield "!", f"{path}: {len(renamed):,} of the policy's token ids stand for different text in its own tokenizer: {shown}"
 
 
 def check_template(template: ChatTemplate, recipe: TrainingRecipe) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def check_template(template: ChatTemplate, recipe: TrainingRecipe) -> Iterator[F
     elif end is None:
         yield (
             "!",
-            f"{name}: turns end without a special token, so the model will not learn to stop; model.chat_template chooses another",
+            f"{name}: turns end without a special token, so the model will not learn to stop; set another model.chat_template",
         )
     else:
         yield "✓", f"{name}; turns end with {template.tokenizer.convert_ids_to_tokens(end)!r} (token {end})"
@@ -52,28 +52,28 @@ def check_template(template: ChatTemplate, recipe: TrainingRecipe) -> Iterator[F
 
 def check_lengths(recipe: SFTRecipe, part: str, examples: list[Example]) -> Iterator[Finding]:
     lengths = np.array([len(example) for example in examples])
-    learnt = sum(example.num_targets for example in examples) / lengths.sum()
-    yield "✓", f"{part}: {len(lengths):,} rendered: {spread(lengths)}; {learnt:.0%} of them learnt"
+    target_share = sum(example.num_targets for example in examples) / lengths.sum()
+    yield "✓", f"{part}: {len(lengths):,} rows rendered: {spread(lengths)}; {target_share:.0%} of the tokens are targets"
     yield from check_too_long(part, lengths, "data.max_tokens", recipe.data.max_tokens, recipe.data.too_long)
 
 
 def spread(lengths: np.ndarray) -> str:
-    middle, most = int(np.median(lengths)), int(np.quantile(lengths, 0.95))
-    return f"{middle:,} tokens in the median, 95 % within {most:,}, longest {lengths.max():,}"
+    median, p95 = int(np.median(lengths)), int(np.quantile(lengths, 0.95))
+    return f"median {median:,} tokens, 95th percentile {p95:,}, longest {lengths.max():,}"
 
 
-def check_too_long(part: str, lengths: np.ndarray, setting: str, limit: int, fate: str) -> Iterator[Finding]:
+def check_too_long(part: str, lengths: np.ndarray, setting: str, limit: int, action: str) -> Iterator[Finding]:
     over = int((lengths > limit).sum())
     if over:
-        fates = {"filter": "left out", "error": "an error", "cut_left": "cut on the left", "cut_right": "cut on the right"}
-        fails = fate == "error" or (fate == "filter" and over == len(lengths))
-        share = f"{over:,} of them ({over / len(lengths):.1%})"
-        yield "✗" if fails else "!", f"{part}: {share} are longer than {setting} = {limit:,}: {fates[fate]}"
+        actions = {"filter": "filtered out", "error": "an error", "cut_left": "cut on the left", "cut_right": "cut on the right"}
+        fails = action == "error" or (action == "filter" and over == len(lengths))
+        share = f"{over:,} of {len(lengths):,} ({over / len(lengths):.1%})"
+        yield "✗" if fails else "!", f"{part}: {share} are longer than {setting} = {limit:,}: {actions[action]}"
 
 
-def check_looked_at(part: str, rows: int, max_rows: int) -> Iterator[Finding]:
+def check_row_limit(part: str, rows: int, max_rows: int) -> Iterator[Finding]:
     if rows == max_rows:
-        yield "!", f"{part}: only the first {max_rows:,} rows were looked at; --rows 0 looks at all of them"
+        yield "!", f"{part}: checked only the first {max_rows:,} rows; --rows 0 checks all of them"
 
 
 def prompt_tokens(template: ChatTemplate, prompt: Prompt) -> list[int]:
@@ -84,17 +84,17 @@ def prompt_tokens(template: ChatTemplate, prompt: Prompt) -> list[int]:
 
 
 def check_prompts(template: ChatTemplate, samples: list[tuple[str, Conversation, Example]]) -> Iterator[Finding]:
-    """What is trained must continue the very tokens that the policy is given when it is sampled."""
-    apart = 0
+    """Check that a prompt has the same tokens in training and in sampling."""
+    different = 0
     for _, conversation, example in samples[:100]:
         last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
-        with suppress(*RENDER_ERRORS):  # some templates take no conversation without a user's turn; then nobody samples one
+        with suppress(*RENDER_ERRORS):  # some templates reject a conversation without a user turn, so it is never sampled
             prompt = template.prompt_tokens(conversation.messages[:last], conversation.tools) if last else []
-            apart += prompt != example.tokens[: len(prompt)].tolist()
-    if apart:
-        yield "!", f"in {apart} of {min(100, len(samples))} rows the prompt is tokenised differently in training than in sampling"
+            different += prompt != example.tokens[: len(prompt)].tolist()
+    if different:
+        yield "!", f"in {different} of {min(100, len(samples))} rows the prompt is tokenised differently in training and sampling"
     else:
-        yield "✓", "prompts are the same tokens in training and in sampling"
+        yield "✓", "prompts have the same tokens in training and sampling"
 
 
 def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
@@ -105,12 +105,12 @@ def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Ite
         setting, per_step, noun = "train.pairs_per_step", recipe.train.pairs_per_step, "pairs"
     else:
         setting, per_step = "train.prompts_per_step", recipe.train.prompts_per_step
-        noun = f"prompts × {recipe.rollout.n} samples, {recipe.train.updates_per_step} updates each"
+        noun = f"prompts × {recipe.rollout.n} samples, {recipe.train.updates_per_step} updates per step"
     order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
     steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
     yield "✓", f"at most {steps:,} steps of {per_step:,} {noun}"
     if rows < per_step:
-        yield "!", f"{setting} = {per_step:,} is more than all {rows:,} rows"
+        yield "!", f"{setting} = {per_step:,} exceeds the {rows:,} rows in the data"
 
 
 def show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> None:
@@ -118,14 +118,14 @@ def show_row(console: Console, template: ChatTemplate, conversation: Conversatio
     shown = Text(text)
     for start, end in spans:
         shown.stylize("black on green", start, end)
-    print_text(console, "The first row as the model sees it; what it learns to write is green", shown)
+    print_text(console, "The first row as the model sees it; target tokens are green", shown)
 
 
 def check_context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:
-    """Whether the longest prompt and the longest answer fit into what the model can read."""
+    """Check that the longest prompt plus max_new_tokens fits into the model's context."""
     config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     context = getattr(config, "max_position_embeddings", None)
     needed = longest_prompt + max(recipe.rollout.max_new_tokens, recipe.validation.max_new_tokens or 0)
-    takes = f"{context:,}" if context else "any number"
-    text = f"the longest prompt and max_new_tokens are {needed:,} tokens; the model takes {takes}"
+    limit = f"{context:,}" if context else "unlimited"
+    text = f"the longest prompt plus max_new_tokens is {needed:,} tokens; the model's context is {limit}"
     yield ("✗" if context and needed > context else "✓"), text

@@ -16,34 +16,32 @@ def serve(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[section.name=value]…", help="Settings that replace the recipe's own.", show_default=False),
+        typer.Argument(metavar="[section.name=value]…", help="Settings that override the recipe's.", show_default=False),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where it listens; by default only this machine reaches it.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8321,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8321,
     token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The environment variable that holds the token callers must send.")
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that clients must send.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without a token.")] = False,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request.")] = 16 * 2**20,
-    max_items: Annotated[int, typer.Option(min=1, help="Most items of a request.")] = 1024,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Most requests under way; others are answered 429.")] = 256,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept requests from other machines without a token.")] = False,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Maximum size of a request body.")] = 16 * 2**20,
+    max_items: Annotated[int, typer.Option(min=1, help="Maximum number of items per request.")] = 1024,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests; others get status 429.")] = 256,
     timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Longest request; what is not scored by then failed (timeout).")
+        float, typer.Option(min=0.001, help="Time limit per request; items not scored by then fail (timeout).")
     ] = 600.0,
-    grace_s: Annotated[float, typer.Option(min=0.0, help="How long it finishes what is under way when told to stop.")] = 30.0,
-    cache: Annotated[
-        Path | None, typer.Option(help="A file to keep scores in that are slow or cost money.", show_default=False)
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A model whose tokenizer counts tokens where requests do not say.")] = None,
+    grace_s: Annotated[float, typer.Option(min=0.0, help="Time to finish requests in flight on shutdown.")] = 30.0,
+    cache: Annotated[Path | None, typer.Option(help="File to cache slow or costly scores in.", show_default=False)] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Model whose tokenizer counts tokens when a request omits them.")] = None,
 ) -> None:
-    """A recipe's rewards as an HTTP service: scores, metrics, and its own description at /docs.
+    """Serve a recipe's rewards over HTTP: scores, metrics, and API documentation at /docs.
 
-    SIGTERM or Ctrl-C finishes what is under way and stops; a second one stops at once. docs/serve.md has examples.
+    SIGTERM or Ctrl-C finishes requests in flight and stops; a second one stops at once. See docs/serve.md for examples.
     """
     rewards = load_rewards(recipe, overrides)
     token = _token(token_env)
     try:
-        from plaudit.serving.door import Limits
+        from plaudit.serving.admission import Limits
         from plaudit.serving.server import ServeJob, is_loopback
         from plaudit.serving.server import serve as run_serve
     except ModuleNotFoundError as error:
@@ -55,8 +53,8 @@ def serve(
 
     if not is_loopback(host) and token is None and not insecure:
         raise PlauditError(
-            f"--host {host}: whoever reaches this machine could use the rewards, and the models behind them. Give --token-env NAME "
-            "(the environment variable with a token), or --insecure if the network is trusted."
+            f"--host {host}: anyone who can reach this machine could use the rewards and their models. Pass --token-env NAME "
+            "(an environment variable with a token), or --insecure if the network is trusted."
         )
     limits = Limits(max_body_bytes, max_items, max_in_flight)
     run_serve(ServeJob(rewards, host, port, limits, timeout_s, grace_s, token, cache, tokenizer))
@@ -67,9 +65,7 @@ def _token(name: str | None) -> str | None:
         return None
     token = os.environ.get(name, "")
     if not token:
-        raise PlauditError(
-            f"--token-env {name}: there is no such environment variable, or it is empty. It should hold the token itself."
-        )
+        raise PlauditError(f"--token-env {name}: this environment variable is unset or empty. It should contain the token itself.")
     if not (token.isascii() and token.isprintable() and " " not in token):
-        raise PlauditError(f"--token-env {name}: a token is of ASCII letters, digits and signs, without spaces")
+        raise PlauditError(f"--token-env {name}: the token must be printable ASCII without spaces")
     return token

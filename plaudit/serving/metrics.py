@@ -1,4 +1,4 @@
-"""What the service has done so far, in Prometheus' text format."""
+"""The service's metrics in Prometheus' text format."""
 
 import bisect
 import math
@@ -10,22 +10,22 @@ from plaudit.types import Score
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Of the latency histogram: from a rule to a judge that thinks."""
+"""Buckets of the latency histogram, from rules to slow judges."""
 TOTAL = "total"
 Labels = Mapping[str, str]
 
 
 class Metrics:
-    """Counted on the HTTP server's thread, but for what rewards count themselves, which is only read here."""
+    """Counters of requests and scores; those kept by the rewards themselves are only read here."""
 
     def __init__(self, askers: Sequence[Asker], amounts: Callable[[], Mapping[str, Mapping[str, float]]]):
-        """`amounts`: what was asked of each model so far."""
+        """`amounts`: each model's calls, tokens and cost so far."""
         self._amounts = amounts
         self.in_flight = 0
         self.requests: Counter[tuple[str, int]] = Counter()
         self.samples = self.malformed = 0
         self._askers = askers
-        self._slots: dict[str, list[int]] = defaultdict(lambda: [0] * (len(BOUNDS_S) + 1))
+        self._buckets: dict[str, list[int]] = defaultdict(lambda: [0] * (len(BOUNDS_S) + 1))
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._without_value: Counter[str] = Counter()
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -33,7 +33,7 @@ class Metrics:
 
     def count_request(self, path: str, status: int, seconds: float) -> None:
         self.requests[path, status] += 1
-        self._slots[path][bisect.bisect_left(BOUNDS_S, seconds)] += 1
+        self._buckets[path][bisect.bisect_left(BOUNDS_S, seconds)] += 1
         self._seconds[path] += seconds
 
     def count_scores(self, scores: Iterable[Score]) -> None:
@@ -50,57 +50,57 @@ class Metrics:
                     self._add(f"reward:{name}", value)
 
     def _add(self, name: str, value: float) -> None:
-        if math.isfinite(value):  # a part that nobody needs may be anything, and would be the mean for ever
+        if math.isfinite(value):  # an infinite part of weight 0 would spoil the mean for good
             self._sums[name] += value
             self._counts[name] += 1
 
-    # Writing ----------------------------------------------------------------------------------------------------------
+    # Exposition -------------------------------------------------------------------------------------------------------
 
     def text(self, state: str) -> str:
-        return "".join([*self._of_requests(state), *self._of_samples(), *self._of_rewards(), *self._of_models()])
+        return "".join([*self._requests(state), *self._samples(), *self._rewards(), *self._models()])
 
-    def _of_requests(self, state: str) -> Iterator[str]:
-        states = [({"state": one}, float(one == state)) for one in ("starting", "ready", "stopping")]
-        yield _family("plaudit_state", "gauge", "1 for the state that the service is in.", states)
-        yield _family("plaudit_in_flight", "gauge", "Requests for scores under way.", [({}, self.in_flight)])
+    def _requests(self, state: str) -> Iterator[str]:
+        states = [({"state": name}, float(name == state)) for name in ("starting", "ready", "stopping")]
+        yield _family("plaudit_state", "gauge", "1 for the current state of the service.", states)
+        yield _family("plaudit_in_flight", "gauge", "Score requests in flight.", [({}, self.in_flight)])
         counts = [({"path": path, "status": str(status)}, count) for (path, status), count in sorted(self.requests.items())]
-        yield _family("plaudit_requests_total", "counter", "Requests answered; status 499: the client had gone.", counts)
-        lines = ["# HELP plaudit_request_seconds From request to answer.\n# TYPE plaudit_request_seconds histogram\n"]
-        for path, slots in sorted(self._slots.items()):
+        yield _family("plaudit_requests_total", "counter", "Requests by path and status; 499: the client disconnected.", counts)
+        lines = ["# HELP plaudit_request_seconds Request latency.\n# TYPE plaudit_request_seconds histogram\n"]
+        for path, buckets in sorted(self._buckets.items()):
             total = 0
-            for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), slots, strict=True):
+            for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), buckets, strict=True):
                 total += count
                 lines.append(_line("plaudit_request_seconds_bucket", {"path": path, "le": bound}, total))
             lines.append(_line("plaudit_request_seconds_sum", {"path": path}, self._seconds[path]))
             lines.append(_line("plaudit_request_seconds_count", {"path": path}, total))
         yield "".join(lines)
 
-    def _of_samples(self) -> Iterator[str]:
-        yield _family("plaudit_samples_total", "counter", "Responses answered for.", [({}, self.samples)])
-        yield _family("plaudit_samples_malformed_total", "counter", "Of these, malformed.", [({}, self.malformed)])
+    def _samples(self) -> Iterator[str]:
+        yield _family("plaudit_samples_total", "counter", "Responses scored.", [({}, self.samples)])
+        yield _family("plaudit_samples_malformed_total", "counter", "Malformed responses.", [({}, self.malformed)])
         causes = [({"cause": cause}, count) for cause, count in sorted(self._without_value.items())]
-        yield _family("plaudit_samples_without_value_total", "counter", "Of these, without a total, by cause.", causes)
+        yield _family("plaudit_samples_without_value_total", "counter", "Responses without a total, by cause.", causes)
         mean = [({}, self._sums[TOTAL] / self._counts[TOTAL])] if self._counts[TOTAL] else []
         yield _family("plaudit_total_mean", "gauge", "Mean of all totals so far.", mean)
         yield _family("plaudit_total_sum", "gauge", "Sum of all totals so far.", [({}, self._sums[TOTAL])])
-        yield _family("plaudit_total_count", "counter", "Totals so far.", [({}, self._counts[TOTAL])])
+        yield _family("plaudit_total_count", "counter", "Number of totals so far.", [({}, self._counts[TOTAL])])
 
-    def _of_rewards(self) -> Iterator[str]:
-        counts = {asker.reward.label: dict(asker.counts) for asker in self._askers}  # a copy: they count on another thread
+    def _rewards(self) -> Iterator[str]:
+        counts = {asker.reward.label: dict(asker.counts) for asker in self._askers}  # a copy: counted on another thread
         named = [(label, f"reward:{label}") for label in counts if self._counts[f"reward:{label}"]]
         means = [({"reward": label}, self._sums[name] / self._counts[name]) for label, name in named]
         yield _family("plaudit_reward_mean", "gauge", "Mean of a reward's part so far, before its weight.", means)
         sums = [({"reward": label}, self._sums[name]) for label, name in named]
         yield _family("plaudit_reward_sum", "gauge", "Sum of a reward's part so far.", sums)
         numbers = [({"reward": label}, self._counts[name]) for label, name in named]
-        yield _family("plaudit_reward_count", "counter", "Responses that a reward has valued.", numbers)
+        yield _family("plaudit_reward_count", "counter", "Responses with a value of the reward.", numbers)
         for key, help in (
-            ("calls", "Calls of a reward, one for a group."),
-            ("retries", "Responses asked about again."),
-            ("cached", "Responses whose score was known."),
+            ("calls", "Calls of a reward, one per group."),
+            ("retries", "Retried responses."),
+            ("cached", "Responses scored from the cache."),
         ):
-            found = [({"reward": label}, count.get(key, 0)) for label, count in counts.items()]
-            yield _family(f"plaudit_reward_{key}_total", "counter", help, found)
+            values = [({"reward": label}, count.get(key, 0)) for label, count in counts.items()]
+            yield _family(f"plaudit_reward_{key}_total", "counter", help, values)
         failures = [
             ({"reward": label, "cause": key.removeprefix("failed: ")}, number)
             for label, count in counts.items()
@@ -109,19 +109,19 @@ class Metrics:
         ]
         yield _family("plaudit_reward_failures_total", "counter", "Responses that a reward failed on, by cause.", failures)
         seconds = [({"reward": asker.reward.label}, asker.seconds) for asker in self._askers]
-        yield _family("plaudit_reward_seconds_total", "counter", "Spent in calls, side by side or not.", seconds)
+        yield _family("plaudit_reward_seconds_total", "counter", "Time in calls, summed over concurrent ones.", seconds)
 
-    def _of_models(self) -> Iterator[str]:
-        asked = {name: amounts for name, amounts in self._amounts().items() if "/" not in name}  # those are shares of one
+    def _models(self) -> Iterator[str]:
+        usage = {name: amounts for name, amounts in self._amounts().items() if "/" not in name}  # with "/": a reward's share
         for key, help in (
-            ("calls", "Calls of a model, repeated ones included."),
-            ("retries", "Calls that repeat one that went wrong."),
-            ("prompt_tokens", "Tokens that a model has read."),
-            ("new_tokens", "Tokens that a model has written."),
-            ("cost", "What that costs, for models with prices."),
+            ("calls", "Calls of a model, including retries."),
+            ("retries", "Retried calls of a model."),
+            ("prompt_tokens", "Prompt tokens of a model."),
+            ("new_tokens", "Generated tokens of a model."),
+            ("cost", "Cost of a model's tokens, if prices are set."),
         ):
-            found = [({"model": name}, amounts[key]) for name, amounts in asked.items() if key in amounts]
-            yield _family(f"plaudit_model_{key}_total", "counter", help, found)
+            values = [({"model": name}, amounts[key]) for name, amounts in usage.items() if key in amounts]
+            yield _family(f"plaudit_model_{key}_total", "counter", help, values)
 
 
 def _family(name: str, kind: str, help: str, values: Iterable[tuple[Labels, float]]) -> str:
@@ -129,8 +129,8 @@ def _family(name: str, kind: str, help: str, values: Iterable[tuple[Labels, floa
 
 
 def _line(name: str, labels: Labels, value: float) -> str:
-    inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{inside}}} {value:.17g}\n" if inside else f"{name} {value:.17g}\n"
+    pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{pairs}}} {value:.17g}\n" if pairs else f"{name} {value:.17g}\n"
 
 
 def _escaped(text: str) -> str:

@@ -1,8 +1,8 @@
-"""`plaudit serve`, from the socket to the last answer.
+"""`plaudit serve`: listens, opens the rewards, and shuts down gracefully.
 
-The socket comes first: a port in use is told before a model is loaded, and `/health` answers while it is. The first SIGTERM or
-SIGINT lets nobody in any more, waits for what is under way as long as it may take, closes the rewards and ends well; the second one
-ends it at once (what rewards have started ends by itself when we do).
+The socket is opened first: a port in use is reported before any model is loaded, and `/health` responds while rewards open. The
+first SIGTERM or SIGINT rejects new requests, finishes those in flight within the grace period, closes the rewards and exits with 0;
+the second one exits at once (processes started by rewards end with this one).
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from plaudit.errors import PlauditError
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import print_line
 from plaudit.rewards.runner import RewardRunner
+from plaudit.serving.admission import Limits
 from plaudit.serving.app import make_app
-from plaudit.serving.door import Limits
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.service import Service
 
-HEAR_EVERY_S = 0.1
-LAST_WORDS_S = 5.0
-"""After the time for what is under way: for sending the answers that say so."""
+SIGNAL_POLL_S = 0.1
+SEND_TIMEOUT_S = 5.0
+"""Time after the grace period for sending the responses of aborted requests."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ServeJob:
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would end with the signal it got, and not with 0."""
+    """Without uvicorn's signal handlers, which would exit with the signal instead of 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,19 +56,19 @@ class _Server(uvicorn.Server):
 
 
 def serve(job: ServeJob) -> None:
-    """Serve until a signal comes."""
+    """Serve until SIGTERM or SIGINT."""
     runner = RewardRunner(job.rewards, cache=job.cache, tolerant=True)
     with _listening(job.host, job.port) as listener, _signals() as stop:
         runner.start()
         try:
             serving = runner.run(_serve(job, runner, listener, stop))
             while not serving.done():
-                # A signal may be given to another thread, and Python hears of it in this one, once it is awake.
-                wait([serving], timeout=HEAR_EVERY_S)
-            done = serving.result()
+                # Python handles signals on this thread, and only when it wakes up.
+                wait([serving], timeout=SIGNAL_POLL_S)
+            metrics = serving.result()
         finally:
             runner.close()
-    print_line(f"serve: stopped after {done.requests.total():,} requests and {done.samples:,} responses")
+    print_line(f"serve: stopped after {metrics.requests.total():,} requests and {metrics.samples:,} responses")
 
 
 async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, stop: Future[None]) -> Metrics:
@@ -77,49 +77,49 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
     server = _Server(
         uvicorn.Config(
             app, lifespan="off", log_level="warning", access_log=False, server_header=False, ws="none",
-            timeout_graceful_shutdown=int(job.grace_s + LAST_WORDS_S) + 1,
+            timeout_graceful_shutdown=int(job.grace_s + SEND_TIMEOUT_S) + 1,
         )
     )  # fmt: skip
     address, count = _address(listener), len(job.rewards)
     names = ", ".join(reward.label for reward in job.rewards)
     print_line(f"serve: listening on {address}; opening {count} reward{'s'[: count > 1]}: {names}")
-    began = time.monotonic()
+    start = time.monotonic()
     serving, opening = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(service.open())
     stopped = asyncio.wrap_future(stop)
     try:
         await asyncio.wait({opening, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
-            opening.result()  # raises what a reward raised that cannot be opened
-            print_line(f"serve: ready after {time.monotonic() - began:.1f} s; what can be asked: {address}/docs")
+            opening.result()  # raises if a reward could not be opened
+            print_line(f"serve: ready after {time.monotonic() - start:.1f} s; API documentation: {address}/docs")
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
-        under_way = service.metrics.in_flight
-        finishing = f"; finishing {under_way} request{'s'[: under_way > 1]}, for {job.grace_s:g} s at most" if under_way else ""
-        print_line(f"serve: stopping{finishing} (once more to end at once)")
+        in_flight = service.metrics.in_flight
+        finishing = f"; finishing {in_flight} request{'s'[: in_flight > 1]}, for {job.grace_s:g} s at most" if in_flight else ""
+        print_line(f"serve: stopping{finishing} (signal again to stop at once)")
     finally:
         service.state = "stopping"
         opening.cancel()
         server.should_exit = True
-        cut = asyncio.get_running_loop().call_later(job.grace_s, service.cut_short)
+        abort = asyncio.get_running_loop().call_later(job.grace_s, service.abort)
         await serving
-        cut.cancel()
+        abort.cancel()
     return service.metrics
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Future[None]]:
-    """Done when the first SIGTERM or SIGINT comes. The second one does not wait for anything."""
+    """A future that is done on the first SIGTERM or SIGINT; the second one exits at once."""
     first: Future[None] = Future()
 
-    def hear(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         if first.done():
             os._exit(128 + number)
         first.set_result(None)
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield first
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -142,13 +142,13 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(2048)
         except OSError as problem:
             raise PlauditError(
-                f"cannot listen on {host}:{port}: {problem.strerror or problem}. Choose another --port (0: any that is free)."
+                f"cannot listen on {host}:{port}: {problem.strerror or problem}. Choose another --port (0: any free port)."
             ) from None
         yield listener
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether the address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""TRL's half of test_adapters.py, run by the Python of .venv-trl: python tests/adapters/side_trl.py JOB.json OUT.json
+"""TRL's side of test_adapters.py, run with .venv-trl's Python: python tests/adapters/side_trl.py JOB.json OUT.json
 
 Two steps of TRL 1.16's GRPOTrainer on a tiny model, with plaudit's rewards as its only reward function.
 """

@@ -1,6 +1,6 @@
-"""verl's half of test_adapters.py, run by the Python of .venv-verl: python tests/adapters/side_verl.py JOB.json OUT.json
+"""verl's side of test_adapters.py, run with .venv-verl's Python: python tests/adapters/side_verl.py JOB.json OUT.json
 
-Scores the job's samples as verl 0.9.1's trainer does: its reward loop's own manager and ray workers, on a DataProto with token ids.
+Scores the job's samples as verl 0.9.1's trainer does: with its reward loop manager and ray workers, on a DataProto with token ids.
 """
 
 import asyncio
@@ -21,31 +21,31 @@ from rewards_verl import batch_of, config_of
 PLAUDIT_MANAGER = {"source": "importlib", "name": "RewardManager", "module": {"path": "pkg://plaudit.adapters.verl_manager"}}
 
 
-def configured(job: dict[str, Any], function: str, rewards: str, manager: dict[str, Any] | str = "naive") -> Any:
-    given = {"path": "pkg://plaudit.adapters.verl", "name": function, "reward_kwargs": {"rewards": job[rewards]}}
-    return config_of(job["model"], manager=manager, function=given)
+def make_config(job: dict[str, Any], function: str, rewards: str, manager: dict[str, Any] | str = "naive") -> Any:
+    reward_function = {"path": "pkg://plaudit.adapters.verl", "name": function, "reward_kwargs": {"rewards": job[rewards]}}
+    return config_of(job["model"], manager=manager, function=reward_function)
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     batch = batch_of(job["samples"], AutoTokenizer.from_pretrained(job["model"]))
     out: dict[str, Any] = {}
 
-    # The whole way, with ray actors: what verl's trainers call.
+    # End to end with ray actors, as verl's trainers call it.
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    scored = RewardLoopManager(configured(job, "compute_score_async", "rewards")).compute_rm_score(batch)
+    scored = RewardLoopManager(make_config(job, "compute_score_async", "rewards")).compute_rm_score(batch)
     out["rm_scores"] = scored.batch["rm_scores"].tolist()
     out["extra"] = {name: scored.non_tensor_batch[name].tolist() for name in scored.meta_info["reward_extra_keys"]}
     ray.shutdown()
 
-    # The same worker in this process: the plain function, plaudit's own manager, and a reward that fails.
+    # The same worker in this process: the synchronous function, plaudit's manager, and failing rewards.
     async def score(config: Any) -> list[float]:
-        return [one["reward_score"] for one in await RewardLoopWorker(config).compute_score_batch(batch)]
+        return [result["reward_score"] for result in await RewardLoopWorker(config).compute_score_batch(batch)]
 
     for name, config in {
-        "sync": configured(job, "compute_score", "rewards"),
-        "manager": configured(job, "compute_score", "lengths", PLAUDIT_MANAGER),
-        "failing": configured(job, "compute_score_async", "failing"),
-        "stated": configured(job, "compute_score_async", "stated"),
+        "sync": make_config(job, "compute_score", "rewards"),
+        "manager": make_config(job, "compute_score", "lengths", PLAUDIT_MANAGER),
+        "failing": make_config(job, "compute_score_async", "failing"),
+        "stated": make_config(job, "compute_score_async", "stated"),
     }.items():
         try:
             out[name] = asyncio.run(score(config))

@@ -1,4 +1,4 @@
-"""`plaudit doctor` on rewards with a model behind them: does it tell good from bad, go together with the policy, and fit?"""
+"""`plaudit doctor` on rewards with a model: sanity pairs, mismatches with the policy, memory."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer
 
 from plaudit.config import load
-from plaudit.doctor import watched
+from plaudit.doctor import recording
 from plaudit.doctor.memory import check_budgets
-from plaudit.doctor.pairs import BUILT_IN, GIBBERISH, dressed, pairs_for
+from plaudit.doctor.sanity_pairs import BUILT_IN_PAIRS, GIBBERISH, format_answer, make_pairs
 from plaudit.errors import RecipeError
 from plaudit.models.memory import Budget, Need, count_parameters, plan_reward_model
 from plaudit.models.scalar import TOKENS_PER_PASS
@@ -33,7 +33,7 @@ from support.rows import prompt_rows, write_jsonl
 
 TEMPLATES = CHAT_TEMPLATES
 CPU = torch.device("cpu")
-# A judge that the fault server answers by repeating its prompt: the score is what the template says it is.
+# The fault server echoes the prompt, so a judge's score is the one written in the template.
 LENGTH_SCORE = "{{ question }}\n{{ response }}\nScore: [[{{ response | length }}]]"
 
 
@@ -44,16 +44,16 @@ def scalar(tiny_models, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def server():
-    with FaultServer() as one:
-        one.max_model_len = 4096
-        yield one
+    with FaultServer() as fault_server:
+        fault_server.max_model_len = 4096
+        yield fault_server
 
 
 @pytest.fixture
 def doctor(plaudit, tmp_path, tiny_models, prompts_file):
-    """The page for these rewards: (exit code, findings, all of it)."""
+    """Run `plaudit doctor` on these rewards: (exit code, findings, output)."""
 
-    def examine(*rewards: dict, stage: str = "score", overrides: tuple[str, ...] = (), **sections: Any):
+    def run(*rewards: dict, stage: str = "score", overrides: tuple[str, ...] = (), **sections: Any):
         if stage == "score":
             tree: dict[str, Any] = {"stage": "score", "rewards": list(rewards)}
         else:
@@ -66,51 +66,51 @@ def doctor(plaudit, tmp_path, tiny_models, prompts_file):
         lines = [line.split(maxsplit=2) for line in out.splitlines() if line.startswith("  ") and line[2:3] in ("✓", "!", "✗")]
         return code, [(mark, check, text) for mark, check, text in lines], out
 
-    return examine
+    return run
 
 
-def copied(model: Path, folder: Path, *, without: str = "") -> Path:
+def copy_model(model: Path, folder: Path, *, without: str = "") -> Path:
     shutil.copytree(model, folder)
     if without:
         (folder / without).unlink()
     return folder
 
 
-def judged(url: str, template: Path, **settings: Any) -> dict:
+def judge_reward(url: str, template: Path, **settings: Any) -> dict:
     template.write_text(LENGTH_SCORE)
     model = {"placement": "server", "url": url, **settings.pop("model", {})}
     pattern = r"\[\[(\d+)\]\]"
     return {"kind": "judge", "model": model, "template": str(template), "parser": "regex", "pattern": pattern, **settings}
 
 
-def of(findings: list[tuple[str, str, str]], check: str) -> list[tuple[str, str]]:
+def findings_for(findings: list[tuple[str, str, str]], check: str) -> list[tuple[str, str]]:
     return [(mark, text) for mark, name, text in findings if name == check]
 
 
-# What it is, and whether it tells good from bad ----------------------------------------------------------------------
+# Descriptions and sanity pairs ---------------------------------------------------------------------------------------
 
 
-def test_a_scalar_model_in_this_process(doctor, scalar):
+def test_scalar_model_in_process_is_described_and_scores_pairs(doctor, scalar):
     code, findings, out = doctor({"kind": "scalar_model", "name": "bt", "model": {"path": str(scalar)}}, stage="rl")
     assert code == 0
-    (mark, what), *pairs = of(findings, "reward")
+    (mark, description), *pairs = findings_for(findings, "reward")
     parameters = sum(tensor.numel() for tensor in load_file(scalar / "model.safetensors").values())
     assert mark == "✓"
-    assert what.startswith(
-        f"bt: scalar_model; LlamaForSequenceClassification of {parameters:,} parameters from {scalar}; float32 on cpu"
+    assert description.startswith(
+        f"bt: scalar_model; LlamaForSequenceClassification with {parameters:,} parameters from {scalar}; float32 on cpu"
     )
-    assert "resident; takes 2,048 tokens; its own chat template; loaded after " in what
+    assert "resident; context 2,048 tokens; its own chat template; loaded in " in description
     assert len(pairs) == 2, "the rows have ground truths"
     for mark, text in pairs:
-        good, bad = map(float, re.match(r"bt: (\S+) for '\d+', (\S+) for '\d+', asked 'What is ", text).groups())  # pyright: ignore
+        good, bad = map(float, re.match(r"bt: (\S+) for '\d+', (\S+) for '\d+', to 'What is ", text).groups())  # pyright: ignore
         assert mark == ("✓" if good > bad else "!")
         assert text.endswith("it prefers the bad answer") == (good < bad)
     assert "What the model of reward bt reads:\n<|im_start|>user\nWhat is 0 + 0? Answer with a number.<|im_end|>\n" in out
     assert "<|im_start|>assistant\n0<|im_end|>" in out
 
 
-def test_a_critique_and_its_scorer_offloaded(doctor, tiny_models, scalar):
-    """A critique that was cut is still one: so even a random critic has something to be scored."""
+def test_offloaded_critique_and_scorer(doctor, tiny_models, scalar):
+    """A truncated critique is still scored, so a random critic is enough."""
     critic = {
         "kind": "critique_then_score",
         "name": "critic",
@@ -119,74 +119,74 @@ def test_a_critique_and_its_scorer_offloaded(doctor, tiny_models, scalar):
         "scorer": {"kind": "scalar_model", "model": {"path": str(scalar), "placement": "offload"}},
     }
     _, findings, out = doctor(critic)
-    told = of(findings, "reward")
-    assert not [text for mark, text in told if mark == "✗"]
-    assert [text.split(";")[0] for _, text in told[:2]] == ["critic: critique_then_score", "critic/scorer: scalar_model"]
-    assert "float32 on cpu, offload" in told[0][1]
-    assert len(told) == 2 + len(BUILT_IN)
+    reported = findings_for(findings, "reward")
+    assert not [text for mark, text in reported if mark == "✗"]
+    assert [text.split(";")[0] for _, text in reported[:2]] == ["critic: critique_then_score", "critic/scorer: scalar_model"]
+    assert "float32 on cpu, offload" in reported[0][1]
+    assert len(reported) == 2 + len(BUILT_IN_PAIRS)
     assert "\nCritique:\n" in out.split("What the model of reward critic/scorer reads")[1]
     assert out.count("one offloaded at a time") == 1
 
 
-def test_a_judge_behind_a_server_is_shown_as_it_is_asked(doctor, server, tmp_path):
-    code, findings, out = doctor(judged(server.url, tmp_path / "t.jinja", name="far"))
+def test_served_judge_shows_the_messages_sent(doctor, server, tmp_path):
+    code, findings, out = doctor(judge_reward(server.url, tmp_path / "t.jinja", name="far"))
     assert code == 0
-    (_, what), *pairs = of(findings, "reward")
-    assert what.startswith(
-        f"far: judge; model judge at {server.url}; takes 4,096 tokens; the server renders messages; answers after 0."
+    (_, description), *pairs = findings_for(findings, "reward")
+    assert description.startswith(
+        f"far: judge; model judge at {server.url}; context 4,096 tokens; messages rendered by the server; responded in 0."
     )
-    assert [mark for mark, _ in pairs] == ["!", "!", "✓"], "as long; longer; gibberish is shorter"
-    assert pairs[0][1].endswith("10 for '7 + 5 = 12', 10 for '7 + 5 = 31', asked 'What is 7 + 5?': it sees no difference")
+    assert [mark for mark, _ in pairs] == ["!", "!", "✓"], "the bad answer is as long, longer, shorter"
+    assert pairs[0][1].endswith("10 for '7 + 5 = 12', 10 for '7 + 5 = 31', to 'What is 7 + 5?': it sees no difference")
     assert pairs[1][1].endswith("it prefers the bad answer")
     assert (
-        f"The messages that reward far sends to {server.url}, which renders them itself:\n[user]\nWhat is 7 + 5?\n7 + 5 = 12\n"
-        in out
+        f"The messages that reward far sends to {server.url}, rendered by the server:\n[user]\nWhat is 7 + 5?\n7 + 5 = 12\n" in out
     )
-    assert len(server.requests) == 2 * len(BUILT_IN)
+    assert len(server.requests) == 2 * len(BUILT_IN_PAIRS)
 
 
-def test_a_server_whose_weights_are_here_is_rendered(doctor, server, tmp_path, tiny_model):
-    reward = judged(server.url, tmp_path / "t.jinja", model={"path": "judge", "tokenizer": str(tiny_model)})
+def test_served_model_with_a_local_tokenizer_is_rendered(doctor, server, tmp_path, tiny_model):
+    reward = judge_reward(server.url, tmp_path / "t.jinja", model={"path": "judge", "tokenizer": str(tiny_model)})
     _, _, out = doctor(reward)
     assert "What the model of reward judge reads:\n<|im_start|>user\nWhat is 7 + 5?\n7 + 5 = 12\nScore: [[10]]<|im_end|>" in out
 
 
 @pytest.mark.parametrize("kind", ["group_judge", "pairwise_judge"])
-def test_a_pair_is_one_group(doctor, server, kind):
+def test_pair_is_scored_as_one_group(doctor, server, kind):
     code, findings, _ = doctor({"kind": kind, "model": {"placement": "server", "url": server.url}, "sampling": {"retry": 5}})
-    assert code == 1, "it repeats its prompt, which is no verdict"
-    failed = of(findings, "reward")[1:]
+    assert code == 1, "the echoed prompt is not a verdict"
+    failed = findings_for(findings, "reward")[1:]
     assert {mark for mark, _ in failed} == {"✗"}
     assert all(
-        "unparsable: the judge's answer cannot be read (2 tries)" in text and "It said: 'answer to " in text for _, text in failed
+        "unparsable: the judge's answer cannot be read (2 tries)" in text and "Its answer: 'answer to " in text
+        for _, text in failed
     )
-    assert len(server.requests) == len(BUILT_IN) * 2 * (2 if kind == "pairwise_judge" else 1), (
-        "asked again once, whatever retry says"
+    assert len(server.requests) == len(BUILT_IN_PAIRS) * 2 * (2 if kind == "pairwise_judge" else 1), (
+        "one retry, whatever the recipe allows"
     )
 
 
-def test_a_judge_in_this_process_that_writes_nonsense(doctor, tiny_models):
+def test_unparsable_judge_in_process_fails(doctor, tiny_models):
     reward = {"kind": "judge", "model": {"path": str(tiny_models["qwen2"])}, "sampling": {"max_new_tokens": 20}}
     code, findings, _ = doctor(reward)
     assert code == 1
-    assert [mark for mark, _ in of(findings, "reward")] == ["✓", "✗", "✗", "✗"]
-    assert "unparsable" in of(findings, "reward")[1][1]
+    assert [mark for mark, _ in findings_for(findings, "reward")] == ["✓", "✗", "✗", "✗"]
+    assert "unparsable" in findings_for(findings, "reward")[1][1]
 
 
-def test_a_judge_inside_a_cascade_and_its_rule(doctor, server, tmp_path):
-    cascade = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": judged(server.url, tmp_path / "t.jinja")}
+def test_cascade_checks_its_rule_and_its_judge(doctor, server, tmp_path):
+    cascade = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": judge_reward(server.url, tmp_path / "t.jinja")}
     _, findings, _ = doctor(cascade, stage="rl")
-    rule, judge, *pairs = [text for _, text in of(findings, "reward")]
-    assert rule.startswith("exact: pays 1 for the ground truth, 0 for an empty answer")
+    rule, judge, *pairs = [text for _, text in findings_for(findings, "reward")]
+    assert rule.startswith("exact: 1 for the ground truth, 0 for an empty answer")
     assert judge.startswith("cascade/judge: judge; model judge at ")
     assert all(text.startswith("cascade/judge: 1 for '") for text in pairs)
 
 
-# What cannot be opened -----------------------------------------------------------------------------------------------
+# Models that cannot be opened ----------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_opened_is_one_line_in_seconds(doctor, tmp_path, tiny_model, scalar):
-    bare = copied(scalar, tmp_path / "bare", without="tokenizer.json")
+def test_unusable_models_are_reported_in_one_line_each(doctor, tmp_path, tiny_model, scalar):
+    bare = copy_model(scalar, tmp_path / "bare", without="tokenizer.json")
     (bare / "tokenizer_config.json").unlink()
     (tmp_path / "odd.jinja").write_text("{{ respnse }}")
     began = time.monotonic()
@@ -202,82 +202,85 @@ def test_what_cannot_be_opened_is_one_line_in_seconds(doctor, tmp_path, tiny_mod
     )
     assert time.monotonic() - began < 100
     assert code == 1
-    told = dict(text.split(": ", 1) for _, text in of(findings, "reward"))
-    assert [mark for mark, _ in of(findings, "reward")] == ["✗"] * 7 + ["✓"]
-    assert told["dead"].startswith("http://127.0.0.1:9/v1/models: nobody listens there")
-    assert told["nowhere"] == f"{tmp_path / 'bar'}: there is no such folder. Did you mean {bare}?"
-    assert "gives no score: it is no ...ForSequenceClassification" in told["headless"]
-    assert told["bare"].startswith(f"no tokenizer could be loaded from {bare}")
-    assert "gives a number and writes nothing; use it with kind: scalar_model" in told["classifier"]
-    assert "odd.jinja uses respnse, which this kind does not give." in told["odd"]
-    assert told["odd"].endswith("Did you mean response?")
-    assert "takes 2,048 tokens at most: lower it" in told["long"]
+    messages = dict(text.split(": ", 1) for _, text in findings_for(findings, "reward"))
+    assert [mark for mark, _ in findings_for(findings, "reward")] == ["✗"] * 7 + ["✓"]
+    assert messages["dead"].startswith("http://127.0.0.1:9/v1/models: nobody listens there")
+    assert messages["nowhere"] == f"{tmp_path / 'bar'}: there is no such folder. Did you mean {bare}?"
+    assert "gives no score: it is no ...ForSequenceClassification" in messages["headless"]
+    assert messages["bare"].startswith(f"no tokenizer could be loaded from {bare}")
+    assert "gives a number and writes nothing; use it with kind: scalar_model" in messages["classifier"]
+    assert "odd.jinja uses respnse, which this kind does not give." in messages["odd"]
+    assert messages["odd"].endswith("Did you mean response?")
+    assert "takes 2,048 tokens at most: lower it" in messages["long"]
 
 
-def test_a_model_whose_weights_are_broken(doctor, tmp_path, scalar):
-    broken = copied(scalar, tmp_path / "broken")
+def test_broken_weights_fail(doctor, tmp_path, scalar):
+    broken = copy_model(scalar, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights at all")
     code, findings, _ = doctor({"kind": "scalar_model", "model": {"path": str(broken)}})
     assert code == 1
-    assert of(findings, "reward")[0][0] == "✗"
+    assert findings_for(findings, "reward")[0][0] == "✗"
 
 
-def test_a_server_that_hangs_is_not_waited_for(doctor, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(watched, "ANSWER_S", 0.5)
+def test_hanging_server_times_out(doctor, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "ANSWER_TIMEOUT_S", 0.5)
     server.fault_for_all = "hang"
     began = time.monotonic()
-    code, findings, _ = doctor(judged(server.url, tmp_path / "t.jinja", sampling={"retry": 3}))
+    code, findings, _ = doctor(judge_reward(server.url, tmp_path / "t.jinja", sampling={"retry": 3}))
     assert code == 1
     assert time.monotonic() - began < 100
-    assert all(mark == "✗" and "timeout" in text for mark, text in of(findings, "reward")[1:])
+    assert all(mark == "✗" and "timeout" in text for mark, text in findings_for(findings, "reward")[1:])
 
 
-def test_a_slow_judge_writes_as_much_as_can_be_waited_for(doctor, tiny_models, monkeypatch):
-    monkeypatch.setattr(watched, "WRITING_S", 1e-3)
+def test_slow_judge_is_cut_short_with_a_warning(doctor, tiny_models, monkeypatch):
+    monkeypatch.setattr(recording, "GENERATION_BUDGET_S", 1e-3)
     reward = {"kind": "judge", "model": {"path": str(tiny_models["qwen2"])}, "sampling": {"max_new_tokens": 1024}}
     code, findings, _ = doctor(reward)
-    assert code == 0, "that is no proof that it cannot judge"
+    assert code == 0, "a slow judge may still be a good one"
     assert all(
-        text.endswith("slow: only 16 tokens of its answer were waited for: it is slow here")
-        for _, text in of(findings, "reward")[1:]
+        text.endswith("slow: its answer was cut after 16 tokens: generation is slow on this machine")
+        for _, text in findings_for(findings, "reward")[1:]
     )
 
 
 def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "a-very-secret-key-of-ours")
     with FaultServer(key="a-very-secret-key-of-ours") as server:
-        code, _, out = doctor(judged(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
+        code, _, out = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
         assert code == 0
         server.fault_for_all = "401"
-        _, findings, more = doctor(judged(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
-        assert of(findings, "reward")[1][0] == "✗"
+        _, findings, more = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
+        assert findings_for(findings, "reward")[1][0] == "✗"
         monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
-        _, _, third = doctor(judged(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
+        _, _, third = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
         assert "The one in JUDGE_API_KEY is not it." in third
     assert "very-secret-key" not in out + more + third
 
 
-def test_built_in_questions_that_lack_a_field_prove_nothing(doctor, server, tmp_path):
-    reward = judged(server.url, tmp_path / "t.jinja")
+def test_missing_field_in_a_built_in_question_is_only_a_warning(doctor, server, tmp_path):
+    reward = judge_reward(server.url, tmp_path / "t.jinja")
     (tmp_path / "t.jinja").write_text("{{ extra_info.style }} {{ response }}")
     code, findings, _ = doctor(reward)
     assert code == 0
-    assert all(mark == "!" and "no_field" in text and "your rows may have it" in text for mark, text in of(findings, "reward")[1:])
+    assert all(
+        mark == "!" and "no_field" in text and "your rows may have it" in text
+        for mark, text in findings_for(findings, "reward")[1:]
+    )
 
 
-# Pairs ---------------------------------------------------------------------------------------------------------------
+# Sanity pairs --------------------------------------------------------------------------------------------------------
 
 
 def prompts_with(*truths: Any) -> list[Prompt]:
     return [Prompt(str(i), [{"role": "user", "content": f"{i}?"}], "", truth) for i, truth in enumerate(truths)]
 
 
-def test_pairs_are_of_the_rows_where_their_truths_are_answers(scalar):
+def test_pairs_come_from_rows_whose_ground_truths_are_answers(scalar):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "scalar_model", "model": {"path": str(scalar)}}]}).rewards
-    assert [(p.good, p.bad) for p in pairs_for(reward, prompts_with("4", "4 ", 7, "9"))] == [("4", "7"), ("4", "7")]
-    assert [(p.good, p.bad) for p in pairs_for(reward, prompts_with(["Paris", "paris"]))] == [("Paris", GIBBERISH)]
+    assert [(p.good, p.bad) for p in make_pairs(reward, prompts_with("4", "4 ", 7, "9"))] == [("4", "7"), ("4", "7")]
+    assert [(p.good, p.bad) for p in make_pairs(reward, prompts_with(["Paris", "paris"]))] == [("Paris", GIBBERISH)]
     for useless in ('{"refs": [1]}', {"a": 1}, None, "", True):
-        assert pairs_for(reward, prompts_with(useless)) == list(BUILT_IN)
+        assert make_pairs(reward, prompts_with(useless)) == list(BUILT_IN_PAIRS)
 
 
 @pytest.mark.parametrize(
@@ -286,50 +289,49 @@ def test_pairs_are_of_the_rows_where_their_truths_are_answers(scalar):
      {"extract": "oneline"}, {"think": "strict"}, {"think": "strict", "extract": "boxed"},
      {"think": "strip", "extract": "codeblock"}],
 )  # fmt: skip
-def test_answers_are_dressed_for_the_view(view):
+def test_view_extracts_the_formatted_answer(view):
     view = View.model_validate(view)
-    assert see(view, dressed(view, "42")).text == "42"
+    assert see(view, format_answer(view, "42")).text == "42"
 
 
-# Clashes -------------------------------------------------------------------------------------------------------------
+# Mismatches ----------------------------------------------------------------------------------------------------------
 
 
-def clashes(doctor, *rewards: dict, stage: str = "rl", **sections: Any) -> list[str]:
-    """All of them, with their marks."""
+def mismatches(doctor, *rewards: dict, stage: str = "rl", **sections: Any) -> list[str]:
+    """Warnings and errors about compatibility and context, with their marks."""
     _, findings, _ = doctor(*rewards, stage=stage, **sections)
-    return [f"{mark} {text}" for mark, name, text in findings if name in ("clash", "context") and mark != "✓"]
+    return [f"{mark} {text}" for mark, name, text in findings if name in ("mismatch", "context") and mark != "✓"]
 
 
-def bt(scalar: Path, **settings: Any) -> dict:
+def scalar_reward(scalar: Path, **settings: Any) -> dict:
     model = {"path": str(scalar), **settings.pop("model", {})}
     return {"kind": "scalar_model", "name": "bt", "model": model, **settings}
 
 
-def test_a_good_match_has_no_clash(doctor, scalar):
-    code, findings, _ = doctor(bt(scalar), stage="rl")
+def test_compatible_model_has_no_mismatch(doctor, scalar):
+    code, findings, _ = doctor(scalar_reward(scalar), stage="rl")
     assert code == 0
-    assert of(findings, "clash") == []
-    [_, (mark, text)] = of(findings, "context")
+    assert findings_for(findings, "mismatch") == []
+    [_, (mark, text)] = findings_for(findings, "context")
     assert mark == "✓"
-    assert re.fullmatch(r"bt: with responses of rollout.max_new_tokens = 12 it reads up to \d+ of 2,048 tokens", text)
+    assert re.fullmatch(r"bt: with rollout.max_new_tokens = 12 it reads up to \d+ of 2,048 tokens", text)
 
 
-def test_templates_that_are_not_its_own_and_system_prompts_of_its_own(doctor, scalar, tmp_path):
-    told = clashes(doctor, bt(scalar, model={"chat_template": str(TEMPLATES / "qwen25.jinja")}), stage="score")
-    assert told[0].startswith("! bt: not its own chat template is used, but ")
-    assert told[1].startswith(
-        "! bt: its chat template adds a system prompt of its own, 'You are a patient teacher.'. If it was not"
-    )
-    bare = copied(scalar, tmp_path / "bare", without="chat_template.jinja")
-    [told] = clashes(doctor, bt(bare, model={"chat_template": "chatml"}), stage="score")
-    assert told.startswith("! bt: it has no chat template of its own, and is asked in chatml")
+def test_foreign_template_and_default_system_prompt_are_reported(doctor, scalar, tmp_path):
+    template = TEMPLATES / "qwen25.jinja"
+    foreign, system = mismatches(doctor, scalar_reward(scalar, model={"chat_template": str(template)}), stage="score")
+    assert foreign.startswith(f"! bt: using {template}, not its own: ")
+    assert system.startswith("! bt: its chat template adds a default system prompt, 'You are a patient teacher.'. If it was not")
+    bare = copy_model(scalar, tmp_path / "bare", without="chat_template.jinja")
+    [missing] = mismatches(doctor, scalar_reward(bare, model={"chat_template": "chatml"}), stage="score")
+    assert missing.startswith("! bt: has no chat template; using chatml")
 
 
 @pytest.mark.parametrize(
-    ("template", "told"), [("<|endoftext|>" + BOS_TEMPLATE, "begins with two BOS tokens"), (None, "has none: choose")]
+    ("template", "message"), [("<|endoftext|>" + BOS_TEMPLATE, "begins with two BOS tokens"), (None, "has none: set")]
 )
-def test_two_bos_tokens_and_none(doctor, scalar, tmp_path, template, told):
-    folder = copied(scalar, tmp_path / "bos")
+def test_duplicate_and_missing_bos_are_reported(doctor, scalar, tmp_path, template, message):
+    folder = copy_model(scalar, tmp_path / "bos")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.bos_token = "<|endoftext|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -337,13 +339,13 @@ def test_two_bos_tokens_and_none(doctor, scalar, tmp_path, template, told):
     )
     tokenizer.chat_template = template or tokenizer.chat_template
     tokenizer.save_pretrained(folder)
-    [found] = clashes(doctor, bt(folder), stage="score")
-    assert told in found
-    assert found.startswith("! bt: ")
+    [finding] = mismatches(doctor, scalar_reward(folder), stage="score")
+    assert message in finding
+    assert finding.startswith("! bt: ")
 
 
-def test_the_policys_tokens_in_what_the_reward_model_reads(doctor, scalar, tiny_model, tmp_path):
-    policy = copied(tiny_model, tmp_path / "policy")
+def test_policy_tokens_in_the_reward_models_input_are_reported(doctor, scalar, tiny_model, tmp_path):
+    policy = copy_model(tiny_model, tmp_path / "policy")
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.add_tokens(["<call>", "</call>"])
     tokenizer.save_pretrained(policy)
@@ -351,51 +353,51 @@ def test_the_policys_tokens_in_what_the_reward_model_reads(doctor, scalar, tiny_
     rows[3]["prompt"][0]["content"] += "<|im_end|>"
     rows[5]["prompt"][0]["content"] += "<call>"
     prompts = write_jsonl(tmp_path / "p.jsonl", rows)
-    told = clashes(doctor, bt(scalar), policy=policy, prompts=prompts, rollout={"stop": ["</call>", "<|im_start|>"]})
-    assert [line.split(":")[1] for line in told] == [
-        " the policy's </call> would be read as 7 pieces of text",
-        " the policy's <call> would be read as 6 pieces of text",
-        " the policy's <|im_end|> would be read as a special token of the reward model's own, as if a turn began or ended there",
+    found = mismatches(doctor, scalar_reward(scalar), policy=policy, prompts=prompts, rollout={"stop": ["</call>", "<|im_start|>"]})
+    assert [line.split(":")[1] for line in found] == [
+        " the policy's </call> would be read as 7 tokens of plain text",
+        " the policy's <call> would be read as 6 tokens of plain text",
+        " the policy's <|im_end|> would be read as the reward model's own special token, as if a turn began or ended there",
     ]
-    assert "rollout.stop keeps it in responses" in told[0], "<|im_start|> is special, so no response holds it"
-    assert "it stands in 1 of 12 messages of the data; take it out of them" in told[1]
+    assert "rollout.stop keeps it in responses" in found[0], "<|im_start|> is special, so no response contains it"
+    assert "it occurs in 1 of 12 messages of the data; remove it" in found[1]
 
 
-def test_thoughts(doctor, scalar, tmp_path):
-    def told(view: dict, *, thinks: bool = True) -> list[str]:
+def test_views_that_mishandle_thoughts_are_reported(doctor, scalar, tmp_path):
+    def found(view: dict, *, thinks: bool = True) -> list[str]:
         overrides = (f"model.chat_template={TEMPLATES / 'prefilled_think.jinja'}",) if thinks else ()
-        return clashes(doctor, bt(scalar, view=view), overrides=overrides)
+        return mismatches(doctor, scalar_reward(scalar, view=view), overrides=overrides)
 
-    [keep] = told({"think": "keep"})
-    assert re.search(r"would read its thoughts, with </think> in \d pieces. view: \{think: strip\} takes them off", keep)
-    [strip] = told({"think": "strip"})
-    assert "the policy's prompt opens <think> for it" in strip
-    assert told({"think": "strict"}) == []
+    [keep] = found({"think": "keep"})
+    assert re.search(r"would read its thoughts, with </think> split into \d tokens. view: \{think: strip\} removes them", keep)
+    [strip] = found({"think": "strip"})
+    assert "the policy's prompt already opens <think>" in strip
+    assert found({"think": "strict"}) == []
     (tmp_path / "longcot.json").write_text(json.dumps({"longcot_delimiter": "<response>", "end_delimiter": None}))
-    [nothing] = told({"longcot_config": str(tmp_path / "longcot.json"), "strict": True})
-    assert "of a response with <think> tags its view leaves" in nothing
-    [never] = told({"think": "strict"}, thinks=False)
-    assert "view.think is strict, but nothing says that the policy thinks" in never
+    [empty] = found({"longcot_config": str(tmp_path / "longcot.json"), "strict": True})
+    assert "its view leaves nothing to score of a response with <think> tags" in empty
+    [never] = found({"think": "strict"}, thinks=False)
+    assert "view.think is strict, but the policy does not seem to think" in never
 
 
-def test_what_is_too_long_to_be_scored(doctor, scalar, tiny_models):
-    [told] = clashes(doctor, bt(scalar, model={"max_prompt_tokens": 100}), rollout={"max_new_tokens": 200})
-    assert told.startswith("! bt: with responses of rollout.max_new_tokens = 200 it reads up to 2")
-    assert "of 100 tokens: such samples would be malformed for 100% of the prompts; responses of up to about " in told
-    [room] = map(int, re.findall(r"up to about (\d+) tokens fit", told))
-    assert 60 < room < 80, "a prompt takes 23 tokens, and what is around the answer a few more"
-    [told] = clashes(doctor, bt(scalar, model={"max_prompt_tokens": 10}), rollout={"max_new_tokens": 200})
-    assert told.startswith("✗ bt: ")
-    assert "not even an empty response fits into most of them" in told
-    # The longest prompts only: rows 0, 3, 6 and 9 of twelve ask for a number.
+def test_samples_too_long_for_the_reward_model_are_reported(doctor, scalar, tiny_models):
+    [found] = mismatches(doctor, scalar_reward(scalar, model={"max_prompt_tokens": 100}), rollout={"max_new_tokens": 200})
+    assert found.startswith("! bt: with rollout.max_new_tokens = 200 it reads up to 2")
+    assert "of 100 tokens: longer samples would be malformed for 100% of the prompts; responses of up to about " in found
+    [room] = map(int, re.findall(r"up to about (\d+) tokens fit", found))
+    assert 60 < room < 80, "a prompt takes 23 tokens, and the template around the answer a few more"
+    [found] = mismatches(doctor, scalar_reward(scalar, model={"max_prompt_tokens": 10}), rollout={"max_new_tokens": 200})
+    assert found.startswith("✗ bt: ")
+    assert "most prompts do not fit even with an empty response" in found
+    # Only the longest prompts exceed the limit: rows 0, 3, 6 and 9 of twelve ask for a number.
     lengths = sorted(_tokens(scalar, row) for row in prompt_rows())
     limit = lengths[-5] + 12 + 1
-    [told] = clashes(doctor, bt(scalar, model={"max_prompt_tokens": limit}))
-    assert "would be malformed for 33% of the prompts" in told
+    [found] = mismatches(doctor, scalar_reward(scalar, model={"max_prompt_tokens": limit}))
+    assert "would be malformed for 33% of the prompts" in found
     group = {"kind": "group_judge", "name": "g", "model": {"path": str(tiny_models["qwen2"]), "max_prompt_tokens": 900}}
-    told = clashes(doctor, {**group, "sampling": {"max_new_tokens": 8}}, rollout={"n": 8, "max_new_tokens": 100})
-    assert "such samples would be malformed for 100%" in told[0], "eight responses together"
-    assert clashes(doctor, {**group, "sampling": {"max_new_tokens": 8}}, rollout={"n": 2, "max_new_tokens": 100}) == []
+    found = mismatches(doctor, {**group, "sampling": {"max_new_tokens": 8}}, rollout={"n": 8, "max_new_tokens": 100})
+    assert "longer samples would be malformed for 100%" in found[0], "eight responses together"
+    assert mismatches(doctor, {**group, "sampling": {"max_new_tokens": 8}}, rollout={"n": 2, "max_new_tokens": 100}) == []
 
 
 def _tokens(scalar: Path, row: dict) -> int:
@@ -404,27 +406,27 @@ def _tokens(scalar: Path, row: dict) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"]) - 1
 
 
-def test_lengths_behind_a_server_are_an_estimate(doctor, server, tmp_path):
+def test_lengths_for_a_served_model_are_estimated(doctor, server, tmp_path):
     server.max_model_len = 1100
-    [told] = clashes(doctor, judged(server.url, tmp_path / "t.jinja"), rollout={"max_new_tokens": 500})
-    assert "of 76 tokens (an estimate: counted in the policy's tokens): such samples would be malformed for 100%" in told
+    [found] = mismatches(doctor, judge_reward(server.url, tmp_path / "t.jinja"), rollout={"max_new_tokens": 500})
+    assert "of 76 tokens (an estimate in the policy's tokens): longer samples would be malformed for 100%" in found
 
 
-def test_room_for_the_judges_own_answer(doctor, server, tmp_path):
-    def told(new: int, **model: int) -> list[str]:
-        reward = judged(server.url, tmp_path / "t.jinja", sampling={"max_new_tokens": new}, model=model)
-        return clashes(doctor, reward, stage="score")
+def test_missing_room_for_the_judges_answer_is_reported(doctor, server, tmp_path):
+    def found(new: int, **model: int) -> list[str]:
+        reward = judge_reward(server.url, tmp_path / "t.jinja", sampling={"max_new_tokens": new}, model=model)
+        return mismatches(doctor, reward, stage="score")
 
-    assert told(3000, max_prompt_tokens=1096) == []
-    [cut] = told(3000, max_prompt_tokens=2000)
-    assert cut.startswith("! judge: model.max_prompt_tokens 2,000 and sampling.max_new_tokens 3,000 are more than the 4,096 tokens")
-    assert cut.endswith("max_prompt_tokens: 1,096 leaves room for them")
-    [none] = told(4096)
-    assert none.startswith("✗ judge: sampling.max_new_tokens is 4,096, and the model takes 4,096 tokens in all")
+    assert found(3000, max_prompt_tokens=1096) == []
+    [cut] = found(3000, max_prompt_tokens=2000)
+    assert cut.startswith("! judge: model.max_prompt_tokens 2,000 plus sampling.max_new_tokens 3,000 exceeds its context of 4,096")
+    assert cut.endswith("Set max_prompt_tokens: 1,096")
+    [none] = found(4096)
+    assert none.startswith("✗ judge: sampling.max_new_tokens is 4,096 and the model's context 4,096: no room")
 
 
-def test_ready_prompts_with_the_policys_tokens(doctor, tiny_models, scalar, tmp_path):
-    policy = copied(tiny_models["llama"], tmp_path / "policy")
+def test_policy_tokens_in_a_raw_prompt_are_reported(doctor, tiny_models, scalar, tmp_path):
+    policy = copy_model(tiny_models["llama"], tmp_path / "policy")
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.add_tokens(["<call>"])
     tokenizer.save_pretrained(policy)
@@ -437,16 +439,14 @@ def test_ready_prompts_with_the_policys_tokens(doctor, tiny_models, scalar, tmp_
         "template": str(tmp_path / "raw.jinja"),
         "sampling": {"max_new_tokens": 4},
     }
-    [told] = clashes(doctor, reward, policy=policy)
-    assert (
-        "the policy's <call> would be read as 6 pieces of text: it stands in the ready prompt; write that with the reward" in told
-    )
+    [found] = mismatches(doctor, reward, policy=policy)
+    assert "the policy's <call> would be read as 6 tokens of plain text: it occurs in the raw prompt; use the reward" in found
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_adds_up_by_phase():
+def test_budget_adds_up_by_phase():
     budget = Budget(
         (
             Need("policy", ("sampling", "scoring", "training"), 10.0),
@@ -463,11 +463,11 @@ def test_a_budget_adds_up_by_phase():
     assert budget.peak == "sampling"
     assert budget.verdict == "tight"
     assert Budget(budget.needs, 73.0).verdict == "fits"
-    assert Budget(budget.needs, 45.0).verdict == "tight", "a cache makes do with less"
+    assert Budget(budget.needs, 45.0).verdict == "tight", "the cache can shrink"
     assert Budget(budget.needs, 44.0).verdict == "too much"
 
 
-def test_a_reward_models_memory_by_hand(tiny_models, scalar, tmp_path):
+def test_reward_model_memory_matches_a_manual_count(tiny_models, scalar, tmp_path):
     """Width 64, 2 layers, 2 heads of 16 for keys and values, MLP 160."""
     parameters = sum(tensor.numel() for tensor in load_file(scalar / "model.safetensors").values())
     judge = RewardModel(path=str(tiny_models["qwen2"]))
@@ -480,14 +480,14 @@ def test_a_reward_models_memory_by_hand(tiny_models, scalar, tmp_path):
         assert (plan.working, plan.elastic) == (3 * 7 * 2 * 2 * 32 * size, True)
 
 
-def test_parameters_are_counted_in_every_file(scalar, tmp_path):
+def test_parameters_are_counted_across_shards(scalar, tmp_path):
     tensors = load_file(scalar / "model.safetensors")
-    sharded = copied(scalar, tmp_path / "sharded", without="model.safetensors")
+    sharded = copy_model(scalar, tmp_path / "sharded", without="model.safetensors")
     names = sorted(tensors)
-    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
-    for file, some in parts.items():
-        save_file({name: tensors[name] for name in some}, sharded / file)
-    weight_map = {name: file for file, some in parts.items() for name in some}
+    shards = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, in_shard in shards.items():
+        save_file({name: tensors[name] for name in in_shard}, sharded / file)
+    weight_map = {name: file for file, in_shard in shards.items() for name in in_shard}
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert count_parameters(str(sharded)) == count_parameters(str(scalar)) == sum(t.numel() for t in tensors.values())
     (sharded / "b.safetensors").write_bytes(b"short")
@@ -508,11 +508,11 @@ def budget_of(tmp_path, tiny_model, prompts_file, monkeypatch):
     return plan
 
 
-def test_placement_decides_when_a_model_counts(budget_of, scalar, tiny_models):
+def test_placement_decides_in_which_phases_a_model_counts(budget_of, scalar, tiny_models):
     plain, _ = budget_of({"kind": "exact"})
     weights = 4 * count_parameters(str(scalar))
     working = TOKENS_PER_PASS["cpu"] * 4 * (6 * 64 + 2 * 32 + 3 * 160)
-    resident, _ = budget_of(bt(scalar))
+    resident, _ = budget_of(scalar_reward(scalar))
     added = {phase: resident.at(phase) - plain.at(phase) for phase in ("sampling", "scoring", "training")}
     assert added == pytest.approx({"sampling": weights + working, "scoring": weights + working, "training": weights})
     judge = {
@@ -521,7 +521,7 @@ def test_placement_decides_when_a_model_counts(budget_of, scalar, tiny_models):
         "sampling": {"max_new_tokens": 24},
     }
     cache = 12 * (64 + 12 + 24) * 2 * 2 * 32 * 4  # 3 prompts × 4 samples; prompt, response and answer
-    both, _ = budget_of(bt(scalar, model={"placement": "offload"}), judge)
+    both, _ = budget_of(scalar_reward(scalar, model={"placement": "offload"}), judge)
     largest = max(weights + working, 4 * count_parameters(str(tiny_models["qwen2"])) + cache)
     added = {phase: both.at(phase) - plain.at(phase) for phase in ("sampling", "scoring", "training")}
     assert added == pytest.approx({"sampling": 0, "scoring": largest, "training": 0})
@@ -529,39 +529,39 @@ def test_placement_decides_when_a_model_counts(budget_of, scalar, tiny_models):
     assert served == plain
 
 
-def test_what_does_not_fit_says_what_to_change(budget_of, scalar):
-    budget, [(mark, text)] = budget_of(bt(scalar))
+def test_memory_shortage_names_the_settings_to_change(budget_of, scalar):
+    budget, [(mark, text)] = budget_of(scalar_reward(scalar))
     assert mark == "✓"
     assert text.startswith("cpu: at most 0.1 GB of ")
     most = budget.at(budget.peak)
-    _, [(mark, text)] = budget_of(bt(scalar), there=1.05 * most)
+    _, [(mark, text)] = budget_of(scalar_reward(scalar), there=1.05 * most)
     assert mark == "!"
-    assert ": tight, and where memory is short" in text
-    _, [(mark, text)] = budget_of(bt(scalar), there=0.5 * most)
+    assert ": tight; when memory runs short" in text
+    _, [(mark, text)] = budget_of(scalar_reward(scalar), there=0.5 * most)
     assert mark == "✗"
-    assert text.endswith("placement: offload takes bt away while others work; placement: server, altogether.")
-    _, [(mark, text)] = budget_of(bt(scalar, model={"placement": "offload"}), there=0.5 * most)
+    assert text.endswith("placement: offload frees bt while other models run; placement: server moves it to another process.")
+    _, [(mark, text)] = budget_of(scalar_reward(scalar, model={"placement": "offload"}), there=0.5 * most)
     assert mark == "✗"
     assert "Lower train.tokens_per_micro_batch, placement: server for the reward models" in text
 
 
-def test_a_server_that_is_launched_is_told_apart(budget_of, scalar):
+def test_launched_server_is_reported_outside_the_budget(budget_of, scalar):
     plain, _ = budget_of({"kind": "exact"})
-    budget, found = budget_of(bt(scalar, model={"placement": "launch"}))
+    budget, findings = budget_of(scalar_reward(scalar, model={"placement": "launch"}))
     assert budget == plain
-    assert found[1][1].startswith("bt: placement: launch starts a server on this machine, which is not in the table")
+    assert findings[1][1].startswith("bt: placement: launch starts a server on this machine, which is not in the table")
 
 
-def test_the_table_is_printed(doctor, scalar, tiny_model):
-    _, _, out = doctor(bt(scalar), stage="rl")
+def test_memory_table_is_printed(doctor, scalar, tiny_model):
+    _, _, out = doctor(scalar_reward(scalar), stage="rl")
     table = out.split("Memory on cpu, ")[1].split("\n\n")[0].splitlines()
     assert table[1].split() == ["sampling", "scoring", "training"]
     assert [line.split("  ")[1] for line in table[2:]] == [
         "policy: weights", "policy: moments, masters", "policy: gradients", "policy: activations, logits", "cache: 12 × 76 tokens",
-        "bt: weights, resident", "bt: while it scores", "together",
+        "bt: weights, resident", "bt: while it scores", "total",
     ]  # fmt: skip
-    assert AutoConfig.from_pretrained(tiny_model).num_hidden_layers == 2, "what the sizes above are of"
-    _, _, out = doctor(bt(scalar))
+    assert AutoConfig.from_pretrained(tiny_model).num_hidden_layers == 2, "the cache size above is for two layers"
+    _, _, out = doctor(scalar_reward(scalar))
     assert "Memory on cpu" in out
     assert ", while scoring" in out
     assert "policy" not in out

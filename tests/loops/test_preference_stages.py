@@ -319,13 +319,13 @@ def test_doctor_on_pairs(tmp_path, plaudit, tiny_model, pairs_file, stage):
     assert "the chosen answer is the longer one in" in out
     assert "steps of 6 pairs" in out
     assert "The first pair's chosen conversation as the" in out
-    assert ("gets a new head for scores" in out) == (stage == "reward-model")
-    assert ("prompts are the same tokens in training and in sampling" in out) == (stage == "dpo")
+    assert ("gets a new score head" in out) == (stage == "reward-model")
+    assert ("prompts have the same tokens in training and sampling" in out) == (stage == "dpo")
     equal = write_jsonl(tmp_path / "equal.jsonl", [{"prompt": "?", "chosen": "3", "rejected": "3", "margin": 1}, *pair_rows(4)])
     code, out, _ = plaudit("doctor", recipe, f"data.train={equal}")
     assert code == 1
-    assert "1 of them have the same chosen and rejected: an error" in out
-    assert ("has a column `margin`, which is not used" in out) == (stage == "reward-model")
+    assert "1 pairs have identical chosen and rejected answers: an error" in out
+    assert ("the column `margin` is not used" in out) == (stage == "reward-model")
 
 
 def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model):
@@ -333,7 +333,7 @@ def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model
     out = plaudit("doctor", write_recipe(tmp_path / "r.yaml", {"stage": "dpo", **pair_recipe(tiny_model, rows, tmp_path / "run")}))[
         1
     ]
-    assert "the longer one in 100% of the pairs: length alone would tell them apart" in out
+    assert "the longer one in 100% of the pairs: the model may learn length instead of quality" in out
 
 
 @pytest.mark.parametrize(

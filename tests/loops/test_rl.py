@@ -1122,8 +1122,8 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, ti
     assert code == 0
     for line in (
         "train: 12 prompts rendered: ",
-        "at most 2 steps of 3 prompts × 4 samples, 1 updates each",
-        "the longest prompt and max_new_tokens are ",
+        "at most 2 steps of 3 prompts × 4 samples, 1 updates per step",
+        "the longest prompt plus max_new_tokens is ",
         "for the ground truth, 0 for an empty answer; weight 1, on failure drop",
     ):
         assert f" {line}" in out
@@ -1132,7 +1132,9 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, ti
     for setting in ("rollout", "validation"):
         code, out, _ = plaudit("doctor", recipe(), f"{setting}.max_new_tokens=2040")
         assert code == 1
-        assert f"✗ context  the longest prompt and max_new_tokens are {2040 + longest:,} tokens; the model takes 2,048" in out
+        assert (
+            f"✗ context  the longest prompt plus max_new_tokens is {2040 + longest:,} tokens; the model's context is 2,048" in out
+        )
     code, out, _ = plaudit("doctor", recipe(), f"rollout.max_new_tokens={2048 - longest}")
     assert code == 0
     code, out, _ = plaudit("doctor", recipe(reward=write_function(tmp_path / "mine.py", "import nothing_of_that_name")))
@@ -1143,7 +1145,7 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, ti
     vars(config)["max_position_embeddings"] = None
     monkeypatch.setattr("plaudit.doctor.rows.AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config))
     code, out, _ = plaudit("doctor", recipe())
-    assert "the model takes any number" in out
+    assert "the model's context is unlimited" in out
 
 
 # What a review found -------------------------------------------------------------------------------------------------

@@ -447,8 +447,8 @@ def test_doctor_tells_what_is_seldom_meant(recipe):
         return " ".join(text for _, text in check_algorithm(loaded))
 
     assert told() == told(loss="gspo", clip_ratio=[3e-4, 4e-4]) == told(loss="cispo") == ""
-    assert "GSPO's own are [0.0003, 0.0004]" in told(loss="gspo")
-    assert "only the first of 2 updates a step" in told(loss="policy_gradient")
+    assert "GSPO's paper uses [0.0003, 0.0004]" in told(loss="gspo")
+    assert "only the first of 2 updates per step" in told(loss="policy_gradient")
 
 
 def test_recipe_lines_of_the_documentation_are_valid():

@@ -598,13 +598,13 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(rm), "pretrain_steps": 2}))
     said = " ".join(out.split())
     assert code == 0
-    assert f"{rm} with its own head; the first 2 steps are its alone" in said
-    assert "critic.pretrain_steps is 2 and run.max_steps 2: the policy would never learn" in said
+    assert f"{rm} with its own head; the first 2 steps train only the critic" in said
+    assert "critic.pretrain_steps is 2 and run.max_steps 2: the policy never trains" in said
 
     code, out, _ = plaudit("doctor", recipe(critic={"shared": True, "pretrain_steps": 1}))
     said = " ".join(out.split())
     assert code == 0
-    assert "head on the policy's own layers: the value loss counts 0.5 there; the first 1 steps are its alone" in said
+    assert "head on the policy's own layers: value loss coefficient 0.5; the first 1 steps train only the critic" in said
     assert "critic: weights" not in out
 
     code, out, _ = plaudit("doctor", recipe(critic={"gradient_checkpointing": 99}))

@@ -312,7 +312,7 @@ def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model,
     assert "none of 2 layers" in " ".join(out.split())
     code, out, _ = plaudit("doctor", file, "model.gradient_checkpointing=3")
     assert code == 1
-    assert "model.gradient_checkpointing is 3, and" in " ".join(out.split())
+    assert "model.gradient_checkpointing is 3, but" in " ".join(out.split())
     code, out, _ = plaudit("doctor", file, "model.liger=true")
     assert code == 1
     assert "Liger's kernels run on a GPU" in " ".join(out.split())

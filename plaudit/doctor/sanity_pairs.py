@@ -1,7 +1,7 @@
-"""A good and a bad answer to the same question: what a reward model must tell apart before it is worth asking.
+"""Sanity pairs: a good and a bad answer to the same question, which any useful reward model tells apart.
 
-They come from the recipe's rows: the ground truth, and the ground truth of another row. Where rows have none that is an answer, and
-where there are no rows, three obvious ones are taken. Either way they are dressed so that the reward's `view` finds them.
+They come from the recipe's rows: the ground truth, against that of another row. Without rows, or if no ground truth is a plain
+answer, three built-in pairs are used. Answers are formatted so that the reward's `view` extracts them.
 """
 
 import json
@@ -12,7 +12,7 @@ from plaudit.recipe import RewardSettings, View
 from plaudit.rewards.view import read_longcot_config
 from plaudit.types import Prompt
 
-FROM_ROWS = 2
+MAX_PAIRS_FROM_ROWS = 2
 GIBBERISH = "wug the 77 of blorp blorp ] and and zzt"
 
 
@@ -26,7 +26,7 @@ def _pair(question: str, truth: str, good: str, bad: str) -> Pair:
     return Pair(Prompt(f"built-in: {question}", [{"role": "user", "content": question}], "", truth), good, bad)
 
 
-BUILT_IN = (
+BUILT_IN_PAIRS = (
     _pair("What is 7 + 5?", "12", "7 + 5 = 12", "7 + 5 = 31"),
     _pair("What is the capital of France?", "Paris", "The capital of France is Paris.", "The capital of France is Berlin."),
     _pair(
@@ -37,36 +37,36 @@ BUILT_IN = (
     ),
 )
 
-BUILT_IN_IDS = frozenset(pair.prompt.id for pair in BUILT_IN)
+BUILT_IN_IDS = frozenset(pair.prompt.id for pair in BUILT_IN_PAIRS)
 
 
-def pairs_for(reward: RewardSettings, prompts: Sequence[Prompt]) -> list[Pair]:
-    """As the policy would write them."""
-    told = [(prompt, truth) for prompt in prompts if reward.applies_to(prompt) and (truth := _truth(prompt.ground_truth))]
-    others = [truth for _, truth in told]
-    found = [
-        Pair(prompt, truth, next((one for one in others if one.casefold() != truth.casefold()), GIBBERISH))
-        for prompt, truth in told
+def make_pairs(reward: RewardSettings, prompts: Sequence[Prompt]) -> list[Pair]:
+    """Pairs for this reward, formatted as the policy would write them."""
+    answered = [(prompt, answer) for prompt in prompts if reward.applies_to(prompt) and (answer := _answer(prompt.ground_truth))]
+    answers = [answer for _, answer in answered]
+    from_rows = [
+        Pair(prompt, good, next((bad for bad in answers if bad.casefold() != good.casefold()), GIBBERISH))
+        for prompt, good in answered
     ]
-    chosen = found[:FROM_ROWS] or BUILT_IN
-    return [Pair(pair.prompt, dressed(reward.view, pair.good), dressed(reward.view, pair.bad)) for pair in chosen]
+    pairs = from_rows[:MAX_PAIRS_FROM_ROWS] or BUILT_IN_PAIRS
+    return [Pair(pair.prompt, format_answer(reward.view, pair.good), format_answer(reward.view, pair.bad)) for pair in pairs]
 
 
-def _truth(given: Any) -> str | None:
-    """The ground truth, if it is an answer and not something to compute one with."""
-    if isinstance(given, list) and given:
-        given = given[0]
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
+def _answer(ground_truth: Any) -> str | None:
+    """The ground truth if it is a plain answer, not structured data for a rule."""
+    if isinstance(ground_truth, list) and ground_truth:
+        ground_truth = ground_truth[0]
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
         return None
-    text = str(given).strip()
+    text = str(ground_truth).strip()
     try:
         return None if isinstance(json.loads(text), dict | list) else text
     except ValueError:
         return text or None
 
 
-def dressed(view: View, answer: str) -> str:
-    """A response in which the view finds this answer."""
+def format_answer(view: View, answer: str) -> str:
+    """A response from which the view extracts this answer."""
     match view.extract:
         case "boxed":
             answer = f"\\boxed{{{answer}}}"

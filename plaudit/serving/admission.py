@@ -1,0 +1,160 @@
+"""Admission control: bearer token, body size, requests in flight.
+
+Plain ASGI middleware: the application only sees complete bodies within the limits, and rejected bodies are never stored.
+"""
+
+import asyncio
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from plaudit.serving.schemas import dump
+from plaudit.serving.service import Service
+
+PUBLIC_PATHS = ("/health", "/docs", "/openapi.json")
+"""Paths without a token: they expose neither the recipe nor users' data."""
+BODY_TIMEOUT_S = 60.0
+"""Time limit for receiving a body."""
+DRAIN_TIMEOUT_S, DRAIN_BYTES = 5.0, 256 * 2**20
+"""A rejected body is drained up to these limits: many clients read the response only after sending all of it."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected before the response."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_body_bytes: int
+    max_items: int
+    max_in_flight: int
+
+
+def error_response(
+    status: int, cause: str, message: str, problems: Sequence[Mapping[str, str]] = (), headers: Mapping[str, str] | None = None
+) -> Response:
+    body = {"cause": cause, "message": message, "problems": list(problems)}
+    return Response(dump(body), status, headers, media_type="application/json")
+
+
+class AdmissionControl:
+    def __init__(self, app: ASGIApp, service: Service, limits: Limits, token: str | None, paths: Sequence[str]):
+        """`paths`: the known paths for the request metrics; all others are counted as "other"."""
+        self._app, self._service, self._limits, self._paths = app, service, limits, frozenset(paths)
+        self._token = None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), CLIENT_CLOSED_REQUEST
+
+        async def record_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._admit(scope, receive, record_status)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._service.metrics.count_request(path, status, time.perf_counter() - start)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, metrics = Headers(scope=scope), self._service.metrics
+        rejection = self._reject(scope, headers)
+        if rejection is not None:
+            await _drain(headers, receive)
+            await rejection(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        else:
+            metrics.in_flight += 1
+            try:
+                body = await self._read_body(headers, receive)
+                if isinstance(body, Response):
+                    await body(scope, receive, send)
+                elif body is not None:
+                    await self._app(scope, _replay(body, receive), send)
+            finally:
+                metrics.in_flight -= 1
+
+    def _reject(self, scope: Scope, headers: Headers) -> Response | None:
+        """The error response for a request rejected before its body is read, or None."""
+        state, in_flight = self._service.state, self._service.metrics.in_flight
+        if self._token is not None and scope["path"] not in PUBLIC_PATHS and not self._authorised(headers.get("authorization", "")):
+            message = "missing or wrong token; send Authorization: Bearer TOKEN"
+            return error_response(401, "unauthorised", message, headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] != "POST":
+            return None
+        if state != "ready":
+            return error_response(503, state, f"the service is {state}", headers={"Retry-After": "1"})
+        if in_flight >= self._limits.max_in_flight:
+            message = f"{in_flight} requests are in flight; retry later, or start the service with a larger --max-in-flight"
+            return error_response(429, "busy", message, headers={"Retry-After": "1"})
+        return None
+
+    def _authorised(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        assert self._token is not None
+        return hmac.compare_digest(token.strip().encode(), self._token) and scheme.lower() == "bearer"
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes | Response | None:
+        """The complete body, an error response if it is too large or too slow, or None if the client disconnected."""
+        limit, size, chunks = self._limits.max_body_bytes, 0, []
+        content_length = headers.get("content-length", "")
+        too_large = content_length.isdecimal() and int(content_length[:20]) > limit
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while not too_large:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    too_large = size > limit
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            return error_response(
+                408, "slow", f"the body did not arrive within {BODY_TIMEOUT_S:g} s", headers={"Connection": "close"}
+            )
+        if not too_large:
+            return b"".join(chunks)
+        await _drain(headers, receive)
+        message = (
+            f"the body exceeds {limit:,} bytes; send fewer items per request, or start the service with a larger --max-body-bytes"
+        )
+        return error_response(413, "too_large", message, headers={"Connection": "close"})
+
+
+async def _drain(headers: Headers, receive: Receive) -> None:
+    if headers.get("expect") is not None:  # the client sends the body only after 100 Continue
+        return
+    remaining = DRAIN_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            while remaining > 0:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                remaining -= len(message.get("body", b""))
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the body in one message, then passes through (to the client's disconnect)."""
+    sent = False
+
+    async def receive_body() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_body
