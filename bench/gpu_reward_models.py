@@ -148,15 +148,15 @@ def packed(job: dict) -> dict:
 
     from plaudit.models.scalar import load_scalar
     from plaudit.recipe.reward_models import RewardModel
-    from plaudit.rollout.native.whole import WholePass
+    from plaudit.rollout.native.scoring_pass import ScoringPass
 
     device = torch.device(job["device"])
     model = load_scalar(RewardModel(path=job["folder"], dtype="bfloat16", device=job["device"]), device)
     sequences = sequences_of(job)
     rates, scores = {}, {}
     for name, states, together in (
-        ("fused layers", WholePass(model.decoder), len(sequences)),
-        (f"fused layers, {GROUP} at a time", WholePass(model.decoder), GROUP),
+        ("fused layers", ScoringPass(model.decoder), len(sequences)),
+        (f"fused layers, {GROUP} at a time", ScoringPass(model.decoder), GROUP),
         ("modules", None, len(sequences)),
     ):
         model.states = states

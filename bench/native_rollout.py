@@ -58,7 +58,7 @@ from plaudit.rollout.native import forward, sampler
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.noise import position_keys
-from plaudit.rollout.native.sampler import standings
+from plaudit.rollout.native.sampler import draw_scores
 from plaudit.seeding import stable_seed
 from plaudit.train.trainer import Trainer
 from plaudit.types import Example, Experience, Group, Prompt, Sample, Score, ScoredGroup
@@ -475,7 +475,7 @@ def race(right: PreTrainedModel, request: Request, index: int, tokens: np.ndarra
     """[t, V]: what each token must have been the largest of, noise included."""
     key = stable_seed(sampling.seed, sampling.step, request.prompt_id, index)
     keys = torch.tensor(key - (1 << 64) if key >> 63 else key).expand(len(tokens))
-    return standings(right_logits(right, request, tokens), position_keys(keys, torch.arange(len(tokens))), sampling)
+    return draw_scores(right_logits(right, request, tokens), position_keys(keys, torch.arange(len(tokens))), sampling)
 
 
 def off(subject: Subject, drawn: list[tuple[Request, Sample]], sampling: Sampling, right: PreTrainedModel | None = None) -> Verdict:
@@ -584,7 +584,7 @@ def check_preempted(make: Callable[..., Subject]) -> Verdict:
     requests, sampling = prompts_of((40, 33, 8, 57, 3, 70), n=3), Sampling(max_new_tokens=150, temperature=0.9)
     subject = make(ends=0)
     plenty, before = subject.sample(requests, sampling), subject.engine.preempted
-    subject.engine._room = lambda: 0
+    subject.engine._cache_budget = lambda: 0
     scarce = subject.sample(requests, sampling)
     near, found = off(subject, scarce, sampling)
     pairs = [(request, a.index, a.tokens, b.tokens) for (request, a), (_, b) in zip(plenty, scarce, strict=True)]

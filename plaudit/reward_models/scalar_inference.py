@@ -18,7 +18,7 @@ from plaudit.reward_models.backend import ScalarScore
 from plaudit.reward_models.batch_bisection import bisect_failures, failure_of
 from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed
-from plaudit.rollout.native.whole import WholePass
+from plaudit.rollout.native.scoring_pass import ScoringPass
 from plaudit.types import Failure, Message
 
 Conversation = list[Message]
@@ -41,7 +41,7 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
     def take(self, model: ScalarModel) -> None:
         self.model = model
         if can_fuse(model.decoder):
-            model.states, self._verified = WholePass(model.decoder, verify=not self._verified), True
+            model.states, self._verified = ScoringPass(model.decoder, verify=not self._verified), True
 
     def release(self) -> None:
         if self.model is not None:

@@ -1,1 +1,1 @@
-"""The engine that is plaudit's own: it samples with the modules and weights that the trainer updates."""
+"""plaudit's own rollout engine, which samples with the trainer's modules and weights."""

@@ -1,38 +1,38 @@
-"""Which blocks of the cache are free, and who holds the others. A block that several sequences read is held once by each."""
+"""Reference-counted allocation of cache blocks. A block that several sequences share counts once for each."""
 
 import heapq
 
 
-class Blocks:
+class BlockAllocator:
     def __init__(self, total: int):
         self.total = total
-        self._free = list(range(total))  # a heap: the lowest come first, so that memory in use stays together
-        self._holders = [0] * total
+        self._free = list(range(total))  # a heap: lowest first, which keeps the memory in use together
+        self._counts = [0] * total
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         block = heapq.heappop(self._free)
-        self._holders[block] = 1
+        self._counts[block] = 1
         return block
 
     def share(self, block: int) -> int:
-        assert self._holders[block] > 0
-        self._holders[block] += 1
+        assert self._counts[block] > 0
+        self._counts[block] += 1
         return block
 
-    def give_back(self, block: int) -> None:
-        assert self._holders[block] > 0
-        self._holders[block] -= 1
-        if not self._holders[block]:
+    def release(self, block: int) -> None:
+        assert self._counts[block] > 0
+        self._counts[block] -= 1
+        if not self._counts[block]:
             heapq.heappush(self._free, block)
 
-    def exchange(self, block: int, free: int) -> None:
-        """The holder of a block gets a free one in its place."""
+    def swap(self, block: int, free: int) -> None:
+        """Replace an allocated block by a given free one."""
         self._free.remove(free)
         heapq.heapify(self._free)
-        self._holders[free] = self._holders[block]
-        self._holders[block] = 0
+        self._counts[free] = self._counts[block]
+        self._counts[block] = 0
         heapq.heappush(self._free, block)

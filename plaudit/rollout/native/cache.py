@@ -1,7 +1,7 @@
-"""Keys and values of what has been read and written, in blocks of some tokens; a sequence's table says which blocks are its own.
+"""The paged KV cache: keys and values in blocks of tokens, found through a block table per row.
 
-On a GPU blocks are small, so that sequences take what they use and the samples of a prompt share its blocks. On a CPU, whose
-attention wants a sequence in one piece, a block is as long as the longest sequence, and row i lies in block i.
+On a GPU blocks are small, so that sequences take only what they use and the samples of a prompt share its blocks. On a CPU, where
+attention needs a sequence's keys contiguous, a block is as long as the longest sequence and row i uses block i.
 """
 
 import math
@@ -17,8 +17,8 @@ from torch import Tensor
 from plaudit.errors import PlauditError
 from plaudit.models.heads import Heads, block_tokens
 
-FREE_SHARE = 0.92  # of what is free, at most: activations need some
-COPIED_AT_ONCE = 32  # blocks, which lie in memory a second time while they are copied
+FREE_SHARE = 0.92  # of free memory, at most: activations need some
+COPIED_AT_ONCE = 32  # blocks: a copy needs temporary memory of the same size
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class CacheShape:
 
     @property
     def gpu_block_tokens(self) -> int:
-        """As many as a program of attention meets at once, in training too."""
+        """The block size of the attention kernels, in training too."""
         return block_tokens(self.heads.size)
 
 
-class CacheView:
-    """[block, layer, key or value, kv head, position in block, head size], and the tables of the rows that read it.
+class KVCache:
+    """Memory [block, layer, key or value, kv head, position in block, head size], and the block tables of the rows.
 
-    Kernels find the memory through `base`, a number on the device (how many elements behind `anchor` it begins): it may lie
-    elsewhere in the next call, and what was captured in a graph still holds.
+    Kernels find the memory through `base`, a number on the device: its offset from `anchor`, in elements. So captured graphs stay
+    valid when the next call's memory has another address.
     """
 
     def __init__(self, shape: CacheShape, rows: int, blocks_per_row: int, *, block_tokens: int):
@@ -51,82 +51,83 @@ class CacheView:
         self.strides = (shape.layers * 2 * part, 2 * part, part)
         self.anchor = torch.empty(256, dtype=shape.dtype, device=shape.device)
         self.base = torch.zeros(1, dtype=torch.int64, device=shape.device)
-        self.tables = torch.zeros(rows, blocks_per_row, dtype=torch.int32, device=shape.device)
+        self.block_tables = torch.zeros(rows, blocks_per_row, dtype=torch.int32, device=shape.device)
         self.memory: Tensor | None = None
-        self.in_order = False
-        """Row i lies in block i."""
+        self.blocks_match_rows = False
+        """Row i uses block i."""
 
-    def serves(self, shape: CacheShape, block_tokens: int, tables: tuple[int, int]) -> bool:
-        rows, blocks_per_row = self.tables.shape
+    def fits(self, shape: CacheShape, block_tokens: int, tables: tuple[int, int]) -> bool:
+        """Whether this cache can serve such a call; `tables`: rows and blocks per row."""
+        rows, blocks_per_row = self.block_tables.shape
         return (self.shape, self.block_tokens) == (shape, block_tokens) and rows >= tables[0] and blocks_per_row >= tables[1]
 
-    def seen_by(self, tables: Tensor) -> "CacheView":
-        """The same memory through other tables."""
+    def with_block_tables(self, tables: Tensor) -> "KVCache":
+        """The same memory seen through other block tables."""
         view = copy(self)
-        view.tables, view.in_order = tables, False
+        view.block_tables, view.blocks_match_rows = tables, False
         return view
 
     @property
     def block_bytes(self) -> int:
         return self.shape.bytes_per_token * self.block_tokens
 
-    def take_memory(self, blocks: int, least: int = 1) -> int:
-        """Memory for so many blocks, or for as many as others have left us, if that is enough for the least; returns how many."""
+    def allocate(self, blocks: int, min_blocks: int = 1) -> int:
+        """Allocate `blocks` blocks, or as many as fit, but at least `min_blocks`; returns their number."""
         heads, device = self.shape.heads, self.shape.device
         self.memory = None
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < blocks * self.block_bytes / FREE_SHARE:
-            torch.cuda.empty_cache()  # what training keeps for later
-            blocks = blocks_that_fit(blocks, least, self.block_bytes, torch.cuda.mem_get_info(device)[0])
+            torch.cuda.empty_cache()  # memory that training has cached
+            blocks = blocks_that_fit(blocks, min_blocks, self.block_bytes, torch.cuda.mem_get_info(device)[0])
         size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
         on_cpu = device.type == "cpu"
         self.memory = _lazily_zero(size, self.shape.dtype) if on_cpu else torch.empty(size, dtype=self.shape.dtype, device=device)
         self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
         return blocks
 
-    def release_memory(self) -> None:
+    def release(self) -> None:
         self.memory = None
         if self.shape.device.type == "cuda":
-            # To the driver, as one piece: or training's small tensors settle in it and the next call needs another.
+            # To the driver, in one piece: otherwise training's small tensors fragment it and the next call needs new memory.
             torch.cuda.empty_cache()
 
     def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
-        """The first tokens of blocks to others. On a CPU all at once: there, one may go where another comes from."""
+        """Copy the first tokens of blocks, as (source, target). On a CPU all at once, since a target may also be a source."""
         assert self.memory is not None
-        together = len(moves) if self.shape.device.type == "cpu" else COPIED_AT_ONCE
-        for some in (moves[start : start + together] for start in range(0, len(moves), together)):
-            sources, targets = to_device(np.array(some).T, self.shape.device)
+        batch = len(moves) if self.shape.device.type == "cpu" else COPIED_AT_ONCE
+        for some_moves in (moves[start : start + batch] for start in range(0, len(moves), batch)):
+            sources, targets = to_device(np.array(some_moves).T, self.shape.device)
             self.memory[targets, ..., :tokens, :] = self.memory[sources, ..., :tokens, :]
 
-    def set_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
+    def set_block_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
         device = self.shape.device
-        self.tables.index_copy_(0, to_device(np.array(rows), device), to_device(tables, device, torch.int32))
+        self.block_tables.index_copy_(0, to_device(np.array(rows), device), to_device(tables, device, torch.int32))
 
 
-def blocks_that_fit(wanted: int, least: int, block_bytes: int, free: int) -> int:
-    there, gigabytes = int(FREE_SHARE * free) // block_bytes, block_bytes / 1e9
-    if there < min(wanted, least):
+def blocks_that_fit(wanted: int, min_blocks: int, block_bytes: int, free: int) -> int:
+    available, gigabytes = int(FREE_SHARE * free) // block_bytes, block_bytes / 1e9
+    if available < min(wanted, min_blocks):
         raise PlauditError(
-            f"{free / 1e9:.1f} GB of GPU memory are free, and keys and values of one sequence take {least * gigabytes:.1f}: "
-            "lower max_new_tokens or max_prompt_tokens, or make others take less"
+            f"{free / 1e9:.1f} GB of GPU memory are free, but the KV cache of one sequence takes {min_blocks * gigabytes:.1f}: "
+            "lower max_new_tokens or max_prompt_tokens, or free GPU memory"
         )
-    if there < wanted:
+    if available < wanted:
         warnings.warn(
-            f"others take so much GPU memory that {there * gigabytes:.1f} GB instead of {wanted * gigabytes:.1f} are for keys "
-            "and values: sampling takes longer, and a repeated run may put other sequences side by side",
+            f"other uses of GPU memory leave {available * gigabytes:.1f} GB for the KV cache instead of {wanted * gigabytes:.1f}: "
+            "sampling takes longer, and a repeated run may batch sequences differently",
             stacklevel=2,
         )
-    return min(wanted, there)
+    return min(wanted, available)
 
 
 def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Without waiting for what the device is doing."""
+    """Copy to the device without waiting for work in progress."""
     tensor = torch.as_tensor(numbers, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _lazily_zero(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zero pages of the system, which take no memory before they are written: most rows never grow to their full length.
+    """The system's zero pages, which take no memory until they are written: most rows never reach their full length.
 
-    (And not empty: a mask takes a position's weight to 0, but 0 · NaN is NaN, and memory may hold anything.)
+    Not uninitialised memory: masked positions get weight 0, but 0 · NaN is NaN.
     """
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)

@@ -1,11 +1,11 @@
 """A model's layers, run for the engine.
 
 `FusedDecoder` computes what the Llama, Mistral, Qwen2 and Qwen3 modules of transformers compute, from their own weights, in fewer
-and larger steps: one product for queries, keys and values, one for gate and up, and the little work between products in one
-operation each. To be multiplied at once, weights have to lie side by side: a module's parameters become views of one tensor, which
-they stay for training, saving and everything else. There is no second copy.
+and larger operations: one product for queries, keys and values, one for gate and up, and one operation between two products. For
+this, the parameters of a module become views of one contiguous tensor, and remain so for training and saving. There is no second
+copy.
 
-`ModuleDecoder` runs any other model that goes through transformers' attention interface (and any with adapters) as it is.
+`ModuleDecoder` runs any other model that uses transformers' attention interface (and any with adapters) through its own modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,49 +20,49 @@ from plaudit.models.fused import linears_by_input
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.products import comes_in_parts, product, product_in_parts, weight_and_bias
 from plaudit.models.residual import is_precise
-from plaudit.rollout.native.attention import DecodeStep, ReadStep, WholeStep
-from plaudit.rollout.native.packed import packed
+from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringStep
+from plaudit.rollout.native.cpu_linear import prepack_linear
 
-MOST_POSITIONS = 1 << 17  # that rotations are computed for before anyone needs them
+MAX_POSITIONS = 1 << 17  # rotary tables are computed up to here in advance, beyond only as needed
 
 
 def addresses(model: PreTrainedModel) -> list[tuple[int, torch.dtype]]:
-    """Where the weights lie."""
+    """Addresses and dtypes of the weights."""
     return [(parameter.data_ptr(), parameter.dtype) for parameter in model.parameters()]
 
 
 class ModuleDecoder:
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self._at: list[tuple[int, torch.dtype]] = []
+        self._addresses: list[tuple[int, torch.dtype]] = []
 
     def refresh(self, longest: int) -> bool:
-        before, self._at = self._at, addresses(self.model)
-        return self._at != before
+        before, self._addresses = self._addresses, addresses(self.model)
+        return self._addresses != before
 
-    def pack(self) -> None:
-        """Adapters and layers we do not know stay as they are."""
+    def prepack(self) -> None:
+        """Does nothing: adapters and unknown layers stay as they are."""
 
-    def unpack(self) -> None:
+    def drop_prepacked(self) -> None:
         pass
 
-    def hidden(self, step: ReadStep | DecodeStep) -> Tensor:
+    def hidden(self, step: PrefillStep | DecodeStep) -> Tensor:
         arguments = {"input_ids": step.tokens_T[None], "position_ids": step.positions_T.clamp(min=0)[None], "kv": step}
         return self.model.get_decoder()(**arguments, use_cache=False).last_hidden_state[0]  # pyright: ignore
 
 
 class _Fused:
-    """Linear layers over the same input, side by side."""
+    """Linear layers over the same input, as one product."""
 
     def __init__(self, modules: Sequence[nn.Linear]):
         self.weight, self.bias = weight_and_bias(modules)
-        self.packed: Callable[[Tensor], Tensor] | None = None
+        self.prepacked: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return product(x_TD, self.weight, self.bias) if self.packed is None else self.packed(x_TD)
+        return product(x_TD, self.weight, self.bias) if self.prepacked is None else self.prepacked(x_TD)
 
     def in_parts(self, x_TI: Tensor) -> Tensor:
-        """Parts of it, fp32 [parts, T, D], for whoever adds them up anyway; or the whole, [T, D]."""
+        """Split-K partial sums in fp32 [parts, T, D], for a caller that adds them up; or the full product [T, D]."""
         return product_in_parts(x_TI, self.weight) if comes_in_parts(x_TI, self.weight, self.bias) else self(x_TI)
 
 
@@ -85,38 +85,38 @@ class FusedDecoder:
         self.model, self.heads = model, heads
         self.layers: list[_Layer] = []
         self.rotation: tuple[Tensor, Tensor] | None = None
-        self._at: list[tuple[int, torch.dtype]] = []
+        self._addresses: list[tuple[int, torch.dtype]] = []
 
     def refresh(self, longest: int) -> bool:
-        """Before a call: bring the weights together, unless they still are. True if anything lies elsewhere now."""
-        moved = self._at != addresses(self.model)
+        """Before a call: fuse the weights again if they have moved. True if any address has changed."""
+        moved = self._addresses != addresses(self.model)
         if moved:
             decoder: Any = self.model.get_decoder()
-            self.layers = []  # before there are others
+            self.layers = []  # free the old ones first
             self.layers = [_Layer(layer, self.model.config.rms_norm_eps) for layer in decoder.layers]
             self.embedding, self.norm = decoder.embed_tokens.weight, decoder.norm.weight
-            self._at = addresses(self.model)
+            self._addresses = addresses(self.model)
         if self.rotation is None or len(self.rotation[0]) < longest or self.rotation[0].dtype != self.model.dtype:
             self.rotation, moved = self._rotation(longest), True
         return moved
 
     def _rotation(self, longest: int) -> tuple[Tensor, Tensor]:
-        """What each position turns by, from the model's own module; for the whole context, so that it need not grow."""
+        """Rotary tables from the model's own module, for the full context so that they need not grow."""
         context = getattr(self.model.config, "max_position_embeddings", None) or next_power_of_2(longest)
-        at = torch.arange(max(longest, min(context, MOST_POSITIONS)), device=self.model.device)[None]
+        positions = torch.arange(max(longest, min(context, MAX_POSITIONS)), device=self.model.device)[None]
         x = torch.empty(1, dtype=self.model.dtype, device=self.model.device)
-        cos, sin = self.model.get_decoder().rotary_emb(x, position_ids=at)  # pyright: ignore
+        cos, sin = self.model.get_decoder().rotary_emb(x, position_ids=positions)  # pyright: ignore
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def pack(self) -> None:
+    def prepack(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):
-            fused.packed = packed(fused.weight, fused.bias)
+            fused.prepacked = prepack_linear(fused.weight, fused.bias)
 
-    def unpack(self) -> None:
+    def drop_prepacked(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):
-            fused.packed = None
+            fused.prepacked = None
 
-    def hidden(self, step: ReadStep | DecodeStep | WholeStep) -> Tensor:
+    def hidden(self, step: PrefillStep | DecodeStep | ScoringStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps
         assert self.rotation is not None
         x_TD, delta = nn.functional.embedding(step.tokens_T, self.embedding), None
@@ -126,9 +126,9 @@ class FusedDecoder:
             rotation = Rotation(*self.rotation, *layer.head_norms, eps)
             normed_TD, x_TD = ops.add_norm(x_TD, delta, layer.norms[0], eps)
             qkv_TE = layer.qkv(normed_TD)
-            if isinstance(step, ReadStep) and layer is self.layers[-1]:
-                step.keep(index, qkv_TE, self.heads, rotation)
-                return x_TD  # nobody wants to know what comes out of the last layer, only its keys and values
+            if isinstance(step, PrefillStep) and layer is self.layers[-1]:
+                step.write(index, qkv_TE, self.heads, rotation)
+                return x_TD  # prefill needs only the last layer's keys and values, not its output
             attended_TE = step.attend_fused(index, qkv_TE, self.heads, rotation, layer.scale, layer.window)
             normed_TD, x_TD = ops.add_norm(x_TD, layer.out.in_parts(attended_TE), layer.norms[1], eps)
             delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)))

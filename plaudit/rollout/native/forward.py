@@ -1,4 +1,4 @@
-"""The model's passes while sampling: over pieces of prompts, and one token further for every running sequence."""
+"""The model's forward passes while sampling: prefill, and one decode step for every running sequence."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,24 +11,24 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.fused import can_fuse
 from plaudit.models.heads import Heads
 from plaudit.models.logprobs import logits_of
-from plaudit.rollout.native.attention import DecodeStep, ReadStep
-from plaudit.rollout.native.cache import CacheShape, CacheView
+from plaudit.rollout.native.attention import DecodeStep, PrefillStep
+from plaudit.rollout.native.batch import BatchRows, DeviceSampling
+from plaudit.rollout.native.cache import CacheShape, KVCache
+from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, prepack_linear, prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
-from plaudit.rollout.native.graphs import Graphs, rounded_length
-from plaudit.rollout.native.packed import PAYS_AFTER_STEPS, packed, packing_pays
-from plaudit.rollout.native.rows import Draw, Rows
-from plaudit.rollout.native.scheduler import Piece
+from plaudit.rollout.native.graphs import DecodeGraphs, rounded_length
+from plaudit.rollout.native.scheduler import PrefillChunk
 
-LOGIT_ROWS = 256  # whose logits are held at a time, on a GPU: 150 MB for a vocabulary of 152k
+LOGIT_ROWS = 256  # rows whose logits are held at a time, on a GPU: 150 MB for a vocabulary of 152k
 
 
 class Forward:
     def __init__(self, model: PreTrainedModel):
         self.model, self.shape = model, cache_shape(model)
-        self.ops = operations_on(self.shape.device)
+        self.ops = ops_for(self.shape.device)
         self.decoder = FusedDecoder(model, self.shape.heads) if can_fuse(model) else ModuleDecoder(model)
-        self.graphs = Graphs(self.shape.device, trusted=isinstance(self.decoder, FusedDecoder))
-        self._packed_head: Callable[[Tensor], Tensor] | None = None
+        self.graphs = DecodeGraphs(self.shape.device, never_syncs=isinstance(self.decoder, FusedDecoder))
+        self._prepacked_head: Callable[[Tensor], Tensor] | None = None
         self._steps = 0
 
     @property
@@ -36,32 +36,32 @@ class Forward:
         return self.model.get_output_embeddings().weight  # pyright: ignore
 
     def begin(self, longest: int) -> None:
-        """A call of the engine: since the last one the weights may have changed, or lie elsewhere."""
+        """Start a call of the engine: since the last one the weights may have changed or moved."""
         if self.model.device != self.shape.device:
-            raise PlauditError(f"the model was moved to {self.model.device} after its engine was made: make another")
+            raise PlauditError(f"the model was moved to {self.model.device} after its engine was built: build a new one")
         if self.model.dtype != self.shape.dtype:
             self.shape = cache_shape(self.model)
         if self.decoder.refresh(longest):
-            self.graphs.forget()
+            self.graphs.clear()
 
     def end(self) -> None:
-        self._packed_head, self._steps = None, 0
-        self.decoder.unpack()
+        self._prepacked_head, self._steps = None, 0
+        self.decoder.drop_prepacked()
 
     @torch.inference_mode()
-    def read(self, pieces: Sequence[Piece], cache: CacheView) -> None:
-        """Keys and values of pieces of prompts, in one packed pass."""
-        self._for_sampling()
-        self.decoder.hidden(ReadStep(pieces, cache, self.ops))
+    def prefill(self, chunks: Sequence[PrefillChunk], cache: KVCache) -> None:
+        """Write keys and values of prompt chunks to the cache, in one packed pass."""
+        self._set_eval_mode()
+        self.decoder.hidden(PrefillStep(chunks, cache, self.ops))
 
     @torch.inference_mode()
-    def step(self, rows: Rows, count: int, cache: CacheView, longest: int, draw: Draw) -> None:
-        """One token for each of the first rows that has a sequence: from its embedding to the next token, drawn."""
-        self._for_sampling()
+    def step(self, rows: BatchRows, count: int, cache: KVCache, longest: int, sampling: DeviceSampling) -> None:
+        """One token for each sequence in the first `count` rows: from its embedding to the next token, sampled."""
+        self._set_eval_mode()
         self._steps += 1
-        if self._steps == PAYS_AFTER_STEPS and packing_pays(self.shape.device, self.shape.dtype):
-            self.decoder.pack()
-            self._packed_head = packed(self.head, None)
+        if self._steps == PREPACK_AFTER_STEPS and prepacking_helps(self.shape.device, self.shape.dtype):
+            self.decoder.prepack()
+            self._prepacked_head = prepack_linear(self.head, None)
         on_gpu = self.shape.device.type == "cuda"
         longest = rounded_length(longest) if on_gpu else longest
         chunk = LOGIT_ROWS if on_gpu else count
@@ -70,33 +70,33 @@ class Forward:
             hidden_BD = self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops))
             for start in range(0, count, chunk):
                 at = slice(start, min(start + chunk, count))
-                self.ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], draw)
+                self.ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], sampling)
 
-        self.graphs.run((count, longest, draw.kind), run)
+        self.graphs.run((count, longest, sampling.kind), run)
 
     @torch.inference_mode()
-    def logits(self, rows: Rows, count: int, cache: CacheView, longest: int) -> Tensor:
-        """Of the next tokens, without drawing any."""
-        self._for_sampling()
+    def logits(self, rows: BatchRows, count: int, cache: KVCache, longest: int) -> Tensor:
+        """Logits of the next tokens, without sampling any."""
+        self._set_eval_mode()
         longest = rounded_length(longest) if self.shape.device.type == "cuda" else longest
         return self._logits(self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops)))
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
-        return logits_of(hidden_BD, self.head) if self._packed_head is None else self._packed_head(hidden_BD).float()
+        return logits_of(hidden_BD, self.head) if self._prepacked_head is None else self._prepacked_head(hidden_BD).float()
 
-    def _for_sampling(self) -> None:
-        if self.model.training:  # asked every time: whoever takes the samples may train in between
+    def _set_eval_mode(self) -> None:
+        if self.model.training:  # checked every time: the caller may train between two samples
             self.model.eval()
 
 
-def operations_on(device: torch.device) -> Any:
+def ops_for(device: torch.device) -> Any:
     if device.type == "cuda":
         from plaudit.rollout.native import kernels
 
         return kernels
-    from plaudit.rollout.native import plain
+    from plaudit.rollout.native import torch_ops
 
-    return plain
+    return torch_ops
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:

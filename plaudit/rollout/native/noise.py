@@ -1,8 +1,8 @@
-"""Random numbers that are functions of a key: the same on every machine, for any batch, in any order.
+"""Random numbers as pure functions of a key: the same on every machine, in any batch, in any order.
 
 A sequence's key is a 64-bit hash of (seed, step, prompt id, sample index). Key and token position give a new key by splitmix64, and
-that key and the vocabulary index give 31 random bits by two rounds of a 32-bit mixer. Integers wrap around as they overflow.
-Indices below 0 are no tokens': the sampler gives them to what else needs noise.
+that key and the vocabulary index give 31 random bits by two rounds of a 32-bit mixer. Integers wrap around on overflow.
+Negative indices are not tokens: the sampler uses them for the noise of tiles.
 """
 
 import torch
@@ -21,7 +21,7 @@ def position_keys(keys_B: Tensor, positions_B: Tensor) -> Tensor:
 
 def gumbel(keys_B: Tensor, indices: Tensor | int) -> Tensor:
     """Standard Gumbel noise, fp32 [B, V]: −log(−log(1 − w)), w uniform with a resolution of 2^-32 near 0, where the winners are.
-    For a whole vocabulary of that size, or some `indices`: [V] of every key, or [B, V]."""
+    `indices`: the size of a full vocabulary, or the indices themselves, [V] for every key or [B, V]."""
     if isinstance(indices, int):
         indices = torch.arange(indices, device=keys_B.device)
     low_B, high_B = keys_B.to(torch.int32), (keys_B >> 32).to(torch.int32)
@@ -42,7 +42,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """To the right, filling with zeros: torch's integers are signed."""
+    """Logical right shift: torch's integers are signed."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

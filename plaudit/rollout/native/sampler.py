@@ -2,13 +2,14 @@
 
     token = argmax_v (z_v / temperature + g_v),   g standard Gumbel noise of the token's key
 
-draws from softmax(z / temperature) exactly: a race, which top-k, top-p and min-p take tokens out of. Noise for every token of a
-vocabulary takes longer than all else here. So where all tokens may be drawn, there are two races, and noise for some thousand:
+draws from softmax(z / temperature) exactly (the Gumbel-max trick); top-k, top-p and min-p exclude tokens from the argmax. Noise for
+a full vocabulary takes longer than everything else here. So if no token is excluded, the draw has two stages, which need noise for
+a few thousand tokens only:
 
     tile  = argmax_T (log Σ_{v ∈ T} exp(z_v / temperature) + g_T),   T tiles of 4,096 tokens
     token = argmax_{v ∈ tile} (z_v / temperature + g_v)
 
-which draws from the same distribution. The log-prob that is reported is of the whole softmax, as the trainer will compute it.
+and draws from the same distribution. The reported log-prob is that of the full softmax, as the trainer will compute it.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native.noise import gumbel
 
-TILE = 4096  # another number would draw other tokens from vocabularies that are larger
+TILE = 4096  # changing it changes the tokens drawn from larger vocabularies
 
 
 class Drawn(NamedTuple):
@@ -41,13 +42,13 @@ def draw(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Drawn:
         candidates_BV = keep_likely(scaled_BV, sampling.top_k, sampling.top_p, sampling.min_p)
         tokens_B = gumbel(keys_B, logits_BV.shape[1]).add_(candidates_BV).argmax(-1)
     else:
-        tokens_B = _two_races(scaled_BV, sums_BT, keys_B)
+        tokens_B = _draw_in_tiles(scaled_BV, sums_BT, keys_B)
     logprobs_B = _at(scaled_BV, tokens_B) - total_B
     return Drawn(tokens_B, logprobs_B, _at(logits_BV, tokens_B) - logits_BV.logsumexp(-1) if tempered else logprobs_B)
 
 
 def is_truncated(sampling: Sampling, vocabulary: int) -> bool:
-    """Whether some tokens may not be drawn."""
+    """Whether top-k, top-p or min-p exclude tokens."""
     return (sampling.top_k is not None and sampling.top_k < vocabulary) or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
@@ -64,8 +65,8 @@ def tile_noise(keys_B: Tensor, tiles: int) -> Tensor:
     return gumbel(keys_B, -1 - torch.arange(tiles, device=keys_B.device))
 
 
-def _two_races(scaled_BV: Tensor, sums_BT: Tensor, keys_B: Tensor) -> Tensor:
-    """Not for a vocabulary of one tile: the second race is all there is to it."""
+def _draw_in_tiles(scaled_BV: Tensor, sums_BT: Tensor, keys_B: Tensor) -> Tensor:
+    """First a tile, then a token in it. A vocabulary of a single tile needs only the second stage."""
     last = scaled_BV.shape[1] - 1
     tile_B = (sums_BT + tile_noise(keys_B, sums_BT.shape[1])).argmax(-1)
     token_BW = tile_B[:, None] * TILE + torch.arange(TILE, device=keys_B.device)
@@ -73,8 +74,8 @@ def _two_races(scaled_BV: Tensor, sums_BT: Tensor, keys_B: Tensor) -> Tensor:
     return _at(token_BW, scores_BW.masked_fill_(token_BW > last, -math.inf).argmax(-1))
 
 
-def standings(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Tensor:
-    """The draw as one argmax, for those who check it: what each token has, and lacks to have been drawn. [B, V]"""
+def draw_scores(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Tensor:
+    """Scores [B, V] whose argmax is the token that `draw` returns; for checks of how close a draw was."""
     if sampling.temperature == 0.0:
         return logits_BV
     scaled_BV, V = logits_BV / sampling.temperature, logits_BV.shape[1]
@@ -90,18 +91,18 @@ def standings(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Tensor:
 def keep_likely(logits_BV: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:
     """−inf for tokens outside the top k, then outside the top p of what is left, then below min_p times the likeliest.
 
-    Tokens as likely as the last one kept are kept too, so the result does not depend on how ties are sorted.
+    Ties with the last token kept are kept too, so the result does not depend on the sort order.
     """
     if top_k is not None and top_k < logits_BV.shape[1]:
         kth_B1 = logits_BV.topk(top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -math.inf)
     if top_p < 1.0:
         ordered_BV = logits_BV.sort(descending=True).values
-        # In whole numbers of 2^-40: sums of floats along a row are in no fixed order on a GPU, where torch then refuses them.
+        # In integer multiples of 2^-40: a float cumsum has no fixed order on a GPU, and torch refuses it in deterministic mode.
         mass_BV = (ordered_BV.softmax(-1).double() * 2**40).long()
-        needed_BV = mass_BV.cumsum(-1) - mass_BV < int(top_p * 2**40)  # the one that crosses top_p is still needed
-        needed_BV[:, 0] = True
-        last_B1 = ordered_BV.gather(1, needed_BV.sum(-1, keepdim=True) - 1)
+        kept_BV = mass_BV.cumsum(-1) - mass_BV < int(top_p * 2**40)  # the token that crosses top_p is kept
+        kept_BV[:, 0] = True
+        last_B1 = ordered_BV.gather(1, kept_BV.sum(-1, keepdim=True) - 1)
         logits_BV = logits_BV.masked_fill(logits_BV < last_B1, -math.inf)
     if min_p > 0.0:
         floor_B1 = logits_BV.max(-1, keepdim=True).values + math.log(min_p)

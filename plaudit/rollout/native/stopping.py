@@ -1,4 +1,4 @@
-"""When a response is over, and what its text is."""
+"""When a response ends, and its text."""
 
 from typing import Any
 
@@ -14,30 +14,30 @@ class Stopping:
         self.tokenizer, self.end_tokens, self.stop = tokenizer, end_tokens, stop
         if tokenizer is None:
             if stop:
-                raise PlauditError("stop: stop strings need a tokenizer, and the engine was made without one")
+                raise PlauditError("stop: stop strings need a tokenizer, and the engine was built without one")
             return
         special = {token: id for id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)}
         self.end_tokens = end_tokens | {special[s] for s in stop if s in special}
-        self.stop = stop = tuple(s for s in stop if s not in special)  # the rest is looked for in text, which has no special tokens
+        self.stop = stop = tuple(s for s in stop if s not in special)  # searched for in the text, which has no special tokens
         for s, token in ((s, token) for s in stop for token in special if token in s):
             raise PlauditError(f"stop: {s!r} contains the special token {token}; use that token alone, or text without it")
-        # A stop string can only end in the newest token, and reaches no further back than a token per byte of it. (Some more,
-        # because a tokenizer may trim the first token it decodes, and tokens may be empty.)
+        # A stop string can only end in the newest token, and spans at most one token per byte. (Plus some, because a tokenizer may
+        # trim the first token it decodes, and tokens may be empty.)
         self._reach = max((len(s.encode()) for s in stop), default=0) + 8
         self._may_complete: dict[int, bool] = {}
 
     def stops(self, tokens: list[int]) -> bool:
-        """The newest token completes a stop string."""
+        """Whether the newest token completes a stop string."""
         if not self.stop:
             return False
         newest = tokens[-1]
         if newest not in self._may_complete:
-            self._may_complete[newest] = self._holds_a_last_character(newest)
-        # Decoding takes far longer than looking this up, and few tokens can complete anything.
-        return self._may_complete[newest] and self._found(self.decode(tokens[-self._reach :]))
+            self._may_complete[newest] = self._may_end_stop_string(newest)
+        # Decoding takes far longer than this lookup, and few tokens can complete a stop string.
+        return self._may_complete[newest] and self._contains_stop(self.decode(tokens[-self._reach :]))
 
     def text(self, tokens: list[int]) -> str:
-        """Of a whole response, cut behind its first stop string."""
+        """The text of a response, cut after its first stop string."""
         if self.tokenizer is None:
             return ""
         text = self.decode(tokens)
@@ -49,12 +49,13 @@ class Stopping:
         text: Any = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _holds_a_last_character(self, token: int) -> bool:
-        """No, or maybe: what a token means alone is plain for visible ASCII only. (Spaces may be trimmed, characters cut up.)"""
+    def _may_end_stop_string(self, token: int) -> bool:
+        """False if the token contains no stop string's last character. Certain for visible ASCII only: spaces may be trimmed and
+        characters split between tokens, so all other tokens count as True."""
         assert self.tokenizer is not None
         name: Any = self.tokenizer.convert_ids_to_tokens(token)
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and " " not in name and not name.startswith("<")
         return not plain or any(s[-1] in name for s in self.stop)
 
-    def _found(self, text: str) -> bool:
+    def _contains_stop(self, text: str) -> bool:
         return any(s in text for s in self.stop)

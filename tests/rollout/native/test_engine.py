@@ -35,10 +35,9 @@ from plaudit.rollout.native import forward
 from plaudit.rollout.native.cache import blocks_that_fit
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.rollout.native.graphs import Graphs
+from plaudit.rollout.native.graphs import DecodeGraphs
 from plaudit.rollout.native.noise import position_keys
-from plaudit.rollout.native.packed import packing_pays
-from plaudit.rollout.native.sampler import standings
+from plaudit.rollout.native.sampler import draw_scores
 from plaudit.rollout.native.stopping import Stopping
 from plaudit.seeding import stable_seed
 from plaudit.types import Example, Sample
@@ -129,7 +128,7 @@ def perturbed_logits(model: PreTrainedModel, request: Request, s: Sample, sampli
     key = stable_seed(sampling.seed, sampling.step, request.prompt_id, s.index)
     key = torch.tensor(key - (1 << 64) if key >> 63 else key)
     keys = position_keys(key.expand(len(s)), torch.arange(len(s)))
-    return standings(whole_logits(model, request.tokens, s.tokens), keys, sampling)
+    return draw_scores(whole_logits(model, request.tokens, s.tokens), keys, sampling)
 
 
 def assert_tokens_of_keys(model: PreTrainedModel, request: Request, s: Sample, sampling: Sampling, close: float = CLOSE) -> None:
@@ -607,17 +606,17 @@ def test_there_is_memory_for_what_was_asked_and_no_more(llama):
     assert 2 + 4 * 2 <= few <= 16, "two blocks that all share, and two of its own for each"
     many = blocks_held(engine, requests_of((17,) * 300), Sampling(max_new_tokens=1))
     assert many <= 256 * 3 + 65, "no more rows than MAX_SEQUENCES"
-    assert len(engine._cache.tables) == native.MAX_SEQUENCES["cpu"]
+    assert len(engine._cache.block_tables) == native.MAX_SEQUENCES["cpu"]
 
 
 def test_memory_that_others_keep_is_left_to_them(llama, monkeypatch):
     total = 10**9
     monkeypatch.setattr(native, "total_memory", lambda device: total)
     weights = sum(p.numel() * 4 for p in llama.model.parameters())
-    assert engine_of(llama)._room() == (total - weights) // 2
-    assert engine_of(llama, reserved_bytes=10**8)._room() == (total - weights - 10**8) // 2
+    assert engine_of(llama)._cache_budget() == (total - weights) // 2
+    assert engine_of(llama, reserved_bytes=10**8)._cache_budget() == (total - weights - 10**8) // 2
     engine = engine_of(llama, reserved_bytes=2 * total)
-    assert engine._room() == 0
+    assert engine._cache_budget() == 0
     assert len(sample(engine, mixed_requests(), Sampling(max_new_tokens=16))) == 14
     assert blocks_held(engine, mixed_requests(), Sampling(max_new_tokens=16)) == 2
 
@@ -689,7 +688,7 @@ def test_a_model_with_another_memory_of_its_past_is_refused(tiny_model):
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
-    with pytest.raises(RecipeError, match=r"LlamaForCausalLM computes other log-probs token by token than on a whole sequence"):
+    with pytest.raises(RecipeError, match=r"LlamaForCausalLM computes other log-probs token by token than on a full sequence"):
         NativeEngine(model, load_tokenizer(str(tiny_model)))
 
 
@@ -720,12 +719,12 @@ def test_without_a_tokenizer_samples_have_no_text(llama, layout):
 # Packed weights ------------------------------------------------------------------------------------------------------
 
 
-needs_packing = pytest.mark.skipif(not packing_pays(torch.device("cpu"), torch.bfloat16), reason="torch has no oneDNN here")
+needs_packing = pytest.mark.skipif(not prepacking_helps(torch.device("cpu"), torch.bfloat16), reason="torch has no oneDNN here")
 
 
 def holds_packed_weights(engine: NativeEngine) -> bool:
     products = [product for layer in engine.forward.decoder.layers for product in layer.products]
-    return engine.forward._packed_head is not None or any(product.packed is not None for product in products)
+    return engine.forward._prepacked_head is not None or any(product.prepacked is not None for product in products)
 
 
 @needs_packing
@@ -735,7 +734,7 @@ def test_packed_weights_change_nothing(tiny_models, monkeypatch):
     engine = NativeEngine(model, load_tokenizer(str(tiny_models["qwen2"])))
 
     def rolled(pays_after: int) -> list[tuple[list[int], list[float]]]:
-        monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", pays_after)
+        monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", pays_after)
         rows = []
         for drawn in engine.generate(mixed_requests(), Sampling(max_new_tokens=40)):
             rows.append((drawn.tokens.tolist(), drawn.sampler_logprobs.tolist()))
@@ -761,7 +760,7 @@ def test_packed_weights_change_nothing(tiny_models, monkeypatch):
 def test_packed_weights_are_those_of_now(tiny_models, monkeypatch):
     """Trained in between, and left in the middle of a call."""
     policy = load(tiny_models["llama"], dtype="bfloat16")
-    monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", 1)
+    monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 1)
     engine, requests, sampling = engine_of(policy), mixed_requests(), Sampling(max_new_tokens=40)
     samples = engine.generate(requests, sampling)
     next(samples)
@@ -772,14 +771,14 @@ def test_packed_weights_are_those_of_now(tiny_models, monkeypatch):
         for parameter in policy.model.parameters():
             parameter.mul_(1.25)
     packed = sample(engine, requests, sampling)
-    monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", 0)
+    monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 0)
     assert same([s for _, s in packed], [s for _, s in sample(engine, requests, sampling)])
     for request, s in packed:
         assert np.abs(whole_logprobs(policy.model, request.tokens, s.tokens, 1.0) - s.sampler_logprobs).max() < 0.3
 
 
 def test_full_precision_is_not_packed(llama, monkeypatch):
-    monkeypatch.setattr(forward, "PAYS_AFTER_STEPS", 1)
+    monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 1)
     engine = engine_of(llama)
     assert not any(holds_packed_weights(engine) for _ in engine.generate(mixed_requests(), Sampling(max_new_tokens=40)))
 
@@ -987,7 +986,7 @@ def test_one_call_at_a_time(llama):
     expected = [s for _, s in sample(engine, requests, sampling)]
     first = engine.generate(requests, sampling)
     begun = next(first)
-    with pytest.raises(PlauditError, match="a call of this engine is under way"):
+    with pytest.raises(PlauditError, match="this engine is still generating"):
         next(engine.generate(requests, sampling))
     rest = {(s.prompt_id, s.index): s for s in (begun, *first)}
     assert same([rest[s.prompt_id, s.index] for s in expected], expected), "and the first has not been disturbed"
@@ -1036,7 +1035,7 @@ def test_a_bad_stop_string_takes_no_memory(llama):
     assert len(sample(engine, mixed_requests(), Sampling(max_new_tokens=4))) == 14
 
 
-# Graphs, with a device that only pretends ----------------------------------------------------------------------------
+# CUDA graphs, with a fake device --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1069,25 +1068,25 @@ def pretended(monkeypatch) -> list[str]:
 
 
 def test_a_step_is_done_then_captured_then_replayed(pretended):
-    graphs = Graphs(torch.device("cuda"), trusted=True)
+    graphs = DecodeGraphs(torch.device("cuda"), never_syncs=True)
     for key in ("a", "a", "a", "b"):
         graphs.run(key, lambda key=key: pretended.append(f"step {key}"))
     once, later = ["step a", "capture in None", "step a", "captured"], ["step b", "capture in pool", "step b", "captured"]
     assert pretended == [*once, "replay", "replay", *later]
-    graphs.forget()
+    graphs.clear()
     graphs.run("a", lambda: pretended.append("again"))
     assert pretended[-3:] == ["capture in None", "again", "captured"]
 
 
 def test_a_module_is_captured_if_it_does_not_wait(pretended):
-    graphs = Graphs(torch.device("cuda"), trusted=False)
+    graphs = DecodeGraphs(torch.device("cuda"), never_syncs=False)
     for _ in range(3):
         graphs.run("a", lambda: pretended.append("step"))
     assert pretended == ["step", "step", "capture in None", "step", "captured", "replay"], "what only begins may wait"
 
 
 def test_a_module_that_waits_is_never_captured(pretended):
-    graphs = Graphs(torch.device("cuda"), trusted=False)
+    graphs = DecodeGraphs(torch.device("cuda"), never_syncs=False)
 
     def step() -> None:
         pretended.append("step")
@@ -1102,7 +1101,7 @@ def test_a_module_that_waits_is_never_captured(pretended):
 
 
 def test_a_cpu_has_no_graphs(pretended):
-    graphs = Graphs(torch.device("cpu"), trusted=True)
+    graphs = DecodeGraphs(torch.device("cpu"), never_syncs=True)
     for _ in range(2):
         graphs.run("a", lambda: pretended.append("step"))
     assert pretended == ["step"] * 2

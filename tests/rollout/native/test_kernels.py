@@ -23,10 +23,10 @@ from plaudit.models import fused
 from plaudit.models.heads import Heads, Rotation, block_tokens
 from plaudit.models.products import PARTS, comes_in_parts, product_in_parts
 from plaudit.rollout.engine import Sampling
-from plaudit.rollout.native import plain, sampler
-from plaudit.rollout.native.cache import CacheShape, CacheView
+from plaudit.rollout.native import sampler, torch_ops
+from plaudit.rollout.native.batch import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, device_sampling
+from plaudit.rollout.native.cache import CacheShape, KVCache
 from plaudit.rollout.native.noise import gumbel, position_keys
-from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, draw_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS, SHARED = "plaudit.rollout.native.kernels", "plaudit.models.kernels"
@@ -79,7 +79,7 @@ with interpreter():
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the logarithm of 0, on purpose, in the interpreter's numpy
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-both = pytest.mark.parametrize("ops", [plain, kernels], ids=["plain", "kernels"])
+both = pytest.mark.parametrize("ops", [torch_ops, kernels], ids=["torch", "kernels"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -169,7 +169,7 @@ def test_add_norm_of_parts(dtype, parts):
     g = generator(parts)
     x, parts_PTD = torch.randn(3, 96, generator=g).to(DEVICE), torch.randn(parts, 3, 96, generator=g).to(DEVICE)
     weight = torch.randn(96, generator=g).to(DEVICE, dtype)
-    ours, theirs = kernels.add_norm(x, parts_PTD, weight, 1e-6), plain.add_norm(x, parts_PTD.sum(0).to(dtype), weight, 1e-6)
+    ours, theirs = kernels.add_norm(x, parts_PTD, weight, 1e-6), torch_ops.add_norm(x, parts_PTD.sum(0).to(dtype), weight, 1e-6)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -202,14 +202,14 @@ def test_rounding_is_that_of_modules():
     """In half precision, intermediate results are rounded where transformers rounds them; one rounding fewer changes 1 in 5."""
     g, dtype = generator(0), torch.float16
     x, delta, weight = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((8, 256), (8, 256), (256,)))
-    for theirs, ours in zip(plain.add_norm(x, delta, weight, 1e-6), kernels.add_norm(x, delta, weight, 1e-6), strict=True):
+    for theirs, ours in zip(torch_ops.add_norm(x, delta, weight, 1e-6), kernels.add_norm(x, delta, weight, 1e-6), strict=True):
         assert share_equal(theirs, ours) > 0.98
-    assert share_equal(plain.swiglu(x), kernels.swiglu(x)) > 0.98
+    assert share_equal(torch_ops.swiglu(x), kernels.swiglu(x)) > 0.98
     heads, angles = Heads(6, 2, 64), torch.randn(32, 64, generator=g).to(DEVICE)
     for norms in ((None, None), (weight[:64], weight[64:128])):
         rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), *norms, 1e-6)
         turned = []
-        for ops in (plain, kernels):
+        for ops in (torch_ops, kernels):
             cache = cache_of(heads, 16, 8, 2, dtype, seed=0)
             turned.append(torch.randn(8, 10 * 64, generator=generator(1)).to(DEVICE, dtype))
             rows = torch.arange(8, dtype=torch.int32, device=DEVICE)
@@ -223,14 +223,14 @@ SIZES = [16, 32, 48, 64, 80, 96, 128]
 LAYERS = 3
 
 
-def cache_of(heads: Heads, block_tokens: int, rows: int, blocks_per_row: int, dtype: torch.dtype, seed: int) -> CacheView:
+def cache_of(heads: Heads, block_tokens: int, rows: int, blocks_per_row: int, dtype: torch.dtype, seed: int) -> KVCache:
     """All NaN; rows' blocks lie anywhere, and some are nobody's."""
-    cache = CacheView(CacheShape(LAYERS, heads, dtype, DEVICE), rows, blocks_per_row, block_tokens=block_tokens)
+    cache = KVCache(CacheShape(LAYERS, heads, dtype, DEVICE), rows, blocks_per_row, block_tokens=block_tokens)
     blocks = rows * blocks_per_row + 2
-    cache.take_memory(blocks)
+    cache.allocate(blocks)
     cache.memory.fill_(math.nan)
     tables = torch.randperm(blocks, generator=generator(seed))[: rows * blocks_per_row].view(rows, blocks_per_row)
-    cache.tables.copy_(tables)
+    cache.block_tables.copy_(tables)
     return cache
 
 
@@ -265,7 +265,7 @@ class Tokens:
         memory = torch.full(self.cache.memory.shape, math.nan, dtype=torch.float64)
         for i, (row, at) in enumerate(self.places):
             if at >= 0:
-                block = int(self.cache.tables[row, at // self.block])
+                block = int(self.cache.block_tables[row, at // self.block])
                 memory[block, self.layer, 0, :, at % self.block] = keys[i]
                 memory[block, self.layer, 1, :, at % self.block] = values[i]
         return memory
@@ -356,7 +356,7 @@ class Past:
         self.keys, self.values = (torch.randn(self.rows, kv, longest, size, generator=g).to(dtype) for _ in range(2))
         for row, length in enumerate(self.lengths):
             for at in range(length):
-                place = cache.memory[int(cache.tables[row, at // self.block]), self.layer, :, :, at % self.block]
+                place = cache.memory[int(cache.block_tables[row, at // self.block]), self.layer, :, :, at % self.block]
                 place[0], place[1] = self.keys[row, :, at], self.values[row, :, at]
         # Small, so that all count; or large, so that without care exponentials overflow.
         self.size = pick.choice([0.1, 1.0, 1.0, 30.0 / (self.scale * size**0.5)])
@@ -411,7 +411,7 @@ def test_plain_attend(dtype, seed):
     """Which multiplies what it does not see by 0, and so needs numbers there."""
     past = Past(seed, dtype)
     past.cache.memory.nan_to_num_(nan=7.0)
-    past.check(past.attend(plain), dtype)
+    past.check(past.attend(torch_ops), dtype)
 
 
 @shapes_of_each_dtype(8)
@@ -429,11 +429,11 @@ def test_rotate_and_attend(dtype, seed, monkeypatch):
     qkv = torch.randn(past.rows, (heads.query + 2 * heads.kv) * size, generator=g).to(DEVICE, dtype)
     options = {"scale": size**-0.5, "window": past.window, "longest": past.longest}
     before, found = past.cache.memory.clone(), {}
-    for ops in (kernels, plain):
+    for ops in (kernels, torch_ops):
         past.cache.memory.copy_(before if ops is kernels else before.nan_to_num(nan=7.0))
         out = ops.rotate_and_attend(qkv.clone(), heads, rotation, past.cache, past.layer, past.positions, **options)
         found[ops] = (out.cpu()[torch.tensor(past.lengths) > 0], past.cache.memory.nan_to_num(nan=7.0))
-    for ours, theirs in zip(found[kernels], found[plain], strict=True):
+    for ours, theirs in zip(found[kernels], found[torch_ops], strict=True):
         close(ours, exact(theirs), dtype, times=2)
 
 
@@ -692,7 +692,7 @@ PLACES = {"nobody": (-1, 0, 3), "first": (5, 0, 9), "last": (7, 8, 9), "beyond":
 
 
 def state_of(count: int, seed: int) -> Tensor:
-    """Rows with different keys, at their limits and before, some that nobody uses."""
+    """Rows with different keys, at their limits and before, some unused."""
     pick = random.Random(seed)
     keys = random_keys(count, seed).tolist()
     some = [(pick.randrange(2000), *pick.choice(list(PLACES.values())), keys[i]) for i in range(count)]
@@ -712,7 +712,7 @@ def drawn(ops: ModuleType, logits: Tensor, state: Tensor, sampling: Sampling, en
     """State and results after a step."""
     state, results = state.clone(), torch.full((len(state), 4), 12345, dtype=torch.int32, device=DEVICE)
     before = logits.clone()
-    ops.draw_and_advance(logits, state, results, draw_of(sampling, ends, DEVICE, {}))
+    ops.draw_and_advance(logits, state, results, device_sampling(sampling, ends, DEVICE, {}))
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     return state, results
 
@@ -875,7 +875,9 @@ def test_kernels_draw_what_plain_draws(monkeypatch):
     monkeypatch.setattr(sampler, "TILE", 128)
     logits, state = logits_of(500, ["usual", "nearly flat", "ties"] * 40, 9), state_of(120, 9)
     state[:, POSITION] = 3
-    ours, theirs = (drawn(ops, logits, state, Sampling(max_new_tokens=1, temperature=0.9), END_TOKENS) for ops in (kernels, plain))
+    ours, theirs = (
+        drawn(ops, logits, state, Sampling(max_new_tokens=1, temperature=0.9), END_TOKENS) for ops in (kernels, torch_ops)
+    )
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1][:, :2], theirs[1][:, :2])
 
@@ -902,7 +904,7 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings
         return {(s.prompt_id, s.index): s for s in engine.generate(requests, sampling)}
 
     expected = samples(torch.device("cpu"))
-    monkeypatch.setattr(forward, "operations_on", lambda device: kernels)
+    monkeypatch.setattr(forward, "ops_for", lambda device: kernels)
     found = samples(DEVICE)
     assert found.keys() == expected.keys()
     for key, sample in found.items():
@@ -921,7 +923,7 @@ def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
     from plaudit.models.attention import packed_arguments
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
-    from plaudit.rollout.native import whole
+    from plaudit.rollout.native import scoring_pass
     from plaudit.types import Example
 
     model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype=str(dtype).removeprefix("torch.")), DEVICE).get_decoder()
@@ -929,9 +931,9 @@ def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
     with torch.no_grad():
         expected = model(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
-    for ops in (plain, kernels) if DEVICE.type == "cpu" else (kernels,):
-        monkeypatch.setattr(whole, "operations_on", lambda device, ops=ops: ops)
-        found = whole.WholePass(model)(batch)
+    for ops in (torch_ops, kernels) if DEVICE.type == "cpu" else (kernels,):
+        monkeypatch.setattr(scoring_pass, "ops_for", lambda device, ops=ops: ops)
+        found = scoring_pass.ScoringPass(model)(batch)
         assert found.dtype == expected.dtype
         apart = (found.float() - expected.float()).abs().max().item()
         assert apart < (1e-4 if dtype == torch.float32 else 0.06), ops.__name__

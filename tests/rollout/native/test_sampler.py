@@ -130,7 +130,7 @@ def test_two_races_draw_from_it_too(keys, monkeypatch, tile, direction):
 def test_standings_are_those_of_the_draw(keys, monkeypatch, vocabulary, settings):
     monkeypatch.setattr(sampler, "TILE", 8)
     asked = logits_of(vocabulary).expand(500, -1), keys["both"][:500], sampling_of(**settings)
-    assert torch.equal(sampler.standings(*asked).argmax(-1), draw(*asked).tokens_B)
+    assert torch.equal(sampler.draw_scores(*asked).argmax(-1), draw(*asked).tokens_B)
 
 
 def test_a_tile_says_nothing_of_the_token_in_it(keys, monkeypatch):

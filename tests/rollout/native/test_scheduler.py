@@ -2,7 +2,7 @@
 
 That device has a cache of tokens in place of keys and values. Before it writes a token it looks at all that its row can see, which
 must be the prompt and what the sample has written so far, each at its place. So whatever goes wrong while prompts are read in
-pieces, shared and copied, or while sequences grow, move, give up their memory and begin again, comes out here.
+chunks, shared and copied, or while sequences grow, move, give up their memory and begin again, comes out here.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.rollout.engine import Request, Sampling
-from plaudit.rollout.native.blocks import Blocks
-from plaudit.rollout.native.engine import _blocks_wanted, _Call
+from plaudit.rollout.native.batch import AT_LIMIT, EMPTY_ROW, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN
+from plaudit.rollout.native.blocks import BlockAllocator
+from plaudit.rollout.native.engine import _blocks_needed, _Call
 from plaudit.rollout.native.graphs import rounded_rows
-from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, NOBODY, POSITION, RUNNING, TOKEN, WRITTEN
-from plaudit.rollout.native.scheduler import Piece, Running, Scheduler
+from plaudit.rollout.native.scheduler import PrefillChunk, RunningSequence, Scheduler
 from plaudit.seeding import stable_seed
 from plaudit.types import Sample
 
@@ -84,7 +84,7 @@ class Setting:
         least = self.per_row + 1
         if self.more_blocks is not None:
             return least + self.more_blocks
-        return max(least, _blocks_wanted(self.requests, SAMPLING, self.rows, self.block_tokens))
+        return max(least, _blocks_needed(self.requests, SAMPLING, self.rows, self.block_tokens))
 
     @property
     def most_steps(self) -> int:
@@ -92,7 +92,7 @@ class Setting:
         return sum(min(a.length, a.limit) + 1 for a in self.answers)
 
     @property
-    def in_order(self) -> bool:
+    def blocks_match_rows(self) -> bool:
         return self.device == "cpu" and self.per_row == 1
 
 
@@ -101,8 +101,8 @@ class Setting:
 
 class Cache:
     def __init__(self, setting: Setting):
-        self.block_tokens, self.in_order = setting.block_tokens, setting.in_order
-        self.tables = np.full((setting.rows, setting.per_row), -1)
+        self.block_tokens, self.blocks_match_rows = setting.block_tokens, setting.blocks_match_rows
+        self.block_tables = np.full((setting.rows, setting.per_row), -1)
         self.cells: list[list[int | None]] = [[None] * setting.block_tokens for _ in range(setting.blocks)]
 
     def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
@@ -111,8 +111,8 @@ class Cache:
         for (_, target), cells in zip(moves, sources, strict=True):
             self.cells[target] = cells[:tokens] + [None] * (self.block_tokens - tokens)
 
-    def set_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
-        self.tables[rows] = tables
+    def set_block_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
+        self.block_tables[rows] = tables
 
     def write(self, blocks: Sequence[int], position: int, token: int) -> None:
         self.cells[blocks[position // self.block_tokens]][position % self.block_tokens] = token
@@ -121,14 +121,14 @@ class Cache:
         return [self.cells[blocks[at // self.block_tokens]][at % self.block_tokens] for at in range(tokens)]
 
 
-class Rows:
+class BatchRows:
     def __init__(self, setting: Setting):
         count = rounded_rows(setting.rows)
         self.device = SimpleNamespace(type=setting.device)
-        self.state = [list(NOBODY) for _ in range(count)]
+        self.state = [list(EMPTY_ROW) for _ in range(count)]
         self.results_R4 = torch.zeros(count, 4, dtype=torch.int32)
 
-    def change(self, changes: Sequence[tuple[int, ...]]) -> None:
+    def update(self, changes: Sequence[tuple[int, ...]]) -> None:
         before = [list(state) for state in self.state]
         for row, source, *state in changes:
             self.state[row] = before[source] if source >= 0 else list(state)
@@ -140,28 +140,28 @@ class Forward:
         self.answers = {answer.key: answer for answer in setting.answers}
         self.drawn: set[tuple[int, int]] = set()
 
-    def read(self, pieces: Sequence[Piece], cache: Cache) -> None:
-        assert sum(piece.end - piece.begin for piece in pieces) <= self.setting.prefill_tokens
-        assert all(piece.begin == 0 and piece.end == piece.job.to_read for piece in pieces[1:]), "what is cut comes first"
-        assert len({id(piece.job) for piece in pieces}) == len(pieces)
-        for piece in pieces:
-            assert piece.begin < piece.end
-            known = piece.job.tokens.tolist()
-            assert cache.read(piece.job.blocks, piece.begin) == known[: piece.begin], "what was read before is still there"
-            for at in range(piece.begin, piece.end):
-                cache.write(piece.job.blocks, at, known[at])
-            self.tokens_read += piece.end - piece.begin
+    def prefill(self, chunks: Sequence[PrefillChunk], cache: Cache) -> None:
+        assert sum(chunk.end - chunk.begin for chunk in chunks) <= self.setting.prefill_tokens
+        assert all(chunk.begin == 0 and chunk.end == chunk.job.prefill_length for chunk in chunks[1:]), "what is cut comes first"
+        assert len({id(chunk.job) for chunk in chunks}) == len(chunks)
+        for chunk in chunks:
+            assert chunk.begin < chunk.end
+            known = chunk.job.tokens.tolist()
+            assert cache.read(chunk.job.blocks, chunk.begin) == known[: chunk.begin], "what was read before is still there"
+            for at in range(chunk.begin, chunk.end):
+                cache.write(chunk.job.blocks, at, known[at])
+            self.tokens_read += chunk.end - chunk.begin
 
-    def step(self, rows: Rows, count: int, cache: Cache, longest: int, draw: object) -> None:
+    def step(self, rows: BatchRows, count: int, cache: Cache, longest: int, draw: object) -> None:
         self.steps += 1
         assert self.steps <= self.setting.most_steps
         used = [row for row in range(count) if rows.state[row][POSITION] >= 0]
         for row in used:
-            cache.write(cache.tables[row], rows.state[row][POSITION], rows.state[row][TOKEN])
+            cache.write(cache.block_tables[row], rows.state[row][POSITION], rows.state[row][TOKEN])
         for row in used:
             _, position, key, written, limit = rows.state[row]
             answer = self.answers[key]
-            blocks = [row] if cache.in_order else cache.tables[row]
+            blocks = [row] if cache.blocks_match_rows else cache.block_tables[row]
             assert cache.read(blocks, position + 1) == answer.seen_at(written)
             assert position < longest
             assert limit == answer.limit
@@ -204,20 +204,20 @@ class Watched(Scheduler):
         )  # fmt: skip
         self.began: list[tuple[str, int]] = []
         self.put_off: list[tuple[str, int]] = []
-        # Every step is one token further for someone. Between two steps all may have to be read again, in pieces.
+        # Every step is one token further for someone. Between two steps all may have to be read again, in chunks.
         longest_read = sum(-(-(len(a.request.tokens) + a.limit) // setting.prefill_tokens) for a in setting.answers)
         self.turns_left = (1 + longest_read) * setting.most_steps
 
-    def next_pieces(self) -> list[Piece]:
+    def next_chunks(self) -> list[PrefillChunk]:
         self.turns_left -= 1
         assert self.turns_left >= 0, "it goes in circles"
-        read = {id(job): job.read for job in self.reading}
-        pieces = super().next_pieces()
-        for piece in pieces:
-            assert piece.begin == read.get(id(piece.job), 0)
-        assert pieces or self.ready or self.running or self.reading, "there is always something to do"
+        read = {id(job): job.prefilled for job in self.prefilling}
+        chunks = super().next_chunks()
+        for chunk in chunks:
+            assert chunk.begin == read.get(id(chunk.job), 0)
+        assert chunks or self.ready or self.running or self.prefilling, "there is always something to do"
         self.look()
-        return pieces
+        return chunks
 
     def start(self) -> list[tuple[int, int]]:
         before = list(self.rows)
@@ -230,14 +230,14 @@ class Watched(Scheduler):
                 self.began.append((sequence.request.prompt_id, sequence.index))
         if self.ready:
             job = self.ready[0]
-            in_its_last_block = len(job.sequences) == 1 and job.to_read % self.block_tokens
+            in_its_last_block = len(job.sequences) == 1 and job.prefill_length % self.block_tokens
             assert None not in self.rows or (not self.blocks.free and not in_its_last_block), "nothing waits without need"
         self.look()
         return copies
 
-    def make_room(self) -> None:
+    def preempt(self) -> None:
         before, free = list(self.rows), self.blocks.free
-        super().make_room()
+        super().preempt()
         for sequence in before:
             if sequence is not None and sequence.row is None:
                 self.put_off.append((sequence.request.prompt_id, sequence.index))
@@ -245,8 +245,8 @@ class Watched(Scheduler):
         assert self.blocks.free >= free
         self.look()
 
-    def grow(self) -> bool:
-        enough = super().grow()
+    def extend_blocks(self) -> bool:
+        enough = super().extend_blocks()
         self.look()
         if enough:
             for sequence in self._running():
@@ -255,24 +255,24 @@ class Watched(Scheduler):
                     assert self.hands()[sequence.blocks[sequence.position // self.block_tokens]] == 1, "it writes where none reads"
         return enough
 
-    def leave(self, sequence: Running) -> None:
-        super().leave(sequence)
+    def remove(self, sequence: RunningSequence) -> None:
+        super().remove(sequence)
         self.look()
 
-    def close_up(self) -> None:
-        super().close_up()
+    def compact(self) -> None:
+        super().compact()
         assert all(sequence is not None for sequence in self.rows[: self.running])
         self.look()
 
-    def put_in_order(self) -> list[tuple[int, int]]:
-        moves = super().put_in_order()
+    def align_blocks(self) -> list[tuple[int, int]]:
+        moves = super().align_blocks()
         assert [sequence.blocks for sequence in self._running()] == [[row] for row in range(self.running)]
         self.look()
         return moves
 
     def hands(self) -> Counter[int]:
         """In how many each block is."""
-        holders = [*self._running(), *self.reading, *self.ready]
+        holders = [*self._running(), *self.prefilling, *self.ready]
         return Counter(block for holder in holders for block in holder.blocks)
 
     def look(self) -> None:
@@ -280,10 +280,10 @@ class Watched(Scheduler):
         assert len(running) == self.running <= len(self.rows)
         assert all(sequence.row == row for row, sequence in enumerate(self.rows) if sequence is not None)
         assert len({id(sequence) for sequence in running}) == len(running)
-        assert not any(job.blocks or job.read for job in self.waiting)
+        assert not any(job.blocks or job.prefilled for job in self.waiting)
         assert self.blocks.free + len(self.hands()) == self.blocks.total
 
-    def _running(self) -> list[Running]:
+    def _running(self) -> list[RunningSequence]:
         return [sequence for sequence in self.rows if sequence is not None]
 
 
@@ -298,7 +298,7 @@ def simulate(setting: Setting) -> Outcome:
     """A call of the engine; every sample must come, once, with its own tokens."""
     scheduler, forward = Watched(setting), Forward(setting)
     stopping = Stopping(setting.answers)
-    call = _Call(forward, scheduler, Rows(setting), Cache(setting), None, stopping, 7)  # pyright: ignore
+    call = _Call(forward, scheduler, BatchRows(setting), Cache(setting), None, stopping, 7)  # pyright: ignore
     outcome = Outcome(scheduler, forward)
     outcome.samples += call.run(0 if setting.device == "cpu" else 1)
     answers = {(a.request.prompt_id, a.index): a for a in setting.answers}
@@ -358,7 +358,7 @@ def test_in_small_blocks(answers, rows, block_tokens, more_blocks, prefill_token
 def test_a_block_for_each_row(answers, rows, more_blocks, prefill_tokens):
     """As on a CPU: nothing grows, and row i lies in block i."""
     setting = Setting(answers, rows, 64, more_blocks, prefill_tokens)
-    assert setting.in_order
+    assert setting.blocks_match_rows
     simulate(setting)
 
 
@@ -401,15 +401,15 @@ def scheduler_of(answers: list[Answer], rows: int = 8, block_tokens: int = 4, bl
 def test_samples_of_a_prompt_share_its_full_blocks():
     """Ten tokens are read: two full blocks of four, and half of a third, which all samples but one copy."""
     scheduler = scheduler_of(answers_of((11, 3, 5, [6])))
-    (piece,) = scheduler.next_pieces()
-    assert (piece.begin, piece.end, piece.job.blocks) == (0, 10, [0, 1, 2])
+    (chunk,) = scheduler.next_chunks()
+    assert (chunk.begin, chunk.end, chunk.job.blocks) == (0, 10, [0, 1, 2])
     copies = scheduler.start()
     first, second, third = (sequence.blocks for sequence in scheduler.rows[:3])
     assert (first, second, third) == ([0, 1, 3], [0, 1, 4], [0, 1, 2])
     assert copies == [(2, 3), (2, 4)]
     assert scheduler.blocks.free == 95
     for sequence in scheduler.rows[:3]:
-        scheduler.leave(sequence)
+        scheduler.remove(sequence)
     assert scheduler.blocks.free == 100
 
 
@@ -417,8 +417,8 @@ def test_pieces():
     """What fits goes together; what is too long is cut, alone, before others are read."""
     scheduler = scheduler_of(answers_of(*[(length, 1, 5, [6]) for length in (6, 13, 9, 46, 5, 1, 1, 30)]), prefill_tokens=20)
     passes = []
-    while scheduler.waiting or scheduler.reading:
-        passes.append([(int(p.job.tokens[0]) // 1000 - 1, p.begin, p.end) for p in scheduler.next_pieces()])
+    while scheduler.waiting or scheduler.prefilling:
+        passes.append([(int(p.job.tokens[0]) // 1000 - 1, p.begin, p.end) for p in scheduler.next_chunks()])
         scheduler.start()
     assert passes[:2] == [[(0, 0, 5), (1, 0, 12)], [(2, 0, 8)]]
     assert passes[2:5] == [[(3, 0, 20)], [(3, 20, 40)], [(3, 40, 45), (4, 0, 4)]]
@@ -427,27 +427,27 @@ def test_pieces():
 
 def test_prompts_are_not_read_before_there_are_rows_for_them():
     scheduler = scheduler_of(answers_of((6, 2, 5, [6]), (6, 2, 5, [6]), (6, 2, 5, [6])), rows=3)
-    assert len(scheduler.next_pieces()) == 2, "two of one prompt, one of the next"
+    assert len(scheduler.next_chunks()) == 2, "two of one prompt, one of the next"
     scheduler.start()
-    assert not scheduler.next_pieces()
-    scheduler.leave(scheduler.rows[1])
-    assert not scheduler.next_pieces(), "the row is for the second prompt's second"
+    assert not scheduler.next_chunks()
+    scheduler.remove(scheduler.rows[1])
+    assert not scheduler.next_chunks(), "the row is for the second prompt's second"
     scheduler.start()
     assert [s.request.prompt_id for s in scheduler.rows] == ["0", "1", "1"]
-    scheduler.leave(scheduler.rows[0])
-    assert len(scheduler.next_pieces()) == 1
+    scheduler.remove(scheduler.rows[0])
+    assert len(scheduler.next_chunks()) == 1
 
 
 def test_prompts_are_read_together_when_rows_fall_free():
     """With many rows, not for each of them alone."""
     scheduler = scheduler_of(answers_of(*[(6, 1, 5, [6])] * 100), rows=48, prefill_tokens=1000, blocks=1000)
-    scheduler.next_pieces()
+    scheduler.next_chunks()
     scheduler.start()
     assert scheduler.running == 48
     read = []
     for row in range(6):
-        scheduler.leave(scheduler.rows[row])
-        read.append(len(scheduler.next_pieces()))
+        scheduler.remove(scheduler.rows[row])
+        read.append(len(scheduler.next_chunks()))
         scheduler.start()
     assert read == [0, 0, 3, 0, 0, 3]
 
@@ -455,24 +455,24 @@ def test_prompts_are_read_together_when_rows_fall_free():
 def test_who_is_put_off():
     """Prompts that none has begun to answer, the last first; then whoever has written least; and it goes on where it was."""
     scheduler = scheduler_of(answers_of((6, 3, 9, [10]), (6, 1, 9, [10]), (30, 1, 9, [10])), rows=8, prefill_tokens=20)
-    scheduler.next_pieces()
+    scheduler.next_chunks()
     scheduler.start()
-    assert len(scheduler.next_pieces()) == 1, "some of the long one"
+    assert len(scheduler.next_chunks()) == 1, "some of the long one"
     for written, sequence in zip((3, 1, 4, 1), scheduler.rows, strict=False):
         sequence.tokens = list(range(written))
         sequence.launched = written
-    scheduler.make_room()
-    assert (scheduler.running, len(scheduler.waiting), len(scheduler.reading)) == (4, 1, 0)
-    assert scheduler.waiting[0].read == 0
-    scheduler.make_room()
-    scheduler.make_room()
+    scheduler.preempt()
+    assert (scheduler.running, len(scheduler.waiting), len(scheduler.prefilling)) == (4, 1, 0)
+    assert scheduler.waiting[0].prefilled == 0
+    scheduler.preempt()
+    scheduler.preempt()
     assert [s.index for s in scheduler.rows if s is not None and s.request.prompt_id == "0"] == [0, 2]
     assert [job.tokens.tolist()[:1] for job in scheduler.waiting] == [[1000], [2000], [3000]], "in their old order"
     assert scheduler.waiting[0].tokens.tolist() == [*range(1000, 1006), 0]
     assert scheduler.preempted == 3
-    scheduler.make_room()
-    with pytest.raises(AssertionError, match="one sequence always has room"):
-        scheduler.make_room()
+    scheduler.preempt()
+    with pytest.raises(AssertionError, match="a single sequence always fits"):
+        scheduler.preempt()
 
 
 def test_a_prompt_that_is_being_read_keeps_what_it_has_while_rows_are_put_in_order():
@@ -495,7 +495,7 @@ def test_far_more_samples_than_memory():
     assert outcome.scheduler.put_off
 
 
-# Blocks alone --------------------------------------------------------------------------------------------------------
+# BlockAllocator alone --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -503,14 +503,14 @@ def test_far_more_samples_than_memory():
 def test_blocks(data):
     """Against hands that hold them."""
     total = data.draw(st.integers(1, 8))
-    blocks, hands = Blocks(total), Counter()
+    blocks, hands = BlockAllocator(total), Counter()
     for _ in range(data.draw(st.integers(0, 30))):
         held, free = sorted(+hands), sorted(set(range(total)) - set(+hands))
         assert blocks.free == len(free)
         can = ["take"] * bool(free) + ["share", "give back"] * bool(held) + ["exchange"] * bool(free and held)
         match data.draw(st.sampled_from(can)):
             case "take":
-                assert blocks.take() == free[0], "the lowest"
+                assert blocks.allocate() == free[0], "the lowest"
                 hands[free[0]] = 1
             case "share":
                 block = data.draw(st.sampled_from(held))
@@ -518,25 +518,25 @@ def test_blocks(data):
                 hands[block] += 1
             case "give back":
                 block = data.draw(st.sampled_from(held))
-                blocks.give_back(block)
+                blocks.release(block)
                 hands[block] -= 1
             case "exchange":
                 block, other = data.draw(st.sampled_from(held)), data.draw(st.sampled_from(free))
-                blocks.exchange(block, other)
+                blocks.swap(block, other)
                 hands[other] = hands.pop(block)
     for block in hands.elements():
-        blocks.give_back(block)
+        blocks.release(block)
     assert blocks.free == blocks.total == total
-    assert [blocks.take() for _ in range(total)] == list(range(total))
+    assert [blocks.allocate() for _ in range(total)] == list(range(total))
 
 
 def test_blocks_that_nobody_holds():
-    blocks = Blocks(2)
+    blocks = BlockAllocator(2)
     with pytest.raises(AssertionError):
-        blocks.give_back(0)
+        blocks.release(0)
     with pytest.raises(AssertionError):
         blocks.share(1)
-    taken = blocks.take()
-    blocks.give_back(taken)
+    taken = blocks.allocate()
+    blocks.release(taken)
     with pytest.raises(AssertionError):
-        blocks.give_back(taken)
+        blocks.release(taken)

@@ -1,4 +1,4 @@
-"""The engine's operations as Triton kernels, for a GPU. `plain.py` next door says in torch what each of them computes."""
+"""The engine's operations as Triton kernels, for a GPU. `torch_ops.py` has the torch version of each."""
 
 from plaudit.models.kernels.layers import add_norm, rotate, swiglu
 from plaudit.rollout.native.kernels.attention import attend, rotate_and_attend

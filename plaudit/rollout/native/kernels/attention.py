@@ -1,11 +1,11 @@
-"""Attention of one new token per sequence to its past in the cache, after its own key and value have been put there.
+"""Decode attention: one new token per sequence attends to its past in the cache, after its own key and value are written there.
 
 A program reads one sequence's keys and values for one key-value head, once for all query heads that share it, block by block
-through the sequence's table. Long sequences are split among programs, by whole stretches, which then meet in a second kernel.
-Whoever computes them, blocks and stretches are added up as in training (models/kernels/attention.py): to the same bits.
+through the block table. Long sequences are split among programs at stretch boundaries, and a second kernel combines the results.
+Blocks and stretches are always added up in training's order (models/kernels/attention.py), so the bits are the same.
 """
 
-# A launch takes more arguments than the kernel has.
+# A launch takes arguments that the kernel does not declare.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from typing import NamedTuple
@@ -19,25 +19,25 @@ from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.kernels.attention import LOG2_E, STRETCH, attend_block, merge_stretch
 from plaudit.models.kernels.layers import norm_heads
 from plaudit.models.kernels.order import AS_WRITTEN
-from plaudit.rollout.native.cache import CacheView
+from plaudit.rollout.native.cache import KVCache
 
-FEWEST_QUERY_ROWS = 16  # that tensor cores take
-BYTES_OF_A_WARP = 4096  # of a program's queries: all of them for 16 heads of up to 128 in bf16, so that no warp waits for another
+FEWEST_QUERY_ROWS = 16  # of a tensor core tile
+BYTES_PER_WARP = 4096  # of queries: one warp holds 16 heads of size up to 128 in bf16, so that no warp waits for another
 STAGES = 3
 MOST_PARTS = 32
-PROGRAMS, MOST_TOKENS = 512, 1024  # wanted at least; of a part
+PROGRAMS, MOST_TOKENS = 512, 1024  # at least as many programs; at most as many tokens per part
 
 
 class Split(NamedTuple):
-    """How sequences are shared out."""
+    """How sequences are split among programs."""
 
     parts: int
     tokens: int
-    """Of a part."""
+    """Per part."""
 
 
 def split_for(sequences: int, kv_heads: int, longest: int) -> Split:
-    """Enough programs to fill the device, and none that goes on long after the others; not so many that a part is tiny."""
+    """Enough programs to fill the device and to balance their run times, but no tiny parts."""
     wanted = next_power_of_2(-(-PROGRAMS // (sequences * kv_heads)))
     longest = next_power_of_2(longest)
     parts = max(min(max(min(wanted, longest // STRETCH), longest // MOST_TOKENS), MOST_PARTS), 1)
@@ -45,18 +45,18 @@ def split_for(sequences: int, kv_heads: int, longest: int) -> Split:
 
 
 def warps_for(rows: int, width: int, size: int) -> int:
-    """`size`: of a number, in bytes."""
-    return max(1, rows * width * size // BYTES_OF_A_WARP)
+    """`size`: bytes per element."""
+    return max(1, rows * width * size // BYTES_PER_WARP)
 
 
 def attend(
-    query_BHD: Tensor, cache: CacheView, layer: int, positions_B: Tensor, *, scale: float, window: int | None, longest: int
+    query_BHD: Tensor, cache: KVCache, layer: int, positions_B: Tensor, *, scale: float, window: int | None, longest: int
 ) -> Tensor:
     return _launch(query_BHD, cache, layer, positions_B, scale, window, longest)
 
 
 def rotate_and_attend(
-    qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, positions_B: Tensor,
+    qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: KVCache, layer: int, positions_B: Tensor,
     *, scale: float, window: int | None, longest: int,
 ) -> Tensor:  # fmt: skip
     norm_heads(qkv_BE, heads, rotation.query_norm, rotation.key_norm, rotation.eps)
@@ -65,7 +65,7 @@ def rotate_and_attend(
 
 
 def _launch(
-    query_BHD: Tensor, cache: CacheView, layer: int, positions_B: Tensor,
+    query_BHD: Tensor, cache: KVCache, layer: int, positions_B: Tensor,
     scale: float, window: int | None, longest: int, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     B, heads, size = query_BHD.shape
@@ -78,11 +78,11 @@ def _launch(
     else:
         parts = torch.empty(B, heads, stretches, size, dtype=torch.float32, device=query_BHD.device)
         sums = torch.empty(B, heads, stretches, 2, dtype=torch.float32, device=query_BHD.device)
-    turn = rotation or Rotation(query_BHD, query_BHD)  # tables that nobody reads
+    turn = rotation or Rotation(query_BHD, query_BHD)  # placeholders that the kernel does not read
     constants = {"HEADS": heads, "D": size, "WIDTH": width, "STRETCH": STRETCH, "WINDOW": window is not None}
     _attend[(B, cache.kv_heads, split.parts)](
         query_BHD, query_BHD.stride(0), query_BHD.stride(1), turn.cos, turn.sin,
-        cache.anchor, cache.base, cache.tables, cache.tables.stride(0),
+        cache.anchor, cache.base, cache.block_tables, cache.block_tables.stride(0),
         cache.strides[0], layer * cache.strides[1], cache.strides[2],
         positions_B, positions_B.stride(0), out_BE, parts, sums, scale * LOG2_E, window or 0, stretches, split.tokens,
         KV=cache.kv_heads, GROUP=heads // cache.kv_heads, ROWS=rows, BLOCK=cache.block_tokens,
@@ -98,7 +98,7 @@ def _launch(
 
 @triton.jit
 def _rotated(place, at, inside, position, cos_ptr, sin_ptr, D: tl.constexpr, dtype: tl.constexpr):
-    """Heads [rows, size] that begin at `place`, turned by their position: x cos ± x' sin, x' the other half of the head."""
+    """Heads [rows, size] starting at `place`, rotated by their position: x cos ± x' sin, x' the other half of the head."""
     x = tl.load(place + at, mask=inside, other=0.0).to(tl.float32)
     x_other = tl.load(place + (at + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + position * D + at, mask=at < D, other=0.0).to(tl.float32)
@@ -149,7 +149,7 @@ def _attend(
         position = (length - 1).to(tl.int64)
         query = _rotated(query_place, at[None, :], inside, position, cos_ptr, sin_ptr, D, dtype)
         if end == length:
-            # Keys and values stand behind the queries. The new ones go to the cache, and are read there like all others.
+            # Keys and values follow the queries. The new ones are written to the cache and read from there like all others.
             new_place = query_ptr + sequence * query_stride + (HEADS + kv_head) * query_head_stride
             one = tl.arange(0, 1)[:, None] * query_head_stride
             valid_size = at[None, :] < D
@@ -166,7 +166,7 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     all_best, all_total, all_out = best, total, out
-    place = (sequence * HEADS + head) * stretches  # of the first stretch, where they are kept
+    place = (sequence * HEADS + head) * stretches  # where the first stretch is stored
     for start in tl.range(first, end, BLOCK):
         if (start > first) & (start % STRETCH == 0):
             if SPLIT:
@@ -174,13 +174,13 @@ def _attend(
                 _keep_stretch(parts_ptr, sums_ptr, before, inside, row < GROUP, at, best, total, out, D)
             else:
                 all_best, all_total, all_out = merge_stretch(all_best, all_total, all_out, best, total, out)
-            best = tl.full([ROWS], -float("inf"), tl.float32)  # with which nothing is left of total and out
+            best = tl.full([ROWS], -float("inf"), tl.float32)  # resets the sums: total and out are scaled by 0
         block = tl.load(table_ptr + start // BLOCK).to(tl.int64)
         block_place = keys_ptr + block * block_stride
         valid = start + token < end
         if WINDOW:
             valid = valid & (start + token >= seen_from)
-        # Keys behind the end may be anything, but count for nothing; values must be numbers, for 0 · NaN is NaN.
+        # Keys past the end may be arbitrary, since they are masked; values must be finite, since 0 · NaN is NaN.
         key = tl.load(block_place + token[None, :] * D + at[:, None], mask=at[:, None] < D, other=0.0)
         value_place = block_place + value_offset + token[:, None] * D + at[None, :]
         value = tl.load(value_place, mask=valid[:, None] & (at[None, :] < D), other=0.0)

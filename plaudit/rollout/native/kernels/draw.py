@@ -1,14 +1,14 @@
-"""Logits → token, its log-probs, and the row's next state: what `plain.draw_and_advance` computes.
+"""Logits → token, its log-probs, and the row's next state: what `torch_ops.draw_and_advance` computes.
 
-`_read` reads a row's logits once, in tiles, and adds them up. `_settle` brings the tiles together and draws: a tile by its sum,
-then one of its tokens, as the sampler's docstring says. Where it says argmax of z/τ + g, here is a race in which token v arrives
-after a time E_v / exp(z_v/τ), E standard exponential: one logarithm for each token instead of two.
+`_read` reads a row's logits once and sums them per tile. `_settle` combines the tiles and draws a tile by its sum, then one of its
+tokens (see the sampler's docstring). In place of argmax of z/τ + g it runs an exponential race: token v arrives after a time
+E_v / exp(z_v/τ), E standard exponential, and the first one wins. That takes one logarithm per token instead of two.
 
-Top-k, top-p and min-p keep every token above some logit. There `_read` lets all tokens race at once, and `_accept` looks whether
-the winner is kept; if not, no token below it is, and the race is run again among those above it.
+Top-k, top-p and min-p keep every token above some logit. For these, `_read` lets all tokens race at once and `_accept` checks
+whether the winner is kept. If not, no token below it is kept either, and the race is repeated among those above it.
 """
 
-# A launch takes more arguments than the kernel has.
+# A launch takes arguments that the kernel does not declare.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
@@ -19,31 +19,32 @@ from triton.language.extra import libdevice
 
 from plaudit.models.heads import next_power_of_2
 from plaudit.rollout.native import sampler
-from plaudit.rollout.native.rows import AT_LIMIT, COLUMNS, ENDED, RUNNING, Draw
+from plaudit.rollout.native.batch import AT_LIMIT, COLUMNS, ENDED, RUNNING, DeviceSampling
 
 
-def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, draw: Draw) -> None:
+def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sampling: DeviceSampling) -> None:
     B, V = logits_BV.shape
+    parameters, ends = sampling.parameters, sampling.end_tokens
     tile = sampler.TILE
     tiles = -(-V // tile)
     sums_BT4 = torch.empty(B, tiles, 4, dtype=torch.float32, device=logits_BV.device)
     tokens_BT = torch.empty(B, tiles, dtype=torch.int32, device=logits_BV.device)
-    floor_B = logits_BV.topk(draw.top_k).values[:, -1].contiguous() if draw.top_k and draw.top_k < V else draw.numbers
-    has_floor = floor_B is not draw.numbers
-    at_once = has_floor or draw.truncated
+    floor_B = logits_BV.topk(sampling.top_k).values[:, -1].contiguous() if sampling.top_k and sampling.top_k < V else parameters
+    has_floor = floor_B is not parameters
+    at_once = has_floor or sampling.truncated
     _read[(B, tiles)](
-        logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, floor_B, sums_BT4, tokens_BT, V, tiles,
-        COLUMNS=COLUMNS, TILE=tile, TEMPERED=draw.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=8,
+        logits_BV, logits_BV.stride(0), rows_BC, parameters, floor_B, sums_BT4, tokens_BT, V, tiles,
+        COLUMNS=COLUMNS, TILE=tile, TEMPERED=sampling.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=8,
     )  # fmt: skip
-    if draw.truncated:
+    if sampling.truncated:
         _accept[(B,)](
-            logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, floor_B, sums_BT4, tokens_BT, V, tiles,
+            logits_BV, logits_BV.stride(0), rows_BC, parameters, floor_B, sums_BT4, tokens_BT, V, tiles,
             COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), FLOOR=has_floor, num_warps=8,
         )  # fmt: skip
     _settle[(B,)](
-        logits_BV, logits_BV.stride(0), rows_BC, draw.numbers, sums_BT4, tokens_BT, draw.ends, results_B4, V, tiles,
-        COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), ENDS=len(draw.ends), MANY_ENDS=next_power_of_2(len(draw.ends)),
-        TEMPERED=draw.tempered, GREEDY=draw.greedy, AT_ONCE=at_once, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT,
+        logits_BV, logits_BV.stride(0), rows_BC, parameters, sums_BT4, tokens_BT, ends, results_B4, V, tiles,
+        COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), ENDS=len(ends), MANY_ENDS=next_power_of_2(len(ends)),
+        TEMPERED=sampling.tempered, GREEDY=sampling.greedy, AT_ONCE=at_once, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT,
         num_warps=1 if at_once else 8,
     )  # fmt: skip
 
@@ -68,8 +69,8 @@ def _position_key(key, written):
     return x ^ (x >> 31)
 
 
-# The GPU's own approximations, which are off by some 1e-6: a draw between two tokens that arrive so close together may end
-# either way. They save a third of the race's instructions. The interpreter does not know them.
+# The GPU's fast approximations, with errors of about 1e-6: a draw between two tokens that arrive this close together may go either
+# way. They save a third of the race's instructions. The interpreter does not have them.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -98,8 +99,8 @@ def _exponential(key, token):
 
 @triton.jit
 def _first(speeds, token, V):
-    """The token of the greatest speed; of equals the first: to look for it takes less time than an argmax. Of NaNs none is equal
-    to the greatest, and the last token of the vocabulary is as good as any."""
+    """The token with the greatest speed, the first of equals; faster than an argmax. If speeds are NaN, none equals the maximum,
+    and the result is the last token of the vocabulary."""
     return tl.min(tl.where(speeds == tl.max(speeds, 0), tl.minimum(token, V - 1), V - 1), 0)
 
 
@@ -108,8 +109,8 @@ def _read(
     logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, TEMPERED: tl.constexpr, AT_ONCE: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """For one tile of one row: its greatest logit, Σ exp of them and of the tempered ones; if all tokens race at once, the
-    logarithm of its winner's speed, and which it is."""
+    """For one tile of one row: the maximum logit, Σ exp of the logits and of the tempered ones; if all tokens race at once, also
+    the winner and the logarithm of its speed."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     rows_ptr += row * COLUMNS
@@ -118,7 +119,7 @@ def _read(
     token = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits_ptr + row * logits_stride + token, mask=token < V, other=-float("inf"))
     greatest = tl.max(z, 0)
-    base = tl.where(greatest == -float("inf"), 0.0, greatest)  # no token of this tile may be possible
+    base = tl.where(greatest == -float("inf"), 0.0, greatest)  # all tokens of a tile may have logit −inf
     odds = tl.exp(z - base)
     place = (row * tiles + tile) * 4
     tl.store(sums_ptr + place, greatest)
@@ -130,7 +131,7 @@ def _read(
         if FLOOR:
             odds = tl.where(z >= tl.load(floor_ptr + row), odds, 0.0)
         speeds = _divided(odds, _exponential(_position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3)), token))
-        # Compared between tiles as logarithms: tiles differ in what they are measured against.
+        # Logarithms are comparable across tiles, whose speeds are relative to different bases.
         tl.store(sums_ptr + place + 3, tl.log(tl.max(speeds, 0)) + greatest / tl.load(numbers_ptr))
         tl.store(tokens_ptr + row * tiles + tile, _first(speeds, token, V))
 
@@ -140,7 +141,7 @@ def _accept(
     logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Put a token that top-p and min-p keep in the place of the winner, if they do not keep that."""
+    """If top-p or min-p exclude the winner, replace it with a token that they keep."""
     row = tl.program_id(0).to(tl.int64)
     rows_ptr += row * COLUMNS
     if tl.load(rows_ptr + 1) < 0:
@@ -164,7 +165,7 @@ def _accept(
         token = start + tl.arange(0, TILE)
         z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
         total += tl.sum(tl.where(z >= least, tl.exp((z - greatest) / temperature), 0.0), 0)
-    # Whole numbers of 2^-40, as in sampler.keep_likely.
+    # Integer multiples of 2^-40, as in sampler.keep_likely.
     unit = 1099511627776.0 / total
     allowed = (top_p.to(tl.float64) * 1099511627776.0).to(tl.int64)
     key = _position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3))
@@ -176,7 +177,7 @@ def _accept(
             z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
             above += tl.where(z > z_winner, (tl.exp((z - greatest) / temperature) * unit).to(tl.int64), 0)
         likely = ((z_winner - greatest) / temperature >= log_min_p) & (tl.sum(above, 0) < allowed)
-        kept = likely | ~(z_winner < greatest)  # so that NaN ends it too
+        kept = likely | ~(z_winner < greatest)  # also ends the loop on NaN
         if not kept:
             fastest = -1.0
             bound = z_winner
@@ -200,10 +201,10 @@ def _settle(
     TEMPERED: tl.constexpr, GREEDY: tl.constexpr, AT_ONCE: tl.constexpr,
     RUNNING: tl.constexpr, ENDED: tl.constexpr, AT_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One row: sums of its tiles → its token, log-probs and next state."""
+    """One row: sums of its tiles → token, log-probs and next state."""
     row = tl.program_id(0).to(tl.int64)
     rows_ptr += row * COLUMNS
-    # All of a row's state is read before warps wait for each other, and written after that.
+    # The row's state is read before the warps' barriers and written after them.
     position = tl.load(rows_ptr + 1)
     key = tl.load(rows_ptr + 2)
     written = tl.load(rows_ptr + 3)

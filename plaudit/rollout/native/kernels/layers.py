@@ -1,4 +1,4 @@
-"""Keys and values to the cache."""
+"""Writes keys and values to the cache."""
 
 # A launch takes more arguments than the kernel has.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.kernels.layers import rotate
-from plaudit.rollout.native.cache import CacheView
+from plaudit.rollout.native.cache import KVCache
 
 
 def rotate_and_write(
-    qkv_TE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor
+    qkv_TE: Tensor, heads: Heads, rotation: Rotation, cache: KVCache, layer: int, rows_T: Tensor, positions_T: Tensor
 ) -> None:
     rotate(qkv_TE, heads, rotation, positions_T)
     qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
     write(qkv_THD[:, heads.query : heads.query + heads.kv], qkv_THD[:, heads.query + heads.kv :], cache, layer, rows_T, positions_T)
 
 
-def write(key_TKD: Tensor, value_TKD: Tensor, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor) -> None:
+def write(key_TKD: Tensor, value_TKD: Tensor, cache: KVCache, layer: int, rows_T: Tensor, positions_T: Tensor) -> None:
     T, kv_heads, size = key_TKD.shape
     _write[(T, 2)](
         key_TKD, key_TKD.stride(0), key_TKD.stride(1), value_TKD, value_TKD.stride(0), value_TKD.stride(1),
-        cache.anchor, cache.base, cache.tables, cache.tables.stride(0),
+        cache.anchor, cache.base, cache.block_tables, cache.block_tables.stride(0),
         cache.strides[0], layer * cache.strides[1], cache.strides[2],
         rows_T, positions_T, positions_T.stride(0),
         KV=kv_heads, HEADS=next_power_of_2(kv_heads), D=size, WIDTH=next_power_of_2(size),

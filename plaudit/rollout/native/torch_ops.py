@@ -1,4 +1,4 @@
-"""The engine's operations in torch: what a CPU runs, and what the kernels next door are measured against."""
+"""The engine's operations in torch: used on a CPU, and the reference for the Triton kernels."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,13 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from plaudit.models.heads import Heads, Rotation
 from plaudit.rollout.native import sampler
-from plaudit.rollout.native.cache import CacheView
+from plaudit.rollout.native.batch import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, DeviceSampling
+from plaudit.rollout.native.cache import KVCache
 from plaudit.rollout.native.noise import position_keys
-from plaudit.rollout.native.rows import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, Draw
 
 
 def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS norm of x + delta, in the weight's dtype; and that sum, in x's."""
+    """RMS norm of x + delta in the weight's dtype, and the sum in x's dtype."""
     x_TD = x_TD if delta_TD is None else x_TD + delta_TD
     return _norm(x_TD, weight_D, eps).to(weight_D.dtype), x_TD
 
@@ -29,16 +29,16 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def rotate_and_write(
-    qkv_TE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor
+    qkv_TE: Tensor, heads: Heads, rotation: Rotation, cache: KVCache, layer: int, rows_T: Tensor, positions_T: Tensor
 ) -> None:
-    """Queries and keys turned by their positions, in place; keys and values to the cache."""
+    """Rotary embedding of queries and keys, in place; then keys and values to the cache."""
     rotate(qkv_TE, heads, rotation, positions_T)
     qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
     write(qkv_THD[:, heads.query : heads.query + heads.kv], qkv_THD[:, heads.query + heads.kv :], cache, layer, rows_T, positions_T)
 
 
 def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor) -> None:
-    """Queries and keys turned by their positions, in place."""
+    """Rotary embedding of queries and keys, in place, after their norms if the model has any."""
     qkv_THD = qkv_TE.view(len(qkv_TE), -1, heads.size)
     turned = qkv_THD[:, : heads.query + heads.kv]
     x = turned
@@ -50,24 +50,24 @@ def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor
     turned.copy_(x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin)
 
 
-def write(key_TKD: Tensor, value_TKD: Tensor, cache: CacheView, layer: int, rows_T: Tensor, positions_T: Tensor) -> None:
-    """Keys and values of tokens to their places. A position below 0 has none."""
+def write(key_TKD: Tensor, value_TKD: Tensor, cache: KVCache, layer: int, rows_T: Tensor, positions_T: Tensor) -> None:
+    """Write keys and values to the cache. Tokens at negative positions (unused rows) are skipped."""
     assert cache.memory is not None
     if positions_T.min() < 0:
         used = positions_T >= 0
         key_TKD, value_TKD, rows_T, positions_T = key_TKD[used], value_TKD[used], rows_T[used], positions_T[used]
-    blocks_T = cache.tables[rows_T, positions_T // cache.block_tokens]
+    blocks_T = cache.block_tables[rows_T, positions_T // cache.block_tokens]
     at_T = positions_T % cache.block_tokens
     cache.memory[blocks_T, layer, 0, :, at_T] = key_TKD
     cache.memory[blocks_T, layer, 1, :, at_T] = value_TKD
 
 
 def attend(
-    query_BHD: Tensor, cache: CacheView, layer: int, positions_B: Tensor, *, scale: float, window: int | None, longest: int
+    query_BHD: Tensor, cache: KVCache, layer: int, positions_B: Tensor, *, scale: float, window: int | None, longest: int
 ) -> Tensor:
-    """Row i's query to what row i has in the cache, up to and with its position: [B, heads · size].
+    """Row i's query attends to row i's keys up to and including its position: [B, heads · size].
 
-    The query heads of a key-value head are rows of one small matrix, so that a key is read once for all of them.
+    The query heads of a key-value head form one small matrix, so that each key is read once for all of them.
     """
     B, heads, size = query_BHD.shape
     keys, values = _past(cache, layer, B, longest)
@@ -80,33 +80,33 @@ def attend(
 
 
 def rotate_and_attend(
-    qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: CacheView, layer: int, positions_B: Tensor,
+    qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: KVCache, layer: int, positions_B: Tensor,
     *, scale: float, window: int | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    """The two above, for tokens that are each the newest of their row."""
+    """Both of the above, for one new token per row."""
     rotate_and_write(qkv_BE, heads, rotation, cache, layer, torch.arange(len(qkv_BE), device=qkv_BE.device), positions_B)
     query_BHD = qkv_BE.view(len(qkv_BE), -1, heads.size)[:, : heads.query]
     return attend(query_BHD, cache, layer, positions_B, scale=scale, window=window, longest=longest)
 
 
-def _past(cache: CacheView, layer: int, rows: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of the first rows: [row, kv head, position, size]; views, where rows lie in order."""
+def _past(cache: KVCache, layer: int, rows: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first rows: [row, kv head, position, size]; views, if row i uses block i."""
     assert cache.memory is not None
-    if cache.in_order:
+    if cache.blocks_match_rows:
         keys, values = cache.memory[:rows, layer, :, :, :longest].unbind(1)
         return keys, values
-    blocks = cache.tables[:rows, : -(-longest // cache.block_tokens)]
+    blocks = cache.block_tables[:rows, : -(-longest // cache.block_tokens)]
     past = cache.memory[blocks, layer]  # [row, block, 2, kv head, token, size]
     past = past.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :longest]
     return past[0], past[1]
 
 
-def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, draw: Draw) -> None:
-    """One token for each row of fp32 logits that has a sequence, and the row's next state."""
-    drawn = sampler.draw(logits_BV, position_keys(rows_BC[:, KEY], rows_BC[:, WRITTEN]), draw.sampling)
+def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sampling: DeviceSampling) -> None:
+    """Sample a token for each row in use from its fp32 logits, and advance the row's state."""
+    drawn = sampler.draw(logits_BV, position_keys(rows_BC[:, KEY], rows_BC[:, WRITTEN]), sampling.settings)
     written_B = rows_BC[:, WRITTEN] + 1
     status_B = torch.where(written_B >= rows_BC[:, LIMIT], AT_LIMIT, RUNNING)
-    status_B[torch.isin(drawn.tokens_B, draw.ends)] = ENDED
+    status_B[torch.isin(drawn.tokens_B, sampling.end_tokens)] = ENDED
     used_B = rows_BC[:, POSITION] >= 0
     results_B4[:, 0] = torch.where(used_B, status_B, IDLE)
     results_B4[:, 1] = drawn.tokens_B
