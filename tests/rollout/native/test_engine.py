@@ -33,6 +33,7 @@ from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native import forward
 from plaudit.rollout.native.cache import blocks_that_fit
+from plaudit.rollout.native.cpu_linear import prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.graphs import DecodeGraphs
