@@ -3,7 +3,7 @@
 It returns a number, or a dict with `score`: its other numbers become parts, `malformed: True` says that the answer could not be
 read, and the rest is kept as the trace. It may leave out arguments that it does not need, and it may be `async`.
 
-Differs from verl: it runs in worker processes with a time limit (`workers.py`), and what it does wrong is never a score.
+Differs from verl: it runs in worker processes with a time limit (`worker_pool.py`), and what it does wrong is never a score.
 Causes of failure: timeout, exception, not_a_number (NaN, None, text), bad_result (a dict without score), died (its process).
 """
 
@@ -14,11 +14,13 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.rewards.functions.process import Answer
-from plaudit.rewards.functions.workers import CannotStart, Workers
+from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
-from plaudit.types import Group, Sample, Score
+from plaudit.types import Group, Prompt, Sample, Score
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What verl passes; a function that takes fewer of them gets fewer."""
 
 
 class Function(Reward):
@@ -46,64 +48,28 @@ class Function(Reward):
 class LiveFunction(LiveReward[Function]):
     def __init__(self, settings: Function):
         super().__init__(settings)
-        self._workers: Workers | None = None
+        code = UserCode(settings.path, (settings.function,), PARAMETERS, "solution_str", settings.arguments)
+        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.timeout_s)
 
     async def open(self) -> None:
-        path = python_file(self.settings.path, self.settings.label)
-        self._workers = Workers(
-            path, self.settings.function, self.settings.arguments, count=self.settings.workers, timeout_s=self.settings.timeout_s
-        )
-        try:
-            await self._workers.ready()
-        except CannotStart as error:
-            raise RecipeError(f"reward '{self.settings.label}': {self._explain(path, error.answer)}") from None
-
-    def _explain(self, path: Path, answer: dict[str, Any]) -> str:
-        match answer.get("problem"):
-            case "import":
-                return f"{path} cannot be imported: {answer['message']}"
-            case "missing":
-                near, here = did_you_mean(self.settings.function, answer["functions"]), ", ".join(answer["functions"]) or "none"
-                return f"{path} has no function {self.settings.function} (it has: {here}).{near}"
-            case "arguments":
-                return (
-                    f"{path}: {answer['signature']} cannot be called: {answer['message']}. It is given data_source, solution_str, "
-                    f"ground_truth and extra_info, as far as it takes them, and what stands under arguments."
-                )
-            case _:
-                return f"{answer.get('message')}"
+        await self._workers.open()
 
     async def close(self) -> None:
-        if self._workers is not None:
-            await asyncio.to_thread(self._workers.close)
-            self._workers = None
+        await self._workers.close()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        assert self._workers is not None, "a reward is opened before it scores"
-        calls = [[self._call(group, sample) for sample in group.samples] for group in groups]
-        answers = iter(await asyncio.gather(*(call for row in calls for call in row)))
+        calls = [self._call(group.prompt, sample) for group in groups for sample in group.samples]
+        answers = iter(await asyncio.gather(*calls))
         return [[_as_score(next(answers), sample.text) for sample in group.samples] for group in groups]
 
-    def _call(self, group: Group, sample: Sample) -> asyncio.Future[Answer]:
-        assert self._workers is not None
-        prompt = group.prompt
-        return asyncio.wrap_future(
-            self._workers.call(
-                data_source=prompt.data_source,
-                solution_str=sample.text,
-                ground_truth=prompt.ground_truth,
-                extra_info=dict(prompt.extra_info),
-            )
+    def _call(self, prompt: Prompt, sample: Sample) -> asyncio.Future[Answer]:
+        return self._workers.call(
+            self.settings.function,
+            data_source=prompt.data_source,
+            solution_str=sample.text,
+            ground_truth=prompt.ground_truth,
+            extra_info=dict(prompt.extra_info),
         )
-
-
-def python_file(name: str, label: str) -> Path:
-    """A user's file; a RecipeError if there is none."""
-    path = Path(name).expanduser()
-    if not path.is_file():
-        problem = "is a folder; name a Python file in it." if path.is_dir() else f"does not exist.{nearest_path(path)}"
-        raise RecipeError(f"reward '{label}': {path} {problem}")
-    return path
 
 
 def _as_score(answer: Answer, text: str) -> Score:

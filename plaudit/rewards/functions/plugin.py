@@ -21,12 +21,10 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from plaudit.errors import RecipeError, did_you_mean
 from plaudit.files import text_digest
-from plaudit.recipe.reward_models import JudgeSampling
+from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import GenerationRequest
-from plaudit.rewards.functions.function import python_file
-from plaudit.rewards.functions.workers import CannotStart, Workers
+from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward, Reply, shown, writing
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.reward import failed
@@ -60,46 +58,16 @@ class Plugin(ModelReward):
 class LivePlugin(LiveModelReward[Plugin]):
     def __init__(self, settings: Plugin):
         super().__init__(settings)
-        self._workers: Workers | None = None
+        trusted = settings.model.trust_remote_code
+        code = UserCode(settings.path, FUNCTIONS, returns="list", tokenizer=_tokenizer(settings.model), trust_remote_code=trusted)
+        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.timeout_s)
 
     async def open(self) -> None:
-        path = python_file(self.settings.path, self.settings.label)
-        lists = {
-            "functions": list(FUNCTIONS),
-            "tokenizer": self._tokenizer(),
-            "trust_remote_code": self.settings.model.trust_remote_code,
-        }
-        self._workers = Workers(path, "", {}, count=self.settings.workers, timeout_s=self.settings.timeout_s, lists=lists)
-        try:
-            await self._workers.ready()
-        except CannotStart as error:
-            raise RecipeError(f"reward '{self.settings.label}': {self._explain(path, error.answer)}") from None
+        await self._workers.open()
         await super().open()
 
-    def _tokenizer(self) -> str | None:
-        """The reward model's; a server's model has none here, unless it is said where."""
-        if self.settings.model.tokenizer is not None or self.settings.model.placement != "server":
-            return self.settings.model.tokenizer or self.settings.model.path
-        return (
-            self.settings.model.path if self.settings.model.path is not None and Path(self.settings.model.path).is_dir() else None
-        )
-
-    def _explain(self, path: Path, answer: dict[str, Any]) -> str:
-        match answer.get("problem"):
-            case "import":
-                return f"{path} cannot be imported: {answer['message']}"
-            case "missing":
-                name, here = answer["missing"][0], ", ".join(answer["functions"]) or "none"
-                return f"{path} has no function {name} (it has: {here}).{did_you_mean(name, answer['functions'])}"
-            case "tokenizer":
-                return f"no tokenizer could be loaded from {self._tokenizer()} for {path.name}: {answer['message']}"
-            case _:
-                return f"{answer.get('message')}"
-
     async def close(self) -> None:
-        if self._workers is not None:
-            await asyncio.to_thread(self._workers.close)
-            self._workers = None
+        await self._workers.close()
         await super().close()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
@@ -107,7 +75,7 @@ class LivePlugin(LiveModelReward[Plugin]):
 
     async def _score(self, group: Group) -> list[Score]:
         prompts = [_rm_prompt(group.prompt)] * len(group.samples)
-        inputs = await self._call("rm_preprocess", prompts, [sample.text for sample in group.samples], with_tokenizer=True)
+        inputs = await self._call("rm_preprocess", prompts, [sample.text for sample in group.samples], pass_tokenizer=True)
         scores: dict[int, Score] = {}
         questions: dict[int, GenerationRequest] = {}
         for i, (entry, sample) in enumerate(zip(inputs, group.samples, strict=True)):
@@ -144,11 +112,11 @@ class LivePlugin(LiveModelReward[Plugin]):
                 scores[i] = Score(None, failure=failure, view=view, trace=reply.trace)
         return scores
 
-    async def _call(self, function: str, *lists: Sequence[Any], with_tokenizer: bool = False) -> list[Entry]:
+    async def _call(self, function: str, *lists: Sequence[Any], pass_tokenizer: bool = False) -> list[Entry]:
         """An entry for each; where the call for all of them goes wrong, each is tried alone."""
         if not lists[0]:
             return []
-        answer = await self._called(function, *lists, with_tokenizer=with_tokenizer)
+        answer = await self._workers.call(function, *map(list, lists), pass_tokenizer=pass_tokenizer)
         entries: list[Entry] | None = answer.get("entries")
         if entries is not None and len(entries) == len(lists[0]):
             return entries
@@ -157,14 +125,16 @@ class LivePlugin(LiveModelReward[Plugin]):
         if len(lists[0]) == 1:
             return [answer]
         alone = [
-            self._call(function, *([item] for item in items), with_tokenizer=with_tokenizer) for items in zip(*lists, strict=True)
+            self._call(function, *([item] for item in items), pass_tokenizer=pass_tokenizer) for items in zip(*lists, strict=True)
         ]
         return [entry for entries in await asyncio.gather(*alone) for entry in entries]
 
-    async def _called(self, function: str, *lists: Sequence[Any], with_tokenizer: bool) -> dict[str, Any]:
-        assert self._workers is not None, "a reward is opened before it scores"
-        call = self._workers.call(name=function, given=[list(one) for one in lists], with_tokenizer=with_tokenizer)
-        return await asyncio.wrap_future(call)
+
+def _tokenizer(model: RewardModel) -> str | None:
+    """The reward model's tokenizer; None for a server's model, unless the recipe says where to find it."""
+    if model.tokenizer is not None or model.placement != "server":
+        return model.tokenizer or model.path
+    return model.path if model.path is not None and Path(model.path).is_dir() else None
 
 
 def _rm_prompt(prompt: Prompt) -> str:

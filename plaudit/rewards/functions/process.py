@@ -1,4 +1,4 @@
-"""One worker process: it is asked, it answers line by line, and it can be killed with all its children at any time."""
+"""One worker process: it takes batches of requests, answers line by line, and can be killed with all its children at any time."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("worker.py")
-OUTPUT_KEPT = 8192
-"""Bytes of what a process printed last."""
-LAST_WORDS_S = 2.0
-"""How long a process that hangs may take to say where, and one that has closed its pipes to end."""
+OUTPUT_BYTES = 8192
+"""How much of a process's latest output is kept."""
+GRACE_S = 2.0
+"""How long a hanging process may take to report its line, and one that closed its pipes to exit."""
 
 Answer = dict[str, Any]
-"""`value` with `parts`, `malformed` and `trace`; or `cause` and `message`."""
+"""`value` with `parts`, `malformed` and `trace`; or `entries`, a list of these; or `cause` and `message`."""
 
 
 class Silent(Exception):
@@ -28,23 +28,23 @@ class Silent(Exception):
 
 
 class Died(Exception):
-    """The process is gone, or does not talk to us any more."""
+    """The process is gone, or has closed its end of the pipe."""
 
 
-class Process:
-    """One worker process, and the shell that ends it if we cannot."""
+class WorkerProcess:
+    """One process, and the guard shell that kills it if we cannot."""
 
     def __init__(self, start: bytes, program: Path):
         self.program = program
         self._answers, self._output, self._to_send = b"", b"", memoryview(start)
         self._process = subprocess.Popen(
-            # -P: what lies beside worker.py must not hide modules of the same name.
+            # -P: files next to worker.py must not shadow modules of the same name.
             [sys.executable, "-P", str(WORKER)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, process_group=0,
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )  # fmt: skip
-        # In the worker's process group: `kill 0` ends all of it. It reads until the other end of its stdin, which only we
-        # hold, is closed. A thread in the worker could not do this: a function stuck in C code lets no other thread run.
+        # In the worker's process group, which `kill 0` ends. It reads until the other end of its stdin, which only we hold, is
+        # closed. A thread in the worker could not do this: a function stuck in C code lets no other thread run.
         try:
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", "read line; kill -KILL 0"],
@@ -64,7 +64,7 @@ class Process:
         return self._process.poll() is None
 
     def send(self, batch: list[bytes]) -> None:
-        """Hand it a batch; it goes out while we wait for the answers."""
+        """Queue a batch; it is written while we wait for the answers."""
         self._to_send = memoryview(pickle.dumps(batch))
 
     def answer(self, limit_s: float) -> Answer:
@@ -89,7 +89,7 @@ class Process:
         return answer
 
     def _exchange(self, wait_s: float) -> bool:
-        """Wait for something to send or to read; true if an answer, or a part of one, came."""
+        """Write and read what is ready; true if an answer, or part of one, was read."""
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
         if self._err_open:
@@ -108,57 +108,57 @@ class Process:
             self._read_output()
         if self._out not in ready:
             return False
-        came = os.read(self._out, 65536)
-        if not came:
+        chunk = os.read(self._out, 65536)
+        if not chunk:
             raise Died
-        self._answers += came
+        self._answers += chunk
         return True
 
     def _read_output(self) -> None:
-        came = os.read(self._err, 65536)
-        self._err_open = bool(came)
-        self._output = (self._output + came)[-OUTPUT_KEPT:]
+        chunk = os.read(self._err, 65536)
+        self._err_open = bool(chunk)
+        self._output = (self._output + chunk)[-OUTPUT_BYTES:]
 
-    def where(self) -> str:
-        """', at reward.py:12': the line that it runs, if it can still say so."""
+    def current_line(self) -> str:
+        """', at reward.py:12': the line it is executing, if it can still report it."""
         self._process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + LAST_WORDS_S
-        while not self._line() and (left := deadline - time.monotonic()) > 0 and self._printed(left):
+        deadline = time.monotonic() + GRACE_S
+        while not self._line() and (left := deadline - time.monotonic()) > 0 and self._has_output(left):
             self._read_output()
         return self._line()
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended: 'killed by SIGSEGV, at reward.py:12'."""
         try:
-            code = self._process.wait(LAST_WORDS_S)
+            code = self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             return "it stopped answering"
-        if self._printed(0.0):
+        if self._has_output(0.0):
             self._read_output()
         if code == -signal.SIGKILL:
             return "killed by SIGKILL, as happens when memory runs out"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        words = self._output.decode(errors="replace").strip().rsplit("\n", 1)[-1][-200:]
-        return how + (self._line() or (f", after printing '{words}'" if words else ""))
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last_output = self._output.decode(errors="replace").strip().rsplit("\n", 1)[-1][-200:]
+        return reason + (self._line() or (f", after printing '{last_output}'" if last_output else ""))
 
-    def _printed(self, wait_s: float) -> bool:
-        poll = select.poll()  # select.select knows no more than 1024 open files
+    def _has_output(self, wait_s: float) -> bool:
+        poll = select.poll()  # select.select is limited to 1024 open files
         poll.register(self._err, select.POLLIN)
         return self._err_open and bool(poll.poll(wait_s * 1000))
 
     def _line(self) -> str:
-        # faulthandler's words; the innermost frame comes first, so the first in the last traceback is the line at fault.
+        # faulthandler's format: the innermost frame comes first, so the first one in the last traceback is the line at fault.
         last = self._output.decode(errors="replace").rsplit("(most recent call first):", 1)
         found = re.search(rf'File "{re.escape(str(self.program))}", line (\d+)', last[1]) if len(last) == 2 else None
         return f", at {self.program.name}:{found[1]}" if found else ""
 
     def kill(self) -> None:
-        """Kill it, with all its children. Until `end`, the guard keeps the group's number from being another's."""
+        """Kill it with all its children. Until `end`, the guard keeps the process group's id from being reused."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them are dead already
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it, and leave nothing of it."""
+        """Kill it, and release its pipes."""
         self.kill()
         for process in (self._process, self._guard):
             process.wait()

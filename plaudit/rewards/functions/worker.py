@@ -1,8 +1,8 @@
-"""The other side of a user's function: a process that loads the file, calls the function, and says what came of each call.
+"""The worker process: loads a user's file, calls its functions, and reports the result of each call.
 
-Started by `workers.py` as a script, so that nothing but this file and the user's is imported: no torch, no second
-run of the program that trains. What it is asked comes as pickles on stdin, what it answers goes as lines of JSON to stdout;
-both are moved out of the function's reach first. Whatever the function prints ends in stderr, of which the parent keeps the end.
+Started by `process.py` as a script, so that nothing but this file and the user's is imported: no torch, no second run of the
+training program. Requests come as pickles on stdin, answers go as lines of JSON to stdout; both are moved out of the user's reach
+first. Whatever the user's code prints goes to stderr, of which the parent keeps the end.
 """
 
 import contextlib
@@ -15,15 +15,13 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 LONGEST_TEXT = 10_000
 """Characters of a message or a trace that are kept."""
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What verl gives a function. One that takes fewer of them is given fewer."""
 
 
 def main() -> None:
@@ -32,16 +30,14 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    _prepare_for_the_worst()
+    _report_crashes()
     start = pickle.load(requests)
     sys.path[:] = start["sys_path"]
-    file, pid = Path(start["path"]), os.getpid()
-    if (lists := start.get("lists")) is not None:
-        function, names, problem = _load_lists(file, lists)
-    else:
-        function, names, problem = _load(file, start["function"], start["arguments"])
-    _say(answers, problem or {"ready": True})
-    if function is None:
+    pid = os.getpid()
+    code = Code(start)
+    problem = code.load()
+    _send(answers, problem or {"ready": True})
+    if problem is not None:
         return
     while True:
         try:
@@ -49,112 +45,106 @@ def main() -> None:
         except EOFError:
             return  # the parent is done, or dead
         for request in batch:
-            if lists is not None:
-                answer = _call_lists(function, request, file)
-            else:
-                answer = _call(function, names, start["arguments"], request, file)
+            answer = code.call(request)
             if os.getpid() != pid:
-                os._exit(0)  # a child that the function forked, and that came back out of it
-            _say(answers, answer)
+                os._exit(0)  # a child forked by the user's function that returned from it
+            _send(answers, answer)
 
 
-def _prepare_for_the_worst() -> None:
-    faulthandler.enable()  # a crash names its line
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and so does what hangs, when the parent asks
+def _report_crashes() -> None:
+    faulthandler.enable()  # a crash prints its line
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # so does a process that hangs, when the parent signals it
     # When memory runs out, the system should end this process, not the training.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _say(answers: int, answer: dict) -> None:
+def _send(answers: int, answer: dict) -> None:
     line = memoryview(json.dumps(answer).encode() + b"\n")
     while line:
         line = line[os.write(answers, line) :]
 
 
-# Loading -------------------------------------------------------------------------------------------------------------
+class Code:
+    """The user's file: what `UserCode` describes, loaded."""
 
+    def __init__(self, start: Mapping[str, Any]):
+        self._start, self._file = start, Path(start["path"])
+        self._functions: dict[str, Callable] = {}
+        self._accepted: list[str] = []
+        """Which of the offered keyword arguments the function takes."""
+        self._tokenizer: Any = None
 
-def _load(file: Path, name: str, arguments: Mapping[str, Any]) -> tuple[Callable | None, list[str], dict]:
-    """The function and which of ARGUMENTS it takes; or what is wrong with it, for the parent to tell."""
-    from plaudit.plugins import module_from
+    def load(self) -> dict | None:
+        """None if all went well, else what is wrong, for the parent to explain."""
+        from plaudit.plugins import module_from
 
-    try:
-        module = module_from(file)
-    except BaseException as error:
-        return None, [], {"problem": "import", "message": _describe(error, file)}
-    function = getattr(module, name, None)
-    if not callable(function):
-        here = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
-        return None, [], {"problem": "missing", "functions": here}
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C do not tell
-        return function, list(ARGUMENTS), {}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    names = [n for n in ARGUMENTS if (takes_all or n in signature.parameters) and n not in arguments]
-    try:
-        signature.bind(**dict.fromkeys(names), **arguments)
-        if "solution_str" not in names:
-            raise TypeError("it does not take solution_str, the response")
-    except TypeError as error:
-        return None, [], {"problem": "arguments", "message": str(error), "signature": f"{name}{signature}"}
-    return function, names, {}
+        try:
+            module = module_from(self._file)
+        except BaseException as error:
+            return {"problem": "import", "message": _describe(error, self._file)}
+        for name in self._start["functions"]:
+            function = getattr(module, name, None)
+            if not callable(function):
+                defined = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
+                return {"problem": "missing", "missing": name, "functions": defined}
+            self._functions[name] = function
+        return self._match_parameters() or self._load_tokenizer()
 
+    def _match_parameters(self) -> dict | None:
+        offered, required, arguments = (self._start[key] for key in ("parameters", "required", "arguments"))
+        if not offered:
+            return None
+        [(name, function)] = self._functions.items()
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some callables written in C have none
+            self._accepted = [n for n in offered if n not in arguments]
+            return None
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        self._accepted = [n for n in offered if (takes_all or n in signature.parameters) and n not in arguments]
+        try:
+            signature.bind(**dict.fromkeys(self._accepted), **arguments)
+            if required and required not in self._accepted:
+                raise TypeError(f"it does not take {required}")
+        except TypeError as error:
+            return {"problem": "arguments", "message": str(error), "signature": f"{name}{signature}"}
+        return None
 
-def _load_lists(file: Path, lists: Mapping[str, Any]) -> tuple[Callable | None, list[str], dict]:
-    """A function that calls those that `lists` names; or what is wrong with them."""
-    from plaudit.plugins import module_from
-
-    try:
-        module = module_from(file)
-    except BaseException as error:
-        return None, [], {"problem": "import", "message": _describe(error, file)}
-    functions: dict[str, Any] = {name: getattr(module, name, None) for name in lists["functions"]}
-    if missing := [name for name, function in functions.items() if not callable(function)]:
-        here = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
-        return None, [], {"problem": "missing", "missing": missing, "functions": here}
-    tokenizer = None
-    if lists["tokenizer"] is not None:
+    def _load_tokenizer(self) -> dict | None:
+        if self._start["tokenizer"] is None:
+            return None
         try:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(lists["tokenizer"], trust_remote_code=lists["trust_remote_code"])
+            trusted = self._start["trust_remote_code"]
+            self._tokenizer = AutoTokenizer.from_pretrained(self._start["tokenizer"], trust_remote_code=trusted)
         except BaseException as error:
-            return None, [], {"problem": "tokenizer", "message": _describe(error, file)}
+            return {"problem": "tokenizer", "message": _describe(error, self._file)}
+        return None
 
-    def call(name: str, given: list[list], *, with_tokenizer: bool) -> Any:
-        return functions[name](*given, *([tokenizer] if with_tokenizer else []))
-
-    return call, [], {}
-
-
-# Calling -------------------------------------------------------------------------------------------------------------
-
-
-def _call(function: Callable, names: list[str], arguments: dict, request: bytes, file: Path) -> dict:
-    """`value` with its `parts`, or a `cause` with its `message`."""
-    try:
-        given = pickle.loads(request)
-        result = function(**{name: given[name] for name in names}, **arguments)
-        if inspect.isawaitable(result):
-            result = _event_loop().run_until_complete(result)
-        return _as_answer(result)
-    except BaseException as error:  # sys.exit() too: what a function raises fails its sample and nothing else
-        return {"cause": "exception", "message": _describe(error, file)}
+    def call(self, pickled: bytes) -> dict:
+        """The result as an answer (`process.Answer`), or a `cause` with its `message`."""
+        try:
+            request = pickle.loads(pickled)
+            positional = [*request["positional"], *([self._tokenizer] if request["pass_tokenizer"] else [])]
+            keywords = {name: request["keywords"][name] for name in self._accepted}
+            result = self._functions[request["function"]](*positional, **keywords, **self._start["arguments"])
+            if inspect.isawaitable(result):
+                result = _event_loop().run_until_complete(result)
+            return _as_answer(result) if self._start["returns"] == "score" else _as_entries(result)
+        except BaseException as error:  # sys.exit() too: an exception fails this call and nothing else
+            return {"cause": "exception", "message": _describe(error, self._file)}
 
 
-def _call_lists(function: Callable, request: bytes, file: Path) -> dict:
-    """`entries`: for each entry of the list that came back, `text` or `messages`, or what `_as_answer` makes of it."""
-    try:
-        result = function(**pickle.loads(request))
-        if inspect.isawaitable(result):
-            result = _event_loop().run_until_complete(result)
-        if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
-            return {"cause": "bad_result", "message": f"it returned {_short(result)[:300]}, not a list"}
-        return {"entries": [_as_entry(entry) for entry in result]}
-    except BaseException as error:
-        return {"cause": "exception", "message": _describe(error, file)}
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+def _as_entries(result: Any) -> dict:
+    """`entries`: for each entry of the returned list, `text` or `messages`, or an answer."""
+    if isinstance(result, str | bytes | Mapping | Set) or not hasattr(result, "__iter__"):
+        return {"cause": "bad_result", "message": f"it returned {_short(result)[:300]}, not a list"}
+    return {"entries": [_as_entry(entry) for entry in result]}
 
 
 def _as_entry(entry: Any) -> dict:
@@ -169,7 +159,7 @@ def _as_entry(entry: Any) -> dict:
 def _event_loop() -> Any:
     import asyncio
 
-    return asyncio.new_event_loop()  # one for all calls: what the function keeps between them may belong to it
+    return asyncio.new_event_loop()  # one for all calls: objects that the function keeps may be bound to it
 
 
 def _as_answer(result: Any) -> dict:
@@ -193,30 +183,30 @@ def _as_answer(result: Any) -> dict:
     return answer
 
 
-def _number(given: Any) -> float | None:
-    """A finite number as a float; a numpy scalar or a tensor of one number counts as one, text does not."""
-    if callable(getattr(given, "item", None)) and getattr(given, "size", 1) != 0:
+def _number(result: Any) -> float | None:
+    """A finite number as a float; also from a numpy scalar or a tensor of one number, not from text."""
+    if callable(getattr(result, "item", None)) and getattr(result, "size", 1) != 0:
         with contextlib.suppress(ValueError, RuntimeError):  # more than one entry
-            given = given.item()
-    if not isinstance(given, int | float):  # a bool is an int
+            result = result.item()
+    if not isinstance(result, int | float):  # a bool is an int
         return None
     try:
-        number = float(given)
+        number = float(result)
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
 
 
-def _not_a_number(what: str, given: Any) -> dict:
-    return {"cause": "not_a_number", "message": f"{what} {_short(given)}"[:300]}
+def _not_a_number(what: str, result: Any) -> dict:
+    return {"cause": "not_a_number", "message": f"{what} {_short(result)}"[:300]}
 
 
-def _short(given: Any) -> str:
-    return (given if isinstance(given, str) else repr(given))[:LONGEST_TEXT]
+def _short(result: Any) -> str:
+    return (result if isinstance(result, str) else repr(result))[:LONGEST_TEXT]
 
 
 def _describe(error: BaseException, file: Path) -> str:
-    """'ValueError: no digits, at reward.py:12', the line being the user's own."""
+    """'ValueError: no digits, at reward.py:12': the innermost line in the user's file."""
     try:
         text = str(error)
     except Exception:

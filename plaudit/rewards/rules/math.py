@@ -31,9 +31,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from plaudit.errors import RecipeError
 from plaudit.rewards.functions.process import Answer
-from plaudit.rewards.functions.workers import CannotStart, Workers
+from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
@@ -65,23 +64,16 @@ class Math(Reward):
 class LiveMath(LiveReward[Math]):
     def __init__(self, settings: Math):
         super().__init__(settings)
-        self._workers: Workers | None = None
+        code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth"), arguments={"tolerance": settings.tolerance})
+        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.timeout_s)
 
     async def open(self) -> None:
-        arguments = {"tolerance": self.settings.tolerance}
-        self._workers = Workers(WORKER, "compare", arguments, count=self.settings.workers, timeout_s=self.settings.timeout_s)
-        try:
-            await self._workers.ready()
-        except CannotStart as error:
-            raise RecipeError(f"reward '{self.settings.label}': {error.answer.get('message', error.answer)}") from None
+        await self._workers.open()
 
     async def close(self) -> None:
-        if self._workers is not None:
-            await asyncio.to_thread(self._workers.close)
-            self._workers = None
+        await self._workers.close()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        assert self._workers is not None, "a reward is opened before it scores"
         asked: dict[tuple[str, str], asyncio.Future[Answer]] = {}  # samples of a group often agree: each answer is compared once
         judged = [[self._judge(group.prompt, sample, asked) for sample in group.samples] for group in groups]
         await asyncio.gather(*asked.values())
@@ -108,9 +100,8 @@ class LiveMath(LiveReward[Math]):
         return [self._compare(answer, truth, asked) for truth in undecided]
 
     def _compare(self, answer: str, truth: str, asked: dict[tuple[str, str], asyncio.Future[Answer]]) -> asyncio.Future[Answer]:
-        assert self._workers is not None
         if (answer, truth) not in asked:
-            asked[answer, truth] = asyncio.wrap_future(self._workers.call(solution_str=answer, ground_truth=truth))
+            asked[answer, truth] = self._workers.call("compare", solution_str=answer, ground_truth=truth)
         return asked[answer, truth]
 
 

@@ -5,7 +5,7 @@ Formulas are compared by value, not by rewriting: equal trees are equal; rationa
 one evaluation and accepts after several: faster and stricter than `simplify`, which gives up on many that are equal.
 What these readers do not know (sums, integrals, limits) is asked of math-verify, with its LaTeX reader only (no code).
 
-Runs in processes of `workers.py`, which has the time limit: what hangs here or kills the process costs the answer its reward.
+Runs in the processes of a `WorkerPool`, which enforces the time limit: an answer that hangs or crashes one scores 0.
 """
 
 import itertools

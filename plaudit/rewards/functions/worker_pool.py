@@ -1,0 +1,239 @@
+"""Worker processes for user code that may hang, crash or be killed: every call has a time limit and fails alone.
+
+`WorkerPool` is the whole life cycle, shared by every kind that needs it (function, plugin, math): check the file, start the
+processes, wait until they have loaded it, call, close.
+
+Each process has a supervisor thread, which takes calls from a common queue, sends its process a few at a time and reads the
+answers one by one, so that the limit applies to each call and starts with it. A process that exceeds it is killed with all its
+children, one that died is noticed, and the calls behind the bad one go to a new process; no call is made twice.
+
+Differs from a pool of the standard library or pebble: processes share no pipe and no lock, so one that dies cannot harm another;
+they are separate programs (fork and exec), so they inherit neither our threads and locks nor our main module. If we are killed, a
+guard shell kills them.
+"""
+
+import asyncio
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from plaudit.errors import RecipeError, did_you_mean, nearest_path
+from plaudit.rewards.functions.process import Answer, Died, Silent, WorkerProcess
+from plaudit.rewards.reward import last_line
+
+IMPORT_S = 300.0
+"""Time limit for loading the user's file, which may import big libraries from a slow disk."""
+CALLS_AT_ONCE = 16
+"""Most calls sent to a process at a time: enough to make the round trip cheap."""
+CANNOT_START = "cannot_start"
+"""Cause of calls for which no process could be started; unlike `died`, not the call's fault."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """A Python file and how its functions are called; sent to every worker process."""
+
+    path: str
+    functions: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    """Keyword arguments that every call offers; a function that declares fewer gets fewer."""
+    required: str = ""
+    """The one of these that the function must take."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments, the same in every call."""
+    returns: Literal["score", "list"] = "score"
+    """One result, or a list with one entry for each input."""
+    tokenizer: str | None = None
+    """Loaded in the process, for calls that pass it on."""
+    trust_remote_code: bool = False
+
+
+class CannotStart(Exception):
+    """The process could not load what it is to call; `answer` is its report."""
+
+    def __init__(self, answer: Answer):
+        super().__init__(answer.get("message", ""))
+        self.answer = answer
+
+
+@dataclass(frozen=True)
+class _Call:
+    request: bytes
+    future: Future[Answer]
+
+
+class WorkerPool:
+    """Processes that call a user's functions. `open` starts them, `close` kills them."""
+
+    def __init__(self, code: UserCode, label: str, *, count: int, timeout_s: float):
+        """`label`: the reward's, for messages."""
+        self._code, self._label, self._count, self._timeout_s = code, label, count, timeout_s
+        self._path = Path(code.path).expanduser()
+        self._program = self._path.resolve()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._processes: dict[int, WorkerProcess] = {}
+        self._supervisors: list[threading.Thread] = []
+        self._lock, self._closed = threading.Lock(), False
+
+    async def open(self) -> None:
+        """Start the processes and wait until each has loaded the file. Raises a RecipeError if one cannot."""
+        if not self._path.is_file():
+            folder = self._path.is_dir()
+            problem = "is a folder; name a Python file in it." if folder else f"does not exist.{nearest_path(self._path)}"
+            raise RecipeError(f"reward '{self._label}': {self._path} {problem}")
+        start = pickle.dumps({**asdict(self._code), "path": str(self._program), "sys_path": sys.path})
+        loaded: list[Future[None]] = [Future() for _ in range(self._count)]
+        for index, future in enumerate(loaded):
+            future.set_running_or_notify_cancel()  # a waiter that is cancelled does not stop the start
+            thread = threading.Thread(target=self._supervise, args=(index, start, future), name=f"worker-{index}", daemon=True)
+            self._supervisors.append(thread)
+            thread.start()
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, loaded))
+        except CannotStart as error:
+            raise RecipeError(f"reward '{self._label}': {self._explain(error.answer)}") from None
+
+    async def close(self) -> None:
+        """Kill every process at once and cancel the calls that are waiting."""
+        await asyncio.to_thread(self._close)
+
+    def call(self, function: str, *positional: Any, pass_tokenizer: bool = False, **keywords: Any) -> asyncio.Future[Answer]:
+        """One call, made when a process is free. Whatever the function does, the future has an answer."""
+        request = {"function": function, "positional": positional, "keywords": keywords, "pass_tokenizer": pass_tokenizer}
+        future: Future[Answer] = Future()
+        assert self._supervisors, "a reward is opened before it scores"
+        if self._closed:
+            future.cancel()
+            return asyncio.wrap_future(future)
+        try:
+            self._calls.put(_Call(pickle.dumps(request), future))
+        except Exception as error:
+            message = f"the row cannot be sent to a worker process: {type(error).__name__}: {error}"
+            future.set_result({"cause": "exception", "message": message})
+        return asyncio.wrap_future(future)
+
+    def _explain(self, answer: Answer) -> str:
+        """Why a process could not start, in terms of the user's file."""
+        path = self._path
+        match answer.get("problem"):
+            case "import":
+                return f"{path} cannot be imported: {answer['message']}"
+            case "missing":
+                name, defined = answer["missing"], answer["functions"]
+                return f"{path} has no function {name} (it has: {', '.join(defined) or 'none'}).{did_you_mean(name, defined)}"
+            case "arguments":
+                *most, last = self._code.parameters
+                passed = f"It is passed {', '.join(most)} and {last}, as far as it takes them, and the settings under `arguments`."
+                return f"{path}: {answer['signature']} cannot be called: {answer['message']}. {passed}"
+            case "tokenizer":
+                return f"no tokenizer could be loaded from {self._code.tokenizer} for {path.name}: {answer['message']}"
+            case _:
+                return str(answer.get("message"))
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for process in self._processes.values():
+                process.kill()  # its supervisor, which may be reading from it, does the rest
+        for _ in self._supervisors:
+            self._calls.put(None)
+        for thread in self._supervisors:
+            thread.join()
+
+    # A supervisor's thread --------------------------------------------------------------------------------------------
+
+    def _supervise(self, index: int, start: bytes, loaded: Future[None]) -> None:
+        try:
+            self._process(index, start)
+            loaded.set_result(None)
+        except Exception as error:
+            loaded.set_exception(error if isinstance(error, CannotStart) else CannotStart({"message": last_line(error)}))
+        while (call := self._calls.get()) is not None:
+            batch = [call, *self._take_share()]
+            if self._closed:
+                for waiting in batch:
+                    waiting.future.cancel()
+                continue
+            batch = [call for call in batch if call.future.set_running_or_notify_cancel()]
+            try:
+                self._make_calls(batch, index, start)
+            except Exception as error:  # a bug here must not leave a caller waiting for ever
+                for waiting in batch:
+                    waiting.future.set_result({"cause": "died", "message": last_line(error)})
+                self._end(index)
+        self._end(index)
+
+    def _take_share(self) -> list[_Call]:
+        """A fair share of the waiting calls, so that no supervisor holds calls that another could make."""
+        share = min(CALLS_AT_ONCE, self._calls.qsize() // self._count)
+        calls = []
+        while len(calls) < share - 1:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                break
+            if call is None:
+                self._calls.put(None)  # the end mark of another supervisor
+                break
+            calls.append(call)
+        return calls
+
+    def _make_calls(self, batch: list[_Call], index: int, start: bytes) -> None:
+        """Make the calls in order; one that hangs or kills its process fails, and the rest continue in a new process."""
+        while batch:
+            try:
+                process = self._process(index, start)
+            except CannotStart as error:
+                message = f"a worker process could not start again: {error}"
+                for call in batch:
+                    call.future.set_result({"cause": CANNOT_START, "message": message})
+                return
+            process.send([call.request for call in batch])
+            try:
+                while batch:
+                    answer = process.answer(self._timeout_s)
+                    batch.pop(0).future.set_result(answer)
+            except Silent:
+                answer = {"cause": "timeout", "message": f"after {self._timeout_s:g} s{process.current_line()}"}
+            except Died:
+                answer = {"cause": "died", "message": process.exit_reason()}
+            else:
+                return
+            self._end(index)
+            batch.pop(0).future.set_result(answer)
+
+    def _end(self, index: int) -> None:
+        with self._lock:
+            process = self._processes.pop(index, None)
+        if process is not None:
+            process.end()
+
+    def _process(self, index: int, start: bytes) -> WorkerProcess:
+        """This supervisor's process, ready for calls: a new one if there is none yet or the last one has died."""
+        process = self._processes.get(index)
+        if process is not None and process.alive:
+            return process
+        self._end(index)
+        with self._lock:
+            if self._closed:
+                raise CannotStart({"problem": "closed", "message": "the workers are closed"})
+            try:
+                process = self._processes[index] = WorkerProcess(start, self._program)
+            except OSError as error:
+                raise CannotStart({"problem": "system", "message": f"no process can be started: {error}"}) from error
+        try:
+            answer = process.answer(IMPORT_S)
+        except Silent:
+            answer = {"problem": "import", "message": f"not done after {IMPORT_S:g} s{process.current_line()}"}
+        except Died:
+            answer = {"problem": "import", "message": process.exit_reason()}
+        if "ready" not in answer:
+            self._end(index)
+            raise CannotStart(answer)
+        return process
