@@ -75,7 +75,7 @@ def trainer_for(model) -> Trainer:
 def packed_step(trainer: Trainer, examples: list[Example]) -> dict[str, float]:
     targets = sum(e.num_targets for e in examples)
     batches = micro_batches(examples, TOKENS_PER_MICRO_BATCH, "cuda")
-    return trainer.update(batches, lambda b: (nll(target_logprobs(trainer.policy.model, b).logprobs_N, targets), {}), 1e-5)
+    return trainer.update(batches, lambda b: (nll(target_logprobs(trainer.trained.model, b).logprobs_N, targets), {}), 1e-5)
 
 
 def padded_batches(examples: list[Example]) -> list[list[Example]]:
@@ -139,7 +139,7 @@ def check_repeatable() -> None:
                 packed_step(trainer, rows(ROWS_PER_STEP, seed=step))
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - started)
-            finals.append([p.detach().clone() for p in trainer.policy.model.parameters()])
+            finals.append([p.detach().clone() for p in trainer.trained.model.parameters()])
             del trainer
         same = all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
         print(

@@ -47,12 +47,9 @@ from plaudit.models.lora import merged_weights
 from plaudit.models.trainable import TrainableModel, load_model, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import AlgorithmSettings, LoraSettings, ModelSettings, OptimSettings
-from plaudit.recipe.rl import RLTrainSettings
-from plaudit.rl.estimators import with_advantages
-from plaudit.rl.experience import experiences, updates
-from plaudit.rl.policy_loss import policy_loss
-from plaudit.rollout.engine import Request, Sampling
+from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings, RLRecipe
+from plaudit.rl.learner import Learner
+from plaudit.rollout.engine import Request, Sampling, Weights
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native import forward, sampler
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
@@ -62,6 +59,7 @@ from plaudit.rollout.native.sampler import draw_scores
 from plaudit.seeding import stable_seed
 from plaudit.train.trainer import Trainer
 from plaudit.types import Example, Experience, Group, Prompt, Sample, Score, ScoredGroup
+from plaudit.world import World
 
 SFT_LR = 5e-4
 
@@ -236,7 +234,7 @@ def mismatch(job: dict, work: Work, report) -> None:
         batches = micro_batches(examples, work.tokens_per_micro_batch, job["device"])
         lr = SFT_LR * min(1.0, (step + 1) / 5)
         loss = trainer.update(batches, lambda b: (nll(target_logprobs(model, b).logprobs_N, targets), {}), lr)["loss"]
-    engine.sync(work.mismatch_sft_steps)
+    engine.sync(work.mismatch_sft_steps, Weights(model))
     prompts = [row[: len(prompt)].tolist() for row, prompt in zip(rows_ST, prompts, strict=False)]
     case = f"after {work.mismatch_sft_steps} steps of SFT"
     measure_mismatch(model, engine, prompts, work, report, name, case, sft_loss=loss)
@@ -322,10 +320,19 @@ def cycles(job: dict, work: Work, report) -> None:
     """Sample, learn, sample, …: does a cycle take longer, or more memory, as they go on?"""
     bare = memory()
     model = build(job["model"], work, job["device"], training=True)
-    trainer = Trainer(TrainableModel(model, template=None), OptimSettings(lr=1e-6), seed=0, max_skipped_steps=0)  # pyright: ignore
+    recipe = RLRecipe.model_validate(
+        {
+            "model": {"path": job["model"]},
+            "data": {"train": "none"},
+            "rollout": {"n": work.cycle_n, "max_new_tokens": work.cycle_new_tokens},
+            "rewards": [{"kind": "exact"}],
+            "train": {"prompts_per_step": work.cycle_prompts, "tokens_per_micro_batch": work.tokens_per_micro_batch},
+            "run": {"dir": "none"},
+        }
+    )
+    policy, world = TrainableModel(model, template=None), World.alone(model.device)  # pyright: ignore
+    learner = Learner(policy, recipe, total_steps=work.cycle_warm + work.cycles, world=world)
     engine = NativeEngine(model, None, max_sequences=work.max_sequences)
-    algorithm = AlgorithmSettings()
-    train = RLTrainSettings(prompts_per_step=work.cycle_prompts, tokens_per_micro_batch=work.tokens_per_micro_batch)
     rows: list[dict[str, float]] = []
     for cycle in range(work.cycle_warm + work.cycles):
         forget_peak()
@@ -345,14 +352,10 @@ def cycles(job: dict, work: Work, report) -> None:
 
         forget_peak()
         began = time.perf_counter()
-        learnt, _ = with_advantages([experiences(group, algorithm) for group in scored(requests, samples, seed=cycle)], algorithm)
-        for chosen in updates(learnt, train, algorithm, horizon=work.cycle_new_tokens, seed=0, step=cycle):
-            loss = policy_loss(model, chosen, algorithm, 1.0)
-            found = trainer.update(micro_batches(chosen, train.tokens_per_micro_batch, model.device), loss, 1e-6)
-            row["mismatch"] = found["mismatch"]
+        row["mismatch"] = learner.learn(scored(requests, samples, seed=cycle), step=cycle + 1)["mismatch"]
         synchronize()
         row |= {"update_s": time.perf_counter() - began, **{f"trained {name}": value for name, value in memory().items()}}
-        engine.sync(cycle + 1)
+        engine.sync(cycle + 1, learner.weights())
         rows.append(row)
         print(f"cycle {cycle}: {row}", flush=True)  # to the log
         if cycle >= work.cycle_warm and (cycle + 1 - work.cycle_warm) % 10 == 0:  # a run that is cut short has measured something
@@ -614,7 +617,7 @@ def check_training(make: Callable[..., Subject]) -> Verdict:
             batches = micro_batches(learnt, 512, model.device)
             trainer.update(batches, lambda b, n=targets: (nll(target_logprobs(model, b).logprobs_N, n), {}), 3e-3)
         changed = (logprobs_now() - at_first).abs().mean().item()
-        subject.engine.sync(step + 1)
+        subject.engine.sync(step + 1, Weights(model))
         passed = passed and near and changed > CLOSE[subject.dtype][0] and {s.version for _, s in drawn} == {step}
         words.append(f"{found.split('; keys')[0]}; weights of {3 * step} updates; then changed by {changed:.2f}")
     return passed, " | ".join(words)

@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-import plaudit.rl.estimators
+import plaudit.objectives.advantages
 import plaudit.run
 from plaudit.data.conversations import Source
 from plaudit.data.examples import load_examples
@@ -51,7 +51,7 @@ from plaudit.data.pairs import load_pairs
 from plaudit.data.prompts import load_prompts
 from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
 from plaudit.inputs import load_checked
-from plaudit.loops import dpo, reward_model, rl, sft
+from plaudit.loops import dpo, reward_model, sft
 from plaudit.models.classifier import load_classifier
 from plaudit.models.reference import Reference
 from plaudit.models.scalar import Transcript
@@ -59,11 +59,12 @@ from plaudit.models.trainable import load_policy
 from plaudit.objectives.advantages import grpo
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import ModelSettings, RLRecipe
+from plaudit.rl.learner import Learner
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.groups import sample_groups
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.train.trainer import Trainer
 from plaudit.types import Group, Pair, Score, ScoredGroup
+from plaudit.world import World
 
 REPOSITORY = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -416,17 +417,17 @@ def first_gradients(
         }
     )
     model = load_policy(recipe.model, load_model_template(policy), CPU)
-    trainer = Trainer(model, recipe.optim, seed=0, max_skipped_steps=0)
+    kl_to = Reference(recipe.model.model_copy(update={"path": str(reference)}), model) if recipe.algorithm.needs_reference else None
+    learner = Learner(model, recipe, total_steps=1, world=World.alone(CPU), reference=kl_to)
     kept: dict[str, torch.Tensor] = {}
-    clip = trainer.optimiser.clip
+    clip = learner.trainer.optimiser.clip
 
     def keep_and_clip() -> torch.Tensor:
         kept.update({name: p.grad.clone() for name, p in model.trainable() if p.grad is not None})
         return clip()
 
-    trainer.optimiser.clip = keep_and_clip
-    kl_to = Reference(recipe.model.model_copy(update={"path": str(reference)}), model) if recipe.algorithm.needs_reference else None
-    return rl.learn(trainer, kl_to, groups, recipe, step=1, lr=1e-6), kept
+    learner.trainer.optimiser.clip = keep_and_clip
+    return learner.learn(groups, step=1), kept
 
 
 def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
@@ -466,7 +467,7 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
         for number, case in enumerate(cases.values())
     ]
     log = run_trl(trl_python, jobs, folder)
-    plaudit.rl.estimators.grpo = partial(grpo, eps=TRL_STD_EPS)
+    plaudit.objectives.advantages.grpo = partial(grpo, eps=TRL_STD_EPS)
     lengths = [len(sample["completion_ids"]) for sample in samples]
     print(f"\ngrpo, {kind}: the gradients of the first step")
     print(f"  plaudit   {listed({package: version(package) for package in ('transformers', 'torch')})}")

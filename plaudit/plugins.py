@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import plaudit
+from plaudit.errors import RecipeError, did_you_mean
 
 
 @cache
@@ -50,3 +51,18 @@ def module_from(path: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def load_attribute(reference: str) -> Any:
+    """What `path/file.py:Name` refers to."""
+    path, _, name = reference.rpartition(":")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise RecipeError(f"{reference}: {file} does not exist")
+    try:
+        module = module_from(file)
+    except Exception as error:
+        raise RecipeError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise RecipeError(f"{file} has no {name}{did_you_mean(name, vars(module))}")
+    return getattr(module, name)

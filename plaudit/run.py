@@ -1,28 +1,26 @@
-"""The run folder: what was asked, what happened, and everything needed to go on.
+"""The run folder: what was requested, what happened, and everything needed to resume.
 
     recipe.yaml       the resolved recipe, each value with where it came from
     run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
-    metrics.jsonl     one line per step; names under `time/` are the machine's, all others are exact and repeat
+    metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
     curves.png        the same, drawn
     reference.safetensors    DPO: the reference's log-probs of every pair
     samples/          RL: every sample with its scores, a parquet file per step; validation's too
-    failures/         RL: what a reward failed on, when that stopped the run
-    checkpoints/      train/checkpoint.py;  best → the one with the best validation
-    model/            the trained model, once the run is done; critic/ beside it, if one has learnt with it
+    failures/         RL: the samples a reward failed on, when that stopped the run
+    checkpoints/      checkpoint.py;  best → the one with the best validation
+    model/            the trained model, once the run is done; critic/ next to it, if one was trained
 
-A run started again goes on from its newest checkpoint; metrics and samples behind that checkpoint are dropped and made again.
+A run started again resumes from its newest checkpoint; metrics and samples after that checkpoint are dropped and made again.
+A run decides when state is saved and makes it atomic; tensors are written and read by their owner (`checkpoint.Saveable`).
 """
 
 import fcntl
-import fnmatch
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,16 +30,8 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from plaudit import __version__
-from plaudit.config import LoadedRecipe, flatten, settings_of, to_yaml
-from plaudit.data.templates import ChatTemplate
-from plaudit.errors import DataError, Interrupted, RunError, TrainingStopped, redact
-from plaudit.files import atomic_folder, fingerprint, remove_leftovers, text_digest, weights_fingerprint, write_atomic
-from plaudit.recipe import ScoreRecipe, TrainingRecipe
-from plaudit.report.curves import draw_curves
-from plaudit.report.progress import print_line
-from plaudit.report.samples import write_samples
-from plaudit.trackers import Trackers
-from plaudit.train.checkpoint import (
+from plaudit.checkpoint import (
+    Saveable,
     checkpoint_folders,
     clear_write_errors,
     find_checkpoint,
@@ -49,7 +39,16 @@ from plaudit.train.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from plaudit.train.trainer import Trainer
+from plaudit.config import LoadedRecipe, to_yaml
+from plaudit.data.templates import ChatTemplate
+from plaudit.errors import Interrupted, RunError, TrainingStopped, redact
+from plaudit.files import atomic_folder, remove_leftovers, write_atomic
+from plaudit.recipe import ScoreRecipe
+from plaudit.report.curves import draw_curves
+from plaudit.report.progress import print_line
+from plaudit.report.samples import write_samples
+from plaudit.run_identity import compare, describe_run, read_description
+from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
 
 WRITTEN = (
@@ -59,8 +58,8 @@ WRITTEN = (
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
 
-class Companion(Protocol):
-    """Something with a small state of its own that has to be there again when a run goes on."""
+class Stateful(Protocol):
+    """Has a small state of its own that a resumed run needs: it goes into state.json."""
 
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any], /) -> None: ...
@@ -69,7 +68,7 @@ class Companion(Protocol):
 
 
 class Run:
-    """A run folder, held for this process alone. Use it as a context manager."""
+    """A run folder, locked by this process. Use it as a context manager."""
 
     def __init__(
         self,
@@ -78,14 +77,14 @@ class Run:
         template: ChatTemplate | None = None,
         inputs: dict[str, str] | None = None,
         *,
-        scorers: Sequence[Path] = (),
+        reward_files: Sequence[Path] = (),
         best: str = "val/loss",
         higher_is_better: bool = False,
     ):
         """The result depends on the recipe, on the content of `files`, on the model and its `template`, and on `inputs`: digests by
-        a name that a person understands. `scorers` are files that may be mended on the way, with a line that says so. `best` is the
-        metric that tells which checkpoint is best."""
-        assert not isinstance(loaded.recipe, ScoreRecipe), "scoring is no training run"
+        a name that a person understands. `reward_files` may be edited between starts, with a warning. `best` is the metric that
+        decides which checkpoint is best."""
+        assert not isinstance(loaded.recipe, ScoreRecipe), "scoring is not a training run"
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
@@ -93,12 +92,13 @@ class Run:
         self.interrupted = False
         self.best: dict[str, float] | None = None
         self.unvalidated: dict[str, float] | None = None
-        """Metrics of the last step done, where its validation could not be made before the run stopped."""
-        self.companions: dict[str, Companion] = {}
-        """What besides the trainer goes into a checkpoint, by name. To be told before `resume`."""
-        self._loaded, self._files, self._scorers = loaded, [*files, *scorers], {str(path) for path in scorers}
-        self._inputs = {**_model_digests(self.recipe, template), **(inputs or {})}
+        """Metrics of the last step done, if the run stopped before its validation."""
+        self._loaded, self._template = loaded, template
+        self._files, self._reward_files = [*files, *reward_files], {str(path) for path in reward_files}
+        self._inputs = inputs or {}
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
+        self._owner: Saveable | None = None
+        self._stateful: dict[str, Stateful] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._trackers: Trackers | None = None
         self._warned = False
@@ -110,32 +110,32 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign_files()
             self._lock = (self.folder / ".lock").open("a")
-            os.register_at_fork(after_in_child=self._lock.close)  # or a worker that outlives us would keep the folder
+            os.register_at_fork(after_in_child=self._lock.close)  # or a worker that outlives us would keep the folder locked
         except OSError as error:
-            raise RunError(f"run.dir: {self.folder} cannot be made or written to: {error}") from None
+            raise RunError(f"run.dir: {self.folder} cannot be created or written to: {error}") from None
         try:
-            self._hold()
+            self._take_over()
         except BaseException:
             self._lock.close()
             raise
         return self
 
-    def _hold(self) -> None:
-        """Take the folder for this process. Up to the last check nothing in it changes."""
+    def _take_over(self) -> None:
+        """Lock the folder for this process. Nothing in it changes before the last check."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(
                 f"{self.folder}: another process is training in this folder; wait for it, or choose another run.dir"
             ) from None
-        self.about = self._same_run_or_refuse()
+        self.description = self._describe_or_refuse()
         with clear_write_errors(self.folder, self.checkpoints):
             remove_leftovers(self.folder, WRITTEN)
-            self._write_about()  # first: it makes the folder, and all that follows, ours
+            self._write_description()  # first: it makes the folder, and all that follows, ours
             write_atomic(self.folder / "recipe.yaml", f"# plaudit {__version__}\n{to_yaml(self._loaded)}")
 
-    def _write_about(self) -> None:
-        write_atomic(self.folder / "run.json", json.dumps(self.about, indent=1))
+    def _write_description(self) -> None:
+        write_atomic(self.folder / "run.json", json.dumps(self.description, indent=1))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
@@ -145,81 +145,69 @@ class Run:
             self._trackers.close()
         self._lock.close()
 
-    # Going on
+    # Resuming
 
     def _refuse_foreign_files(self) -> None:
-        """What a run writes must not replace files that no run wrote: run.dir=. beside one's own recipe.yaml or model/."""
-        theirs = [name for name in WRITTEN if os.path.lexists(self.folder / name)]
-        if theirs and "run.json" not in theirs:
+        """A run must not overwrite files that no run wrote: run.dir=. next to one's own recipe.yaml or model/."""
+        foreign = [name for name in WRITTEN if os.path.lexists(self.folder / name)]
+        if foreign and "run.json" not in foreign:
             raise RunError(
-                f"{self.folder}: holds {', '.join(theirs)} but no run.json, so no run wrote them; choose another run.dir"
+                f"{self.folder}: contains {', '.join(foreign)} but no run.json, so no run wrote them; choose another run.dir"
             )
 
-    def _same_run_or_refuse(self) -> dict[str, Any]:
-        """What run.json should say; an error if the folder holds a run of another recipe or other data."""
-        recipe = flatten(self.recipe)
-        inputs = {str(path): _fingerprint(path) for path in self._files} | self._inputs
-        about = {"recipe": recipe, "inputs": inputs, "versions": _versions(), "git": _git_state(), "trackers": {}}
+    def _describe_or_refuse(self) -> dict[str, Any]:
+        """The content of run.json; an error if the folder belongs to a run with another recipe or other data."""
+        description = describe_run(self.recipe, self._files, self._template, self._inputs)
         file = self.folder / "run.json"
         if not file.exists():
-            return about
-        before = _read_about(file)
-        then = {**_defaults_since(before["recipe"], self.recipe), **before["recipe"]}
-        differ = [name for name in sorted(then.keys() | recipe.keys()) if then.get(name) != recipe.get(name)]
-        described = {name: f"  {name}: {_shown(name, then)} there, {_shown(name, recipe)} now" for name in differ}
-        rounding = [described[name] for name in differ if _matches(name, self.recipe.RESUME_CHANGES_ROUNDING)]
-        if rounding and self._has_results():
+            return description
+        before = read_description(file)
+        differences = compare(before, description, self.recipe, self._reward_files)
+        if differences.rounding and self._has_results():
             note = "  so its result is not that of an uninterrupted run to the last bit"
-            print_line("\n".join([f"{self.folder} goes on with", *rounding, note]), "yellow")
-        allowed = self.recipe.RESUME_MAY_CHANGE + self.recipe.RESUME_CHANGES_ROUNDING
-        changed = [described[name] for name in differ if not _matches(name, allowed)]
-        changed += [
-            f"  {path}: {'its content has changed' if path in before['inputs'].keys() & inputs.keys() else 'not part of both runs'}"
-            for path in sorted(before["inputs"].keys() | inputs.keys())
-            if before["inputs"].get(path) != inputs.get(path) and path not in self._scorers
-        ]
-        mended = [path for path in sorted(self._scorers & before["inputs"].keys()) if before["inputs"][path] != inputs[path]]
-        if mended and not changed and self._has_results():
-            print_line(
-                f"{self.folder} goes on with another {', '.join(mended)} than it began with: what it scored before stays", "yellow"
-            )
-        if not changed:
-            return {**about, "trackers": before["trackers"]}
-        if not self._has_results():  # it stopped before it began; the change may well be what mends it
-            return about
+            print_line("\n".join([f"{self.folder} resumes with changed settings:", *differences.rounding, note]), "yellow")
+        if differences.rewards and not differences.forbidden and self._has_results():
+            changed = ", ".join(differences.rewards)
+            print_line(f"{self.folder} resumes although {changed} has changed: what was scored before stays as it is", "yellow")
+        if not differences.forbidden:
+            return {**description, "trackers": before["trackers"]}
+        if not self._has_results():  # it stopped before the first step; the change may well be the fix
+            return description
         raise RunError(
-            f"{self.folder} belongs to a run of another recipe:\n" + "\n".join(changed)
-            + "\nChoose another run.dir, or undo the difference to go on with that run."
+            f"{self.folder} belongs to a run with another recipe:\n" + "\n".join(differences.forbidden)
+            + "\nChoose another run.dir, or undo the difference to resume that run."
         )  # fmt: skip
 
     def _has_results(self) -> bool:
         return bool(checkpoint_folders(self.checkpoints) or (self.folder / "model").exists() or self.metrics())
 
-    def resume(self, trainer: Trainer) -> int:
-        """Bring the trainer, the best score and the metrics to the newest whole checkpoint; returns the steps done (0: none)."""
+    def resume(self, owner: Saveable, **stateful: Stateful | None) -> int:
+        """Restore the owner of the tensors, everything `stateful`, the best score and the metrics from the newest intact
+        checkpoint; returns the steps done (0: none). All of them go into the checkpoints that follow."""
+        self._owner, self._stateful = owner, {name: each for name, each in stateful.items() if each is not None}
         with clear_write_errors(self.folder, self.checkpoints):
             checkpoint, warnings = find_checkpoint(self.checkpoints)
         if warnings and checkpoint is None:
-            raise RunError("\n".join([*warnings, "No checkpoint is left to go on from. To begin again, delete them."]))
+            raise RunError("\n".join([*warnings, "No checkpoint is left to resume from. To start over, delete them."]))
         for warning in warnings:
-            print_line(f"{warning}; going back to the one before", "yellow")
+            print_line(f"{warning}; falling back to the one before", "yellow")
         step = -1
         if checkpoint is not None:
-            checkpoint.load_into(trainer)
-            for name, companion in self.companions.items():
-                companion.load_state(checkpoint.state.get(name, {}))
+            owner.load_state(checkpoint.folder, checkpoint.state)
+            for name, each in self._stateful.items():
+                each.load_state(checkpoint.state.get(name, {}))
             self.best, self._saved_step = checkpoint.state["best"], checkpoint.step
             step, self.unvalidated = checkpoint.step, checkpoint.state.get("unvalidated")
-            print_line(f"going on from {checkpoint.folder}")
+            print_line(f"resuming from {checkpoint.folder}")
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
-            self._link_best()  # the process before this one may have been killed between checkpoint and link
+            self._link_best()  # the previous process may have been killed between checkpoint and link
             write_atomic(self.metrics_file, "".join(map(_line, kept)))
-            self._drop_samples_behind(step)
+            self._drop_samples_after(step)
         done = max(step, 0)
-        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.about["trackers"], done)
+        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.description["trackers"], done)
         with clear_write_errors(self.folder, self.checkpoints):
-            self._write_about()
+            self._write_description()
         self._step_began = self._saved_at = time.monotonic()
         # Only now: before there is something to save, Ctrl-C should simply stop.
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -228,7 +216,7 @@ class Run:
     # Recording
 
     def metrics(self) -> list[dict[str, float]]:
-        """All lines so far; a last line cut short by a kill is not one."""
+        """All lines so far; a last line cut short by a kill does not count."""
         if not self.metrics_file.exists():
             return []
         rows = []
@@ -236,7 +224,7 @@ class Run:
             try:
                 rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
             except ValueError:
-                raise RunError(f"{self.metrics_file}:{number}: not JSON, the file is damaged; mend or delete that line") from None
+                raise RunError(f"{self.metrics_file}:{number}: not JSON, the file is damaged; fix or delete that line") from None
         return rows
 
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -252,7 +240,7 @@ class Run:
         return row
 
     def note_validation(self, step: int, metrics: dict[str, float]) -> bool:
-        """Remember the best validation; says whether this is it."""
+        """Remember the best validation; returns whether this is it."""
         value, name = metrics[self._best_metric], self._best_metric
         if not math.isfinite(value) or (self.best is not None and self._sign * value <= self._sign * self.best[name]):
             return False
@@ -266,7 +254,7 @@ class Run:
             file.parent.mkdir(exist_ok=True)
             write_samples(file, groups)
 
-    def _drop_samples_behind(self, step: int) -> None:
+    def _drop_samples_after(self, step: int) -> None:
         folder = self.folder / "samples"
         remove_leftovers(folder, ["train_*.parquet", "val_*.parquet"])
         for file in folder.glob("*.parquet"):
@@ -274,8 +262,8 @@ class Run:
             if ours and int(ours[1]) > step:
                 file.unlink()
 
-    def say_once(self, text: str) -> None:
-        """A warning that would come with every step: the first is enough."""
+    def warn_once(self, text: str) -> None:
+        """For a warning that would repeat with every step: the first is enough."""
         if not self._warned:
             self._warned = True
             print_line(text, "yellow")
@@ -290,22 +278,23 @@ class Run:
         overdue = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
         return overdue or self.due(self.recipe.run.save_every, step, total)
 
-    def save(self, step: int, trainer: Trainer, unvalidated: dict[str, float] | None = None, *, under_way: bool = False) -> None:
-        """A checkpoint of this step, unless there is one already; older ones go. `under_way`: the next step has begun."""
+    def save(self, step: int, unvalidated: dict[str, float] | None = None, *, mid_step: bool = False) -> None:
+        """A checkpoint of this step, unless there is one already; older ones are pruned. `mid_step`: the next step has begun."""
+        assert self._owner is not None, "resume comes first"
         if self._saved_step == step:
             return
         if self.metrics_file.exists():
             with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
                 os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
         notes: dict[str, Any] = {} if unvalidated is None else {"unvalidated": unvalidated}
-        notes |= {name: state for name, companion in self.companions.items() if (state := companion.state())}
-        save_checkpoint(self.checkpoints, step, trainer, best=self.best, **notes)
+        notes |= {name: state for name, each in self._stateful.items() if (state := each.state())}
+        save_checkpoint(self.checkpoints, step, self._owner, best=self.best, **notes)
         self._saved_step, self._saved_at = step, time.monotonic()
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
-        for companion in () if under_way else self.companions.values():
-            companion.saved()
+        for each in () if mid_step else self._stateful.values():
+            each.saved()
         if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
 
@@ -326,26 +315,27 @@ class Run:
             print_line(f"{self.folder / 'curves.png'} could not be drawn: {error}", "yellow")
         self._drawn_at = time.monotonic()
 
-    def finish(self, trainer: Trainer) -> Path:
-        """The trained model, where the next stage looks for it; and what has learnt beside it."""
-        for name, one in {**trainer.beside, "model": trainer}.items():
+    def finish(self) -> Path:
+        """Save the trained models where the next stage looks for them; returns the main one's folder."""
+        assert self._owner is not None, "resume comes first"
+        for name, save in self._owner.models().items():
             with clear_write_errors(self.folder / name, self.checkpoints), atomic_folder(self.folder / name) as folder:
-                one.policy.save(folder)
+                save(folder)
         return self.folder / "model"
 
     # Stopping
 
     @contextmanager
-    def nothing_lost(self, what: str, done: int, trainer: Trainer, unvalidated: dict[str, float] | None = None) -> Iterator[None]:
-        """Around what may have to stop before it changes anything (a reward fails): the steps done before it are saved."""
+    def save_before_stopping(self, what: str, done: int, unvalidated: dict[str, float] | None = None) -> Iterator[None]:
+        """Around work that may stop the run before it changes any state (a reward fails): the steps done so far are saved."""
         try:
             yield
         except TrainingStopped as error:
             if done:
-                self.save(done, trainer, unvalidated, under_way=True)
-            raise TrainingStopped(f"{what}: {error}{self._keep_failed(what, error.failed)}") from None
+                self.save(done, unvalidated, mid_step=True)
+            raise TrainingStopped(f"{what}: {error}{self._write_failures(what, error.failed)}") from None
 
-    def _keep_failed(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
+    def _write_failures(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
         if not failed:
             return ""
         file = self.folder / "failures" / f"{what.replace(' ', '_')}.jsonl"
@@ -353,90 +343,21 @@ class Run:
             file.parent.mkdir(exist_ok=True)
             rows = (json.dumps(row, ensure_ascii=False, default=str) for row in failed)
             write_atomic(file, redact("".join(f"{row}\n" for row in rows)))
-        return f" What it failed on: {file}"
+        return f" The failed samples are in {file}"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        print_line("stopping after this step (once more to stop at once, without saving)", "yellow")
+        print_line("stopping after this step (again to stop at once, without saving)", "yellow")
 
-    def stop_if_interrupted(self, step: int, total: int, trainer: Trainer) -> None:
+    def stop_if_interrupted(self, step: int, total: int) -> None:
         if self.interrupted:
-            self.save(step, trainer)
+            self.save(step)
             command = shlex.join(["plaudit", *sys.argv[1:]])
-            raise Interrupted(f"stopped after step {step} of {total}, saved. Go on with: {redact(command)}")
-
-
-def _read_about(file: Path) -> dict[str, Any]:
-    """A run.json, if it is one of ours."""
-    try:
-        about = json.loads(file.read_bytes())
-        if all(isinstance(about[part], dict) for part in ("recipe", "inputs", "trackers")):
-            return about
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
-    raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
-
-
-def _defaults_since(before: dict[str, Any], recipe: TrainingRecipe) -> dict[str, Any]:
-    """Settings that are newer than the run had their defaults in it; those of a section it did not have (LoRA) had none."""
-    places = settings_of(recipe.model_dump(), type(recipe))
-    known = {".".join(map(str, place)): info for place, info in places.items() if not info.is_required()}
-    return {
-        name: json.loads(json.dumps(known[name].default))
-        for name in flatten(recipe).keys() & known.keys()
-        if name.rpartition(".")[0] not in before
-    }
-
-
-def _model_digests(recipe: TrainingRecipe, template: ChatTemplate | None) -> dict[str, str]:
-    if template is None:
-        return {}
-    return {
-        "the model": weights_fingerprint(Path(recipe.model.path)),
-        "the tokenizer": text_digest(template.tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
-        "the chat template": text_digest(template.text),
-    }
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    parts = name.split(".")
-    return any(
-        len(parts) == pattern.count(".") + 1 and all(map(fnmatch.fnmatchcase, parts, pattern.split("."))) for pattern in patterns
-    )
-
-
-def _shown(name: str, recipe: dict[str, Any]) -> str:
-    return json.dumps(recipe[name], ensure_ascii=False) if name in recipe else "not set"
-
-
-def _fingerprint(path: Path) -> str:
-    try:
-        return fingerprint(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+            raise Interrupted(f"stopped after step {step} of {total}, saved. Resume with: {redact(command)}")
 
 
 def _line(row: dict[str, float]) -> str:
-    """Of metrics.jsonl. JSON has no NaN and no infinity, so a number that is not finite is null."""
+    """Of metrics.jsonl. JSON has no NaN or infinity, so a number that is not finite is null."""
     return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
-
-
-def _versions() -> dict[str, str]:
-    import importlib.metadata as metadata
-
-    names = ("torch", "transformers", "peft", "safetensors", "numpy", "pyarrow")
-    return {"plaudit": __version__, "python": platform.python_version(), **{name: metadata.version(name) for name in names}}
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the working directory and which files differ from it: names only, never content."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if commit.returncode or not os.access(".", os.R_OK):
-        return None
-    return {"commit": commit.stdout.strip(), "changed": [line[3:] for line in changed.stdout.splitlines()]}

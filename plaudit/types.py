@@ -54,7 +54,7 @@ class Sample:
     status: Literal["finished", "truncated"]
     sampler_logprobs: np.ndarray
     """Of logits / temperature, as the sampler computed them; what top-p or top-k left out is not taken out of the sum."""
-    untempered_logprobs: np.ndarray
+    untempered_logprobs: np.ndarray | None
     """Of the logits themselves: a metric, never trained on."""
     version: int
     """Of the weights that sampled it: how many training steps they have had."""
@@ -149,24 +149,19 @@ class Example:
 
 @dataclass(frozen=True)
 class Experience(Example):
-    """A scored sample behind its prompt. Arrays have one entry per learnt token, in order."""
+    """A scored sample after its prompt, ready to train on. Arrays have one entry per target token, in order."""
 
+    reward: float
+    """Of the whole sample."""
     advantages: np.ndarray
-    """0 until those of the whole step are worked out."""
     sampler_logprobs: np.ndarray
-    reward: float = 0.0
-    """Of the whole sample, paid at its last token."""
-    weight: float = 1.0
-    """What each of its tokens counts in the update's loss; what the whole update is divided by is in it."""
     old_logprobs: np.ndarray | None = None
-    """Of the policy as it was when the step began; none if this is the step's only update, where they are the policy's own."""
+    """Of the policy at the start of the step; None in a step with one update, where they are the policy's own."""
     ref_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
-    """With a critic: what it expected as the step began …"""
+    """The critic's predictions at the start of the step."""
     returns: np.ndarray | None = None
-    """… and what it should have expected."""
-    positive_weight: float | None = None
-    """What each of its tokens with A > 0 counts in the supervised term; none if the loss has no such term."""
+    """What the critic is trained to predict."""
 
 
 @dataclass(frozen=True)

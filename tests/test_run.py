@@ -280,7 +280,7 @@ def test_settings_that_cannot_change_the_weights_may_change(copy_of_finished, pl
     may_change = ["run.save_every=3", "run.keep_last=1", "run.project=other", "run.trackers=[tensorboard]"]
     code, _, said = plaudit("sft", *command, *may_change)
     assert code == 0
-    assert f"going on from {run / 'checkpoints/step_000008'}" in said
+    assert f"resuming from {run / 'checkpoints/step_000008'}" in said
     after = content(run)
     for name in before:
         if name.startswith("checkpoints/") or name in ("metrics.jsonl", "model/model.safetensors"):
@@ -420,7 +420,7 @@ def test_data_that_cannot_be_read(tmp_path, recipe, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("plaudit.run.fingerprint", refuse)
+    monkeypatch.setattr("plaudit.run_identity.fingerprint", refuse)
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: .*Permission denied"):
         train_sft(recipe())
 
@@ -532,8 +532,8 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
     command = ["sft", str(recipe(run=settings))]
     script = (
         "import resource, sys; from plaudit.run import Run; from plaudit.cli import main; save = Run.save\n"
-        "def save_then_limit(self, step, trainer):\n"
-        "    save(self, step, trainer)\n"
+        "def save_then_limit(self, step):\n"
+        "    save(self, step)\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\n"
         "Run.save = save_then_limit; main()"
     )
@@ -541,7 +541,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
     run = tmp_path / "run"
     assert full.wait() == 2, full.output
     assert full.output.splitlines()[-1].startswith(f"{run / 'checkpoints/step_000004'}: could not be written (")
-    assert full.output.endswith("step_000002 is intact. Mend that, then start again with the same command.\n")
+    assert full.output.endswith("step_000002 is intact. Fix the cause, then run the same command to resume.\n")
     assert "Traceback" not in full.output
     assert checkpoints_of(run) == [2]
     assert_whole(run / "checkpoints/step_000002")
@@ -573,7 +573,7 @@ def test_whatever_does_not_fit_the_run_goes_on_later(tmp_path, recipe, plaudit, 
     assert code == 2, said
     assert f"\n{run / what}: could not be written (" in said
     assert "File too large" in said
-    assert said.endswith("step_000002 is intact. Mend that, then start again with the same command.\n")
+    assert said.endswith("step_000002 is intact. Fix the cause, then run the same command to resume.\n")
     assert checkpoints_of(run) == [2]
     if not model:
         assert_whole(run / "checkpoints/step_000002")
@@ -597,9 +597,9 @@ def test_a_disk_that_fills_up_before_the_run_begins(tmp_path, recipe, plaudit):
 def test_a_disk_that_fills_up_under_the_trained_model(tmp_path, recipe, plaudit, monkeypatch):
     file, run, finish = recipe(run={"max_steps": 2}), tmp_path / "run", Run.finish
 
-    def finish_on_a_full_disk(self, trainer):
+    def finish_on_a_full_disk(self):
         with files_no_longer_than(100_000):
-            return finish(self, trainer)
+            return finish(self)
 
     monkeypatch.setattr(Run, "finish", finish_on_a_full_disk)
     code, _, said = plaudit("sft", file)
@@ -670,11 +670,11 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
 
 def test_a_large_trainer_state_is_split_over_files(tmp_path, tiny_model, rows_file, monkeypatch):
     """Only a file's worth of tensors passes through memory at a time; a run goes on from several as from one."""
-    import plaudit.train.checkpoint as checkpoint
+    import plaudit.train.trainer as trainer
 
     whole = write_recipe(tmp_path / "whole.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "whole", run={"save_every": 4}))
     train_sft(whole)
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
+    monkeypatch.setattr(trainer, "FILE_BYTES", 50_000)
     split = write_recipe(tmp_path / "split.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "split", run={"save_every": 4}))
     train_sft(split)
     assert len(list((tmp_path / "split/checkpoints/step_000004/trainer").iterdir())) > 5

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from plaudit.types import Batch, Example, Experience, Pair, PairTargets, Targets
+from plaudit.types import Batch, Example, Pair, PairTargets
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -51,28 +51,7 @@ def pack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Bat
         loss_mask_T=tensor(np.concatenate([e.loss_mask for e in examples])),
         starts_S1=tensor(starts),
         longest=max(lengths),
-        targets=_targets([e for e in examples if isinstance(e, Experience)], device),
     )
-
-
-def _targets(experiences: Sequence[Experience], device: torch.device | str) -> Targets | None:
-    if not experiences:
-        return None
-
-    def tensor(arrays: Sequence[np.ndarray | None]) -> torch.Tensor | None:
-        given = [array for array in arrays if array is not None]
-        assert len(given) in (0, len(arrays)), "all samples of a batch have it, or none"
-        return torch.from_numpy(np.concatenate(given).astype(np.float32)).to(device, non_blocking=True) if given else None
-
-    weights = tensor([np.full(e.num_targets, e.weight) for e in experiences])
-    advantages, sampler = tensor([e.advantages for e in experiences]), tensor([e.sampler_logprobs for e in experiences])
-    assert weights is not None
-    assert advantages is not None
-    assert sampler is not None
-    old, ref = tensor([e.old_logprobs for e in experiences]), tensor([e.ref_logprobs for e in experiences])
-    positive = tensor([None if (w := e.positive_weight) is None else w * (e.advantages > 0) for e in experiences])
-    values, returns = tensor([e.values for e in experiences]), tensor([e.returns for e in experiences])
-    return Targets(weights, advantages, sampler, old, ref, positive, values, returns)
 
 
 def micro_batches(examples: Sequence[Example], budget: int, device: torch.device | str = "cpu") -> list[Batch]:

@@ -53,7 +53,7 @@ def train_in_passes(
                 improved = run.note_validation(step, metrics)
             progress.update(step, run.log(step, metrics))
             if run.due_to_save(step, total_steps) or (improved and settings.keep_best):
-                run.save(step, trainer)
-            run.stop_if_interrupted(step, total_steps, trainer)
+                run.save(step)
+            run.stop_if_interrupted(step, total_steps)
 
-    return run.finish(trainer)
+    return run.finish()

@@ -1,10 +1,11 @@
 """LoRA: adapters from peft on the model's own layers, and the whole weights they amount to."""
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
@@ -53,11 +54,10 @@ def attach_lora(
     return peft  # pyright: ignore
 
 
-def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """W + ΔW under the model's own names. Adapters stay as they are: merging in place and back would not be exact."""
+def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """W + ΔW under the model's own names, in layer order. Adapters stay as they are: merging in place and back is not exact."""
     from peft.tuners.lora import LoraLayer
 
-    merged: dict[str, Tensor] = {}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     for name, tensor in model.state_dict().items():
         if ".lora_" in name or ".original_module." in name:
@@ -67,7 +67,14 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if owner in layers:
             if leaf == "weight":
                 delta = layers[owner].get_delta_weight("default")  # pyright: ignore
-                tensor = (tensor.float() + delta.float()).to(tensor.dtype).cpu()  # not a second model beside the first on a GPU
+                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
             name = f"{owner}.{leaf}"
-        merged[name] = tensor.contiguous()
-    return merged
+        yield name, tensor
+
+
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The same, to be saved: merged ones on the CPU, since a GPU may have no room for a second model."""
+    own = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    return {
+        name: (tensor if tensor.data_ptr() in own else tensor.cpu()).contiguous() for name, tensor in iter_merged_weights(model)
+    }

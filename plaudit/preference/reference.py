@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from plaudit.checkpoint import clear_write_errors
 from plaudit.files import atomic_file, model_fingerprint
 from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.preference.losses import answer_logprobs, measure
 from plaudit.recipe import DPORecipe
 from plaudit.report.progress import print_line, show_progress
-from plaudit.train.checkpoint import clear_write_errors
 from plaudit.types import Pair
 
 FILE = "reference.safetensors"

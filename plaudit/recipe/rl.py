@@ -1,7 +1,7 @@
 """Reinforcement learning: its sections and its recipe. What a kind of reward adds stands in `plaudit/rewards/`."""
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
@@ -43,6 +44,8 @@ class RLDataSettings(Section):
 
 
 class RolloutSettings(Section):
+    engine: str = "native"
+    """native: plaudit's own, on the trainer's weights. Or an engine of yours: path/to/file.py:Class."""
     n: PositiveInt = 8
     """Samples per prompt: the group."""
     max_new_tokens: PositiveInt = 1024
@@ -127,21 +130,21 @@ class DynamicSamplingSettings(Section):
     """Rounds of sampling a step may take, the first one too. Behind the last it goes on with the groups it has."""
 
 
+if TYPE_CHECKING:
+    EstimatorName = PolicyLossName = str
+else:
+    EstimatorName, PolicyLossName = Literal[tuple(ESTIMATORS)], Literal[tuple(POLICY_LOSSES)]
+
+
 class AlgorithmSettings(Section):
-    kind: Literal["grpo", "rloo", "gdpo", "reinforce++", "reinforce++-baseline", "remax", "ppo"] = "grpo"
-    """How rewards become advantages. grpo: a sample against the mean of its group; rloo: against the mean of the others; gdpo: as
-    grpo for each reward by itself, then whitened over the step; reinforce++: whitened over all tokens of the step; -baseline: the
-    group's mean taken off before; remax: against a greedy sample, which is drawn besides; ppo: each token against what a critic
-    expected, whitened over the step."""
+    kind: EstimatorName = Field("grpo", description=f"How rewards become advantages. {described(ESTIMATORS)}")
     divide_by_std: bool = True
     """With grpo: divide them by the group's standard deviation (Dr.GRPO: false)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """With reinforce++ and ppo: what a reward one token later counts less."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """With ppo: 1 trusts what was paid, 0 what the critic expects of the next token."""
-    loss: Literal["clipped", "gspo", "cispo", "policy_gradient"] = "clipped"
-    """clipped: PPO's ratio, clipped; gspo: the same with one ratio per response; cispo: log π weighted by the clipped ratio;
-    policy_gradient: log π, no ratio."""
+    loss: PolicyLossName = Field("clipped", description=f"How advantages become a loss. {described(POLICY_LOSSES)}")
     clip_ratio: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both)] = (0.2, 0.2)
     """How far the ratio may fall below and rise above 1 before it stops counting: two numbers, or one for both."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
@@ -177,27 +180,25 @@ class AlgorithmSettings(Section):
 
     @property
     def compares_groups(self) -> bool:
-        """Whether a sample is worth what it is worth beside the others of its prompt."""
-        return self.kind not in ("reinforce++", "remax", "ppo")
+        """Whether a sample's advantage depends on the other samples of its prompt."""
+        return "group" in ESTIMATORS[self.kind].needs
 
     def idle(self) -> dict[str, str]:
         idle = {}
-        if self.loss != "clipped":
-            idle["dual_clip"] = f"is a bound of loss clipped; {self.loss} has none"
-        if self.loss == "policy_gradient":
-            idle["clip_ratio"] = "bounds a ratio, and policy_gradient has none: take loss clipped, gspo or cispo"
-            if self.kl_reward is None and self.importance is None:
-                idle["old_logprobs"] = "is what a ratio is taken against, and policy_gradient has none"
+        estimator, loss = ESTIMATORS[self.kind], POLICY_LOSSES[self.loss]
+        for name in ("divide_by_std", "discount", "gae_lambda"):
+            if name not in estimator.settings:
+                users = " and ".join(other.name for other in ESTIMATORS.values() if name in other.settings)
+                idle[name] = f"is for {users}, not for {self.kind}"
+        for name in ("clip_ratio", "dual_clip"):
+            if name not in loss.settings:
+                users = ", ".join(other.name for other in POLICY_LOSSES.values() if name in other.settings)
+                idle[name] = f"is for loss {users}, not for {self.loss}"
+        if not loss.uses_ratio and self.kl_reward is None and self.importance is None:
+            idle["old_logprobs"] = f"is what a ratio is relative to, and {self.loss} has none"
         if not self.needs_reference:
             idle["kl_estimator"] = "is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward"
             idle["reference_placement"] = "is of a reference, and without kl_coefficient or kl_reward there is none"
-        if self.kind != "grpo":
-            does = "never divides" if self.kind in ("rloo", "remax") else "always divides, by the deviation over the step"
-            idle["divide_by_std"] = f"is for grpo; {self.kind} {does}"
-        if self.kind not in ("reinforce++", "ppo"):
-            idle["discount"] = f"is for reinforce++ and ppo; {self.kind} pays the whole response"
-        if self.kind != "ppo":
-            idle["gae_lambda"] = f"is for ppo, which has a critic; {self.kind} has none"
         if not self.compares_groups:
             idle["dynamic_sampling"] = f"looks for groups whose rewards differ, and {self.kind} compares no groups"
         return idle
@@ -355,18 +356,21 @@ class RLRecipe(Section):
 
     @model_validator(mode="after")
     def _critic_of_ppo(self) -> "RLRecipe":
-        if self.critic is None and self.algorithm.kind == "ppo":
-            raise ValueError("algorithm.kind is ppo, which needs a critic: give the section, critic: {} for one like the policy")
-        if self.critic is not None and self.algorithm.kind != "ppo":
-            raise ValueError(f"a critic is for ppo, and algorithm.kind is {self.algorithm.kind}: take ppo, or leave critic out")
+        kind, needs_critic = self.algorithm.kind, "critic" in ESTIMATORS[self.algorithm.kind].needs
+        if self.critic is None and needs_critic:
+            raise ValueError(
+                f"algorithm.kind is {kind}, which needs a critic: add the section, critic: {{}} for one like the policy"
+            )
+        if self.critic is not None and not needs_critic:
+            raise ValueError(f"algorithm.kind is {kind}, which uses no critic: use ppo, or leave critic out")
         return self
 
     @model_validator(mode="after")
     def _gdpo_normalises_each_reward(self) -> "RLRecipe":
-        for reward in self.rewards if self.algorithm.kind == "gdpo" else ():
+        for reward in self.rewards if "normalised rewards" in ESTIMATORS[self.algorithm.kind].needs else ():
             if reward.weight and (reward.normalise != "group" or reward.combine != "add"):
                 raise ValueError(
-                    "algorithm.kind is gdpo, which normalises each reward by its group and adds them up: "
+                    f"algorithm.kind is {self.algorithm.kind}, which normalises each reward by its group and adds them up: "
                     f"give {reward.label} normalise: group and combine: add"
                 )
         return self

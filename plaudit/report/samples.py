@@ -56,7 +56,7 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         "reward_model": {"ground_truth": None if truth is None else _json(truth) if isinstance(truth, dict | list) else str(truth)},
         "status": sample.status,
         "tokens": len(sample),
-        "mean_logprob": float(sample.untempered_logprobs.mean()),
+        "mean_logprob": None if sample.untempered_logprobs is None else float(sample.untempered_logprobs.mean()),
         "version": sample.version,
         "malformed": score.malformed,
         "failure": _why(score),

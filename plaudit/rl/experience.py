@@ -1,8 +1,15 @@
-"""Scored groups → what an update learns from: samples behind their prompts, with rewards, log-probs and weights."""
+"""Scored groups → what updates train on.
+
+    ScoredGroup → StepSamples (sequences, rewards) → predictions of the models, advantages → Experience → Update → micro-batches
+
+Sequences are packed once per step: the passes of policy, reference and critic, and an update that takes the whole step, share one
+token budget and so the same micro-batches. An `Experience` is made when all its fields are known.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,81 +19,138 @@ from plaudit.data.pack import pack, split_by_tokens
 from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import AlgorithmSettings, RLTrainSettings
 from plaudit.seeding import stable_seed
-from plaudit.types import Batch, Experience, ScoredGroup
-
-Prediction = Literal["old_logprobs", "ref_logprobs", "values"]
+from plaudit.types import Batch, Example, Experience, ScoredGroup, Targets
 
 
-def experiences(group: ScoredGroup, algorithm: AlgorithmSettings) -> list[Experience]:
-    """The group's samples that have a value: a dropped one is not trained on, and leaves every mean."""
-    prompt = group.group.prompt_tokens
-    result = []
-    for sample, score in zip(group.group.samples, group.scores, strict=True):
-        if score.value is not None:
-            tokens = np.concatenate([prompt, sample.tokens])
-            loss_mask = np.arange(len(tokens)) >= len(prompt)
-            old = sample.sampler_logprobs if algorithm.old_logprobs == "sampler" else None
-            unknown = np.zeros(len(sample))
-            result.append(Experience(tokens, loss_mask, unknown, sample.sampler_logprobs, reward=score.value, old_logprobs=old))
-    return result
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of a step that have a reward, S of P groups, in prompt order. A dropped one is not trained on."""
+
+    sequences: list[Example]
+    """Prompt and response; the loss mask marks the response."""
+    sampler_logprobs: list[np.ndarray]
+    rewards: list[float]
+    sizes: list[int]
+    """Samples per group; 0 where all of a group were dropped."""
+    greedy_rewards: list[float | None]
+    """Per group, where each has a greedy baseline (ReMax); None where that was dropped."""
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[ScoredGroup]) -> Self:
+        kept = [
+            [(sample, score.value) for sample, score in zip(g.group.samples, g.scores, strict=True) if score.value is not None]
+            for g in groups
+        ]
+        flat = [(scored.group, sample, reward) for scored, group in zip(groups, kept, strict=True) for sample, reward in group]
+        return cls(
+            sequences=[_sequence(group.prompt_tokens, sample.tokens) for group, sample, _ in flat],
+            sampler_logprobs=[sample.sampler_logprobs for _, sample, _ in flat],
+            rewards=[reward for *_, reward in flat],
+            sizes=[len(group) for group in kept],
+            greedy_rewards=[scored.baseline.value for scored in groups if scored.baseline is not None],
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response."""
+        return [len(logprobs) for logprobs in self.sampler_logprobs]
 
 
-def baseline_apart(group: ScoredGroup) -> ScoredGroup:
-    """The same without its last sample, the greedy one, whose score is the others' baseline."""
-    *scores, baseline = group.scores
-    samples = replace(group.group, samples=group.group.samples[:-1])
-    by_reward = {name: of_reward[:-1] for name, of_reward in group.by_reward.items()}
-    return ScoredGroup(samples, tuple(scores), by_reward, baseline)
+def _sequence(prompt: np.ndarray, response: np.ndarray) -> Example:
+    tokens = np.concatenate([prompt, response])
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
-def with_predictions(
-    groups: Sequence[Sequence[Experience]],
-    predict: Callable[[Batch], Mapping[Prediction, Tensor]],
-    *,
-    budget: int,
-    device: torch.device,
-) -> list[list[Experience]]:
-    """The same groups, each sample with what models say of its tokens: their log-probs, values, or both from one pass."""
-    flat = [experience for group in groups for experience in group]
-    for members in split_by_tokens([len(e) for e in flat], budget):
-        for which, numbers_N in predict(pack([flat[i] for i in members], device)).items():
-            numbers = numbers_N.float().cpu().split([flat[i].num_targets for i in members])
-            for i, own in zip(members, numbers, strict=True):
-                flat[i] = replace(flat[i], **{which: own.numpy()})
-    filled = iter(flat)
-    return [[next(filled) for _ in group] for group in groups]
+class PackedSequences:
+    """Sequences in micro-batches of at most `budget` tokens, packed when they are first needed."""
+
+    def __init__(self, sequences: Sequence[Example], budget: int, device: torch.device | str):
+        self.sequences, self.budget, self.device = sequences, budget, device
+
+    @cached_property
+    def batches(self) -> list[tuple[list[int], Batch]]:
+        """Each micro-batch with the indices of its sequences."""
+        parts = split_by_tokens([len(sequence) for sequence in self.sequences], self.budget)
+        return [(part, pack([self.sequences[i] for i in part], self.device)) for part in parts]
+
+    def predict(self, forward: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, list[np.ndarray]]:
+        """What a model predicts for the target tokens of every sequence, by name, from one pass over the micro-batches."""
+        predictions: dict[str, list[np.ndarray]] = {}
+        for part, batch in self.batches:
+            lengths = [self.sequences[i].num_targets for i in part]
+            for name, values_N in forward(batch).items():
+                rows = predictions.setdefault(name, [np.empty(0)] * len(self.sequences))
+                for i, values in zip(part, values_N.float().cpu().split(lengths), strict=True):
+                    rows[i] = values.numpy()
+        return predictions
 
 
-def updates(
-    groups: Sequence[Sequence[Experience]],
-    train: RLTrainSettings,
-    algorithm: AlgorithmSettings,
-    *,
-    horizon: int,
-    seed: int,
-    step: int,
-) -> Iterator[list[Experience]]:
-    """What each update of a step learns from: `prompts_per_update` groups at a time, `epochs_per_step` times over."""
+@dataclass(frozen=True)
+class Update:
+    """What one optimiser update trains on."""
+
+    samples: Sequence[Experience]
+    weights: Sequence[float]
+    """Weight of each of a sample's tokens in the loss; the update's normaliser is in it."""
+    positive_weights: Sequence[float] | None = None
+    """The same for the supervised term, over tokens with A > 0; None without that term."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_targets for sample in self.samples)
+
+    def micro_batches(self, packed: PackedSequences) -> list[Batch]:
+        """The packed samples with their targets."""
+        assert len(packed.sequences) == len(self.samples)
+        return [replace(batch, targets=self._targets(part, packed.device)) for part, batch in packed.batches]
+
+    def _targets(self, part: Sequence[int], device: torch.device | str) -> Targets:
+        samples = [self.samples[i] for i in part]
+
+        def tensor(arrays: Sequence[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device, non_blocking=True)
+
+        def optional(arrays: Sequence[np.ndarray | None]) -> Tensor | None:
+            present = [array for array in arrays if array is not None]
+            assert len(present) in (0, len(arrays)), "all samples of a batch have it, or none"
+            return tensor(present) if present else None
+
+        positive = None
+        if self.positive_weights is not None:
+            positive = tensor([self.positive_weights[i] * (self.samples[i].advantages > 0) for i in part])
+        return Targets(
+            weights_N=tensor([np.full(self.samples[i].num_targets, self.weights[i]) for i in part]),
+            advantages_N=tensor([sample.advantages for sample in samples]),
+            sampler_logprobs_N=tensor([sample.sampler_logprobs for sample in samples]),
+            old_logprobs_N=optional([sample.old_logprobs for sample in samples]),
+            ref_logprobs_N=optional([sample.ref_logprobs for sample in samples]),
+            positive_weights_N=positive,
+            values_N=optional([sample.values for sample in samples]),
+            returns_N=optional([sample.returns for sample in samples]),
+        )
+
+
+def update_schedule(sizes: Sequence[int], train: RLTrainSettings, *, seed: int, step: int) -> Iterator[list[int]]:
+    """The samples of each update of a step, by index: `prompts_per_update` groups at a time, `epochs_per_step` times over."""
     per_update = train.prompts_per_update or train.prompts_per_step
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     for epoch in range(train.epochs_per_step):
-        order = np.arange(len(groups))
+        order = np.arange(len(sizes))
         if train.shuffle:
             np.random.RandomState(stable_seed("updates", seed, step, epoch, bits=32)).shuffle(order)
         for start in range(0, len(order), per_update):
-            samples = [experience for i in sorted(order[start : start + per_update]) for experience in groups[i]]
-            if samples:  # else every sample of these prompts was dropped
-                yield weighted(samples, algorithm, horizon=horizon)
+            indices = [i for g in sorted(order[start : start + per_update]) for i in range(starts[g], starts[g + 1])]
+            if indices:  # else every sample of these prompts was dropped
+                yield indices
 
 
-def weighted(samples: Sequence[Experience], algorithm: AlgorithmSettings, *, horizon: int) -> list[Experience]:
-    """The samples of an update, with what a token of each counts in its loss."""
+def make_update(samples: Sequence[Experience], algorithm: AlgorithmSettings, *, horizon: int) -> Update:
+    """The update on these samples, weighted by `algorithm.aggregation`; `horizon`: the longest response allowed."""
 
     def weights(lengths: list[int]) -> list[float]:
         return sequence_weights(torch.tensor(lengths), algorithm.aggregation, horizon=horizon).tolist()
 
-    own = weights([sample.num_targets for sample in samples])
-    samples = [replace(sample, weight=weight) for sample, weight in zip(samples, own, strict=True)]
+    positive = None
     if algorithm.positive_sft_coefficient:
         positive = weights([int((sample.advantages > 0).sum()) for sample in samples])
-        samples = [replace(sample, positive_weight=weight) for sample, weight in zip(samples, positive, strict=True)]
-    return samples
+    return Update(samples, weights([sample.num_targets for sample in samples]), positive)

@@ -1,18 +1,30 @@
-"""What a rollout engine is: prompts go in, samples come out as they finish, so that scoring overlaps sampling.
+"""The contract of rollout engines: prompts go in, samples come out as they finish, so that scoring overlaps sampling.
 
 Everything random is keyed by (seed, step, prompt id, sample index, token position): the same key draws the same noise, whatever
-else is sampled beside it and however often a run was resumed.
+else is in the batch and however often a run was resumed. An engine that cannot do this says so (`Capabilities`).
+
+A recipe names its engine as `rollout.engine`: `native`, or a class of yours as `file.py:Class` (docs/engine.md has one).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from plaudit.errors import RecipeError
+from plaudit.plugins import load_attribute
 from plaudit.types import Sample
 
-# Sampled side by side where nobody says how many, by device.
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from plaudit.recipe import RolloutSettings
+    from plaudit.world import World
+
+# Sequences sampled in parallel by default, by device.
 MAX_SEQUENCES = {"cpu": 256, "cuda": 1024}
 
 
@@ -24,16 +36,16 @@ class Request:
     tokens: np.ndarray
     n: int = 1
     max_new_tokens: int | None = None
-    """This prompt's own limit; default: the sampling's."""
+    """Overrides the sampling's limit for this prompt."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens."""
+    """How tokens are drawn."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 takes the likeliest token; log-probs are then those of the untempered logits."""
+    """0 is greedy; log-probs are then those of the untempered logits."""
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
@@ -42,23 +54,78 @@ class Sampling:
     seed: int = 0
     step: int = 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do. What it cannot do is refused or reported before training starts."""
+
+    keyed_noise: bool = True
+    """The same keys draw the same tokens, in any batch: runs repeat and resume to the bit."""
+    truncated_logprobs: bool = True
+    """Under top-p, top-k or min-p, `sampler_logprobs` are still of the full tempered distribution."""
+
+
+class Weights:
+    """The policy's weights after a step. Iterating yields (name, tensor) in layer order, LoRA merged in."""
+
+    def __init__(self, model: "nn.Module"):
+        self._model = model
+
+    def are_of(self, model: "nn.Module") -> bool:
+        """Whether an engine that samples `model` shares their storage, so that there is nothing to copy."""
+        return model is self._model
+
+    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
+        from plaudit.models.lora import iter_merged_weights
+
+        return iter_merged_weights(self._model)
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is built from."""
+
+    rollout: "RolloutSettings"
+    """The recipe's section."""
+    model: "PreTrainedModel"
+    """The policy. An engine may sample this very model, and so share its storage, or load its own copy and `sync` it."""
+    tokenizer: "PreTrainedTokenizerBase"
+    world: "World"
+    reserved_bytes: int = 0
+    """Device memory that the trainer keeps while the engine samples, besides the policy's weights."""
+
 
 class Engine(ABC):
-    """Samples from one policy. The weights are those of the last `sync`."""
+    """Samples from one policy, with the weights of the last `sync`."""
 
+    capabilities: ClassVar[Capabilities] = Capabilities()
     version: int = 0
-    """Steps that the weights have been trained for; samples carry it."""
+    """Training steps behind the weights; samples carry it."""
 
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-        """Samples in the order they finish. Closing the iterator early ends all of them."""
+        """Samples in the order they finish. Closing the iterator early cancels the rest."""
 
-    def sync(self, version: int) -> None:
-        """From here on, sample with the trainer's weights as they now are."""
-        self.version = version
+    @abstractmethod
+    def sync(self, version: int, weights: Weights) -> None:
+        """From here on, sample with these weights."""
 
-    def sleep(self) -> None:  # noqa: B027 (nothing to do is a fine way to do it)
-        """Give memory back while others compute."""
 
-    def wake(self) -> None:  # noqa: B027
-        """Take it again."""
+def build_engine(setup: EngineSetup) -> Engine:
+    """The engine that `rollout.engine` names."""
+    name = setup.rollout.engine
+    if name == "native":
+        from plaudit.rollout.native.engine import NativeEngine
+
+        return NativeEngine(
+            setup.model, setup.tokenizer, max_sequences=setup.rollout.max_sequences, reserved_bytes=setup.reserved_bytes
+        )
+    made = load_attribute(name)
+    if not (isinstance(made, type) and issubclass(made, Engine)):
+        raise RecipeError(f"rollout.engine: {name} is not a subclass of plaudit.rollout.engine.Engine")
+    return made(setup)  # pyright: ignore[reportCallIssue] (a user's engine takes its setup)

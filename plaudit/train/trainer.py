@@ -1,13 +1,14 @@
-"""One optimiser update: gradients of a whole batch from micro-batches, clipped, applied; a non-finite one skipped."""
+"""One optimiser update: gradients of a batch from its micro-batches, clipped, applied; skipped if not finite."""
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from plaudit.errors import TrainingStopped
@@ -18,20 +19,23 @@ from plaudit.types import Batch
 from plaudit.world import World
 
 Loss = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
-"""A micro-batch's share of the update's loss, and of metrics beside it: already divided by what the whole update is divided by, so
-that shares add up."""
+"""A micro-batch's share of the update's loss and of its metrics: already divided by the whole update's normaliser, so that shares
+add up."""
+
+FILE_BYTES = 4 << 30
+"""Size of a file of optimiser state: one file's tensors pass through main memory at a time."""
 
 
 def compute_repeatably(device: torch.device) -> None:
-    """From here on, the same step gives the same bits. CPU kernels always do; some of CUDA's add up in any order."""
+    """From here on, the same step gives the same bits. CPU kernels always do; some CUDA kernels add in any order."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore (a debugging aid that costs time)
 
 
-class Trained(Protocol):
-    """A policy, or a critic: a model on its device, that can be saved."""
+class Trainable(Protocol):
+    """A policy, a critic or a reward model: a module on its device that can be saved."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -43,41 +47,51 @@ class Trained(Protocol):
 
 
 class Trainer:
-    """A policy with its optimiser. `updates` counts those done; everything random in one is keyed by its number."""
+    """A model with its optimiser. `updates` counts the updates done; all randomness in an update is keyed by its number."""
 
-    def __init__(self, policy: Trained, optim: OptimSettings, *, seed: int, max_skipped_steps: int, world: World | None = None):
-        self.policy, self.world = policy, world or World.alone(policy.device)
-        self.beside: dict[str, Trainer] = {}
-        """Models that learn beside the policy (a critic), by name. Saved, resumed and finished with it."""
-        self.optimiser = Optimiser(policy.trainable(), optim)
+    def __init__(
+        self,
+        trained: Trainable,
+        optim: OptimSettings,
+        *,
+        seed: int,
+        max_skipped_steps: int,
+        world: World | None = None,
+        name: str = "model",
+    ):
+        """`name`: the model's folder in a checkpoint and in the run folder."""
+        self.trained, self.name = trained, name
+        self.world = world or World.alone(trained.device)
+        self.optimiser = Optimiser(trained.trainable(), optim)
         self.seed, self.max_skipped_steps = seed, max_skipped_steps
         self.updates = 0
         self.skipped_steps = 0
 
-    def like_it(self, other: Trained, optim: OptimSettings) -> "Trainer":
-        """One for another model, with the same seed and patience."""
-        return Trainer(other, optim, seed=self.seed, max_skipped_steps=self.max_skipped_steps, world=self.world)
+    def sibling(self, trained: Trainable, optim: OptimSettings, name: str) -> "Trainer":
+        """A trainer for another model of the same run."""
+        shared = {"seed": self.seed, "max_skipped_steps": self.max_skipped_steps, "world": self.world}
+        return Trainer(trained, optim, name=name, **shared)
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
-        """One update on the sum of the micro-batches' losses; returns it, the other sums, and how the update went.
+        """One update on the sum of the micro-batches' losses; returns the loss, its metrics, and how the update went.
 
-        Processes that train together are all given the same micro-batches, and return the same."""
+        Processes that train together are all given the same micro-batches, and return the same metrics."""
         began = time.perf_counter()
-        self.policy.model.train()
-        total = torch.zeros((), device=self.policy.device)
+        self.trained.model.train()
+        total = torch.zeros((), device=self.trained.device)
         sums: dict[str, Tensor] = {}
         for i, batch in self.world.shard(micro_batches):
-            torch.manual_seed(stable_seed("step", self.seed, self.updates, i))  # dropout: resumed or shared out, the same
-            share, others = loss(batch)
+            # Keyed by the micro-batch, so that dropout is the same after a resume and on any number of processes.
+            torch.manual_seed(stable_seed("step", self.seed, self.updates, i))
+            share, metric_shares = loss(batch)
             share.backward()
             total += share.detach()
-            for name, value in others.items():
+            for name, value in metric_shares.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         self.optimiser.sum_gradients(self.world)
         norm = self.optimiser.clip()
-        told = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
-        finite = math.isfinite(told["loss"]) and bool(torch.isfinite(norm))
-        if finite:
+        metrics = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
+        if math.isfinite(metrics["loss"]) and bool(torch.isfinite(norm)):
             self.optimiser.step(lr)
         else:
             self.skipped_steps += 1
@@ -85,24 +99,53 @@ class Trainer:
         self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(
-                f"update {self.updates}: the loss or gradient was not finite (loss {told['loss']}, gradient norm {norm.item()}) "
-                f"for the {self.skipped_steps}. time; train.max_skipped_steps is {self.max_skipped_steps}. Look at the data it was "
-                "made of, lower optim.lr, or use model.dtype=float32."
+                f"update {self.updates}: the loss or gradient was not finite (loss {metrics['loss']}, gradient norm "
+                f"{norm.item()}), {self.skipped_steps} times so far; train.max_skipped_steps is {self.max_skipped_steps}. Check "
+                "the data of this update, lower optim.lr, or set model.dtype=float32."
             )
         return {
-            **told,
+            **metrics,
             "grad_norm": norm.item(),
             "lr": lr,
             "skipped_steps": float(self.skipped_steps),
             "time/update_s": time.perf_counter() - began,
         }
 
-    # What a checkpoint holds, besides the model
+    # Checkpoints (a `Saveable`)
 
-    def state(self) -> tuple[dict[str, int], dict[str, Tensor]]:
-        return {"updates": self.updates, "skipped_steps": self.skipped_steps}, self.optimiser.state()
+    def state_bytes(self) -> int:
+        tensors = (*self.optimiser.state().values(), *self.trained.model.parameters())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def load_state(self, counts: dict[str, int], parts: Iterable[dict[str, Tensor]]) -> None:
-        # Where updates were not counted yet, a step was one.
-        self.updates, self.skipped_steps = counts.get("updates", counts.get("step", 0)), counts["skipped_steps"]
-        self.optimiser.load_state(parts)
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        self.trained.save(folder / self.name)
+        optimiser_folder = folder / self._optimiser_folder
+        optimiser_folder.mkdir()
+        for number, chunk in enumerate(_chunks(self.optimiser.state(), FILE_BYTES)):
+            save_file({name: t.contiguous() for name, t in chunk.items()}, optimiser_folder / f"{number:05d}.safetensors")
+        return {"updates": self.updates, "skipped_steps": self.skipped_steps}
+
+    def load_state(self, folder: Path, state: dict[str, Any]) -> None:
+        self.updates, self.skipped_steps = state["updates"], state["skipped_steps"]
+        self.optimiser.load_state(map(load_file, sorted((folder / self._optimiser_folder).glob("*.safetensors"))))
+
+    def models(self) -> Mapping[str, Callable[[Path], None]]:
+        return {self.name: self.trained.save}
+
+    @property
+    def _optimiser_folder(self) -> str:
+        return "trainer" if self.name == "model" else f"{self.name}_trainer"
+
+
+def _chunks(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, as many at a time as stay within the limit (or one larger than it)."""
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if chunk and size + tensor_bytes > limit:
+            yield chunk
+            chunk, size = {}, 0
+        chunk[name] = tensor
+        size += tensor_bytes
+    yield chunk

@@ -29,9 +29,11 @@ from plaudit.loops import rl
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_model, load_policy
-from plaudit.recipe import AlgorithmSettings, ModelSettings, RLTrainSettings
-from plaudit.rl.experience import updates
-from plaudit.rl.policy_loss import policy_loss
+from plaudit.recipe import AlgorithmSettings, ModelSettings
+from plaudit.rl.collect import Collector
+from plaudit.rl.experience import Update, make_update
+from plaudit.rl.learner import Learner
+from plaudit.rl.losses import policy_loss
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.stopping import Stopping
 from plaudit.run import Run
@@ -39,6 +41,7 @@ from plaudit.train.optimiser import Optimiser
 from plaudit.train.trainer import Trainer
 from plaudit.types import Experience
 from support.engine_contract import attention
+from support.experience import batches_of
 from support.processes import Command
 from support.recipes import Stopped, rl_recipe, train_rl, write_recipe
 from support.rows import prompt_rows, write_jsonl
@@ -103,17 +106,16 @@ def assert_same_result(run: Path, reference: Path) -> None:
 
 
 @pytest.fixture
-def recorded(monkeypatch) -> list[list[Experience]]:
-    """What every update has learnt from."""
-    taken: list[list[Experience]] = []
+def recorded(monkeypatch) -> list[Update]:
+    """Every update."""
+    updates: list[Update] = []
 
-    def updates_and_record(*arguments, **settings):
-        for samples in updates(*arguments, **settings):
-            taken.append(samples)
-            yield samples
+    def make_and_record(*arguments, **settings):
+        updates.append(make_update(*arguments, **settings))
+        return updates[-1]
 
-    monkeypatch.setattr(rl, "updates", updates_and_record)
-    return taken
+    monkeypatch.setattr("plaudit.rl.learner.make_update", make_and_record)
+    return updates
 
 
 @pytest.fixture
@@ -272,11 +274,11 @@ def test_kill_9_while_sampling_scoring_and_updating(tmp_path, recipe, prompts_fi
 BOUNDARIES = {
     "the first validation": (rl, "validate", 1),
     "the first line of metrics": (Run, "log", 1),
-    "the first samples": (rl, "sample", 2),
-    "samples of step 3": (rl, "sample", 5),
+    "the first samples": (Collector, "collect", 1),
+    "samples of step 3": (Collector, "collect", 3),
     "samples of step 3 written": (Run, "write_samples", 5),
     "the first update of step 3": (Trainer, "update", 5),
-    "both updates of step 3": (rl, "learn", 3),
+    "both updates of step 3": (Learner, "learn", 3),
     "the validation of step 2": (rl, "validate", 2),
     "the metrics of step 3": (Run, "log", 4),
     "the checkpoint of step 2": (Run, "save", 1),
@@ -322,12 +324,12 @@ def test_a_run_goes_on_from_between_any_two_phases(tmp_path, recipe, prompts_fil
 
 def test_what_lies_behind_the_checkpoint_is_dropped_at_once(tmp_path, recipe, monkeypatch):
     """Or a run that is never finished would show samples and metrics of a policy that no longer is."""
-    file, learn = recipe(run={"max_steps": 4, "save_every": 2}), rl.learn
+    file, learn = recipe(run={"max_steps": 4, "save_every": 2}), Learner.learn
 
-    def stop_in_step_4(*arguments):
-        if arguments[4] == 4:
+    def stop_in_step_4(self, groups, step):
+        if step == 4:
             raise Stopped
-        return learn(*arguments)
+        return learn(self, groups, step)
 
     def stop_at_once(*_):
         raise Stopped
@@ -336,11 +338,11 @@ def test_what_lies_behind_the_checkpoint_is_dropped_at_once(tmp_path, recipe, mo
         samples = sorted(path.stem for path in (tmp_path / "run/samples").iterdir())
         return samples, [row["step"] for row in metrics_of(tmp_path / "run")]
 
-    monkeypatch.setattr(rl, "learn", stop_in_step_4)
+    monkeypatch.setattr(Learner, "learn", stop_in_step_4)
     with pytest.raises(Stopped):
         train_rl(file)
     assert left() == ([f"train_{step:06d}" for step in (1, 2, 3, 4)], [1, 2, 3])
-    monkeypatch.setattr(rl, "sample", stop_at_once)
+    monkeypatch.setattr(Collector, "collect", stop_at_once)
     with pytest.raises(Stopped):
         train_rl(file)
     assert left() == (["train_000001", "train_000002"], [1, 2])
@@ -357,7 +359,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, recipe):
     assert process.wait() == 130, process.output
     output = process.output
     assert "stopping after this step" in output
-    assert f"stopped after step 2 of 4, saved. Go on with: plaudit rl {stopped}" in output
+    assert f"stopped after step 2 of 4, saved. Resume with: plaudit rl {stopped}" in output
     assert "Traceback" not in output
     assert json.loads((tmp_path / "stopped/checkpoints/step_000002/state.json").read_text())["step"] == 2
     train_rl(stopped)
@@ -367,10 +369,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, recipe):
 
 
 def test_a_polite_kill_is_obeyed_after_the_step(tmp_path, recipe, monkeypatch):
-    learn = rl.learn
+    learn = Learner.learn
     monkeypatch.setattr(sys, "argv", ["plaudit", "rl", "my recipe.yaml"])
-    monkeypatch.setattr(rl, "learn", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or learn(*arguments))
-    with pytest.raises(Interrupted, match=r"^stopped after step 1 of 2, saved\. Go on with: plaudit rl 'my recipe\.yaml'"):
+    monkeypatch.setattr(Learner, "learn", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or learn(*arguments))
+    with pytest.raises(Interrupted, match=r"^stopped after step 1 of 2, saved\. Resume with: plaudit rl 'my recipe\.yaml'"):
         train_rl(recipe())
     assert (tmp_path / "run/checkpoints/step_000001/model/model.safetensors").exists()
 
@@ -441,7 +443,7 @@ def test_what_cannot_change_the_weights_may_change(tmp_path, recipe, prompts_fil
 
 
 def _stop_at(step: int):
-    def stop(self, now, total, trainer):
+    def stop(self, now, total):
         if now == step:
             raise Stopped
 
@@ -683,6 +685,7 @@ def experiences_by_hand(count: int = 5, vocabulary: int = 300) -> list[Experienc
             Experience(
                 tokens=chance.randint(3, vocabulary, prompt + response).astype(np.int32),
                 loss_mask=np.arange(prompt + response) >= prompt,
+                reward=0.0,
                 advantages=chance.normal(0, 1, response),
                 sampler_logprobs=logprobs,
                 old_logprobs=logprobs + chance.normal(0, 0.3, response),
@@ -778,17 +781,17 @@ def test_the_loss_of_an_update_is_the_formula(tiny_model, aggregation):
         kl_estimator="k3" if aggregation != "token-sum" else "k2",
     )  # fmt: skip
     model = load_model(ModelSettings(path=str(tiny_model), dtype="float32"), torch.device("cpu")).double()
-    [samples] = updates([experiences_by_hand()], RLTrainSettings(prompts_per_step=1), algorithm, horizon=HORIZON, seed=0, step=1)
+    update = make_update(experiences_by_hand(), algorithm, horizon=HORIZON)
     with attention(model, "eager"):
-        expected, sums = loss_by_hand(model, samples, algorithm)
+        expected, sums = loss_by_hand(model, list(update.samples), algorithm)
         expected.backward()
     gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
     assert sums["clip_fraction"] > 0, "or these bounds test nothing"
     assert sums["dual_clip_fraction"] > 0
 
     model.zero_grad()
-    loss, total, metrics = policy_loss(model, samples, algorithm, TEMPERATURE), 0.0, dict.fromkeys(sums, 0.0)
-    batches = micro_batches(samples, 20)
+    loss, total, metrics = policy_loss(model, update.num_tokens, algorithm, TEMPERATURE), 0.0, dict.fromkeys(sums, 0.0)
+    batches = batches_of(update, 20)
     assert len(batches) > 1
     for batch in batches:
         share, others = loss(batch)
@@ -838,14 +841,13 @@ def test_every_update_has_its_prompts_and_every_pass_has_all_once(tmp_path, reci
         for number in range(passes):
             at = step * per_step + number * per_pass
             mine = recorded[at : at + per_pass]
-            learnt = [experience for update in mine for experience in update]
+            learnt = [experience for update in mine for experience in update.samples]
             assert sorted(e.num_targets for e in learnt) == sorted(samples)
             assert len({e.sampler_logprobs.tobytes() for e in learnt}) == 10
-            assert [len(update) for update in mine] == ([4, 4, 2] if per_pass == 3 else [10])
+            assert [len(update.samples) for update in mine] == ([4, 4, 2] if per_pass == 3 else [10])
             orders.append([e.sampler_logprobs.tobytes() for e in learnt])
             for update in mine:
-                weights = [experience.weight for experience in update]
-                assert weights == pytest.approx([1 / sum(e.num_targets for e in update)] * len(update))
+                assert update.weights == pytest.approx([1 / update.num_tokens] * len(update.samples))
     if per_pass == 3 and passes > 1:
         assert (orders[0] == orders[1]) == (not train.get("shuffle", True))
 
@@ -879,7 +881,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_counted(tmp_path, recipe, mo
         calls.append(1)
         return loss if len(calls) != 2 else lambda batch: (loss(batch)[0] * math.nan, loss(batch)[1])
 
-    monkeypatch.setattr(rl, "policy_loss", spoilt)
+    monkeypatch.setattr("plaudit.rl.learner.policy_loss", spoilt)
     steps = []
     move = Optimiser.step
     monkeypatch.setattr(Optimiser, "step", lambda self, lr: steps.append(lr) or move(self, lr))
@@ -898,7 +900,7 @@ def test_too_many_of_them_stop_the_run(recipe, monkeypatch):
         loss = policy_loss(*arguments)
         return lambda batch: (loss(batch)[0] * math.nan, loss(batch)[1])
 
-    monkeypatch.setattr(rl, "policy_loss", spoilt)
+    monkeypatch.setattr("plaudit.rl.learner.policy_loss", spoilt)
     with pytest.raises(TrainingStopped, match=r"update 2: the loss or gradient was not finite \(loss nan.*max_skipped_steps is 1"):
         train_rl(recipe(train={"max_skipped_steps": 1}, run={"max_steps": 3}))
 

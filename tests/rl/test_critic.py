@@ -15,28 +15,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from plaudit.config import load
-from plaudit.data.pack import micro_batches, pack
+from plaudit.data.pack import pack
 from plaudit.data.templates import load_model_template
 from plaudit.errors import PlauditError, RecipeError, TrainingStopped
-from plaudit.loops import rl
 from plaudit.models import attention
 from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import load_scalar
-from plaudit.objectives.advantages import gae
+from plaudit.objectives.advantages import StepRewards, gae
 from plaudit.objectives.value import clipped_value, explained_variance
 from plaudit.recipe import AlgorithmSettings, CriticSettings, KLRewardSettings, LoraSettings, ModelSettings
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rl import CriticOptimSettings
-from plaudit.rl.estimators import critic_advantages, with_advantages
-from plaudit.rl.experience import updates
+from plaudit.rl.estimators import estimate_advantages, token_rewards
+from plaudit.rl.experience import make_update
 from plaudit.rl.kl_penalty import KLPenalty
-from plaudit.rl.policy_loss import policy_loss
-from plaudit.rl.value_loss import shared_loss, value_loss, value_metrics
+from plaudit.rl.losses import policy_loss, shared_loss, value_loss, value_metrics
 from plaudit.train.memory_plan import plan_devices
 from plaudit.train.trainer import Loss, Trainer
 from plaudit.types import Experience
-from support.experience import critic_of, experience, shared_of, valued_samples
+from support.experience import batches_of, critic_of, experience, shared_of, update_of, valued_samples
 from support.models import make_classifier, with_other_tokens
 from support.paths import REFERENCE
 from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
@@ -104,7 +102,9 @@ def test_gae_of_three_tokens():
 
 def test_advantages_of_a_step_are_whitened_gae_and_returns_are_not():
     rewards, values = [tensor(0, 0, 1), tensor(2)], [tensor(0.5, 0.25, 0.75), tensor(1)]
-    A, R = critic_advantages(rewards, values, AlgorithmSettings(kind="ppo"))
+    step = StepRewards(rewards, torch.tensor([1, 1]), values=values)
+    A, R = estimate_advantages(step, AlgorithmSettings(kind="ppo"))
+    assert R is not None
     # γ = λ = 1: what was paid less what was expected; the return is what was paid.
     raw = np.array([0.5, 0.75, 0.25, 1.0])
     np.testing.assert_allclose(np.concatenate(A), (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-12)
@@ -113,12 +113,11 @@ def test_advantages_of_a_step_are_whitened_gae_and_returns_are_not():
 
 def test_kl_in_the_reward_is_part_of_what_the_critic_learns():
     """log π_old − log ref is 1 and 2, β = 0.1: of the first token −0.1 − 0.2 + 5 is to come, of the second −0.2 + 5."""
-    one = experience(np.random.RandomState(0), 2, 2, reward=5.0, values=np.zeros(2, dtype=np.float32))
-    one = replace(one, old_logprobs=np.array([-1.0, -1.0]), ref_logprobs=np.array([-2.0, -3.0]))
-    penalty = KLPenalty(KLRewardSettings(coefficient=0.1))
-    [[found]], _ = with_advantages([[one]], AlgorithmSettings(kind="ppo"), penalty=penalty)
-    assert found.returns is not None
-    np.testing.assert_allclose(found.returns, [4.7, 4.8])
+    costs, _ = KLPenalty(KLRewardSettings(coefficient=0.1)).costs([np.array([-1.0, -1.0])], [np.array([-2.0, -3.0])])
+    step = StepRewards(token_rewards([5.0], [2], costs), torch.tensor([1]), values=[tensor(0, 0)])
+    returns = estimate_advantages(step, AlgorithmSettings(kind="ppo")).returns
+    assert returns is not None
+    np.testing.assert_allclose(returns[0], [4.7, 4.8])
 
 
 def test_value_loss_by_hand():
@@ -180,7 +179,7 @@ def gradient_of(modules: Sequence[torch.nn.Module], loss: Loss, samples: list[Ex
     total = 0.0
     for module in modules:
         module.zero_grad()
-    for batch in micro_batches(samples, budget):
+    for batch in batches_of(update_of(samples), budget):
         share, _ = loss(batch)
         share.backward()
         total += share.item()
@@ -195,13 +194,13 @@ def test_split_and_order_change_no_update(tiny_model, shared):
         modules, settings = [policy.model, head.model], CriticSettings(shared=True, clip_value=0.2)
 
         def loss_of(samples):
-            return shared_loss(policy.model, head, samples, AlgorithmSettings(kind="ppo"), settings, 0.9)
+            return shared_loss(policy.model, head, update_of(samples).num_tokens, AlgorithmSettings(kind="ppo"), settings, 0.9)
     else:
         critic = critic_that_knows(tiny_model)
         modules = [critic.model]
 
         def loss_of(samples):
-            return value_loss(partial(target_values, critic.model), samples, clip=0.2)
+            return value_loss(partial(target_values, critic.model), update_of(samples).num_tokens, clip=0.2)
 
     samples = valued_samples()
     for module in modules:
@@ -231,9 +230,11 @@ def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_mod
     def values(batch):
         return head.values(target_states(model, batch), coefficient=1.0)
 
-    alone, of_values = gradients(policy_loss(model, samples, algorithm, 0.9)), gradients(value_loss(values, samples, clip=0.5))
+    num_tokens = update_of(samples).num_tokens
+    alone = gradients(policy_loss(model, num_tokens, algorithm, 0.9))
+    of_values = gradients(value_loss(values, num_tokens, clip=0.5))
     for c in (0.0, 0.25):
-        both = gradients(shared_loss(model, head, samples, algorithm, CriticSettings(shared=True, loss_coefficient=c), 0.9))
+        both = gradients(shared_loss(model, head, num_tokens, algorithm, CriticSettings(shared=True, loss_coefficient=c), 0.9))
         assert both.keys() == of_values.keys() | alone.keys()
         for name, gradient in both.items():
             expected = of_values[name] if name == "1 weight" else alone[name] + c * of_values.get(name, 0.0)
@@ -242,11 +243,11 @@ def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_mod
 
 def test_a_pass_gives_the_log_probs_and_losses_of_two(tiny_model):
     policy, head = shared_of(tiny_model)
-    samples, algorithm = valued_samples(), AlgorithmSettings(kind="ppo")
-    batch = pack(samples)
-    both, metrics = shared_loss(policy.model, head, samples, algorithm, CriticSettings(shared=True), 0.9)(batch)
-    alone, plain = policy_loss(policy.model, samples, algorithm, 0.9)(batch)
-    of_values, _ = value_loss(lambda batch: head.values(target_states(policy.model, batch)), samples, clip=0.5)(batch)
+    update, algorithm = update_of(valued_samples()), AlgorithmSettings(kind="ppo")
+    [batch], num_tokens = batches_of(update), update.num_tokens
+    both, metrics = shared_loss(policy.model, head, num_tokens, algorithm, CriticSettings(shared=True), 0.9)(batch)
+    alone, plain = policy_loss(policy.model, num_tokens, algorithm, 0.9)(batch)
+    of_values, _ = value_loss(lambda batch: head.values(target_states(policy.model, batch)), num_tokens, clip=0.5)(batch)
     assert both.item() == pytest.approx(alone.item() + of_values.item())
     assert metrics["loss"] == alone
     assert metrics["critic/loss"] == of_values
@@ -328,7 +329,9 @@ def test_under_lora_adapters_and_head_learn_and_are_saved_merged(tiny_model, tmp
     samples = valued_samples()
     trainer = Trainer(critic, CriticOptimSettings(lr=1e-2), seed=0, max_skipped_steps=0)
     for _ in range(2):
-        trainer.update([pack(samples)], value_loss(partial(target_values, critic.model), samples, clip=None), 1e-2)
+        update = update_of(samples)
+        loss = value_loss(partial(target_values, critic.model), update.num_tokens, clip=None)
+        trainer.update(batches_of(update), loss, 1e-2)
     critic.save(tmp_path / "critic")
     again = critic_of(tmp_path / "critic")
     for one in (critic, again):
@@ -355,10 +358,14 @@ def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
         critic.model.eval()
         with torch.no_grad():
             values = target_values(critic.model, pack(samples)).split([4] * 16)
-        samples = [replace(s, values=v.numpy()) for s, v in zip(samples, values, strict=True)]
-        [samples], _ = with_advantages([samples], AlgorithmSettings(kind="ppo"))
+        rewards = token_rewards([s.reward for s in samples], [4] * 16)
+        step = StepRewards(rewards, torch.tensor([16]), values=[v.double() for v in values])
+        returns = estimate_advantages(step, AlgorithmSettings(kind="ppo")).returns
+        assert returns is not None
+        samples = [replace(s, values=v.numpy(), returns=r) for s, v, r in zip(samples, values, returns, strict=True)]
         explained.append(value_metrics(samples)["critic/explained_variance"])
-        trainer.update([pack(samples)], value_loss(partial(target_values, critic.model), samples, clip=0.5), 2e-3)
+        update = update_of(samples)
+        trainer.update(batches_of(update), value_loss(partial(target_values, critic.model), update.num_tokens, clip=0.5), 2e-3)
     assert explained[0] < 0.2
     assert explained[-1] > 0.9
 
@@ -413,12 +420,11 @@ def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tm
     """γ = λ = 1 and no KL: every token's return is the sample's reward, and A is the whitened rest."""
     taken: list[list[Experience]] = []
 
-    def record(*arguments, **settings):
-        for samples in updates(*arguments, **settings):
-            taken.append(samples)
-            yield samples
+    def record(samples, *arguments, **settings):
+        taken.append(samples)
+        return make_update(samples, *arguments, **settings)
 
-    monkeypatch.setattr(rl, "updates", record)
+    monkeypatch.setattr("plaudit.rl.learner.make_update", record)
     train_rl(recipe(train={"prompts_per_step": 3, "tokens_per_micro_batch": 256}, run={"max_steps": 1}))
     [samples] = taken
     raw = np.concatenate([sample.reward - sample.values for sample in samples])  # pyright: ignore
@@ -433,16 +439,6 @@ def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tm
     assert row["critic/clip_fraction"] == 0
 
 
-def test_one_pass_gives_old_log_probs_and_values(recipe, monkeypatch):
-    """Two updates a step, so both are wanted before the first; each update then has one pass for both losses."""
-    passes = []
-    monkeypatch.setattr(rl, "target_states", lambda *given: passes.append("before") or target_states(*given))
-    monkeypatch.setattr("plaudit.rl.value_loss.target_states", lambda *given: passes.append("update") or target_states(*given))
-    many = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 100_000}
-    train_rl(recipe(critic={"shared": True}, train=many, run={"max_steps": 1}))
-    assert passes == ["before", "update", "update"]
-
-
 FAILS_ON_SOME = """
 def compute_score(solution_str):
     if len(solution_str) % 3 == 0:
@@ -454,7 +450,7 @@ def compute_score(solution_str):
 def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(FAILS_ON_SOME)
     seen = []
-    monkeypatch.setattr(rl, "value_metrics", lambda samples: seen.extend(samples) or value_metrics(samples))
+    monkeypatch.setattr("plaudit.rl.learner.value_metrics", lambda samples: seen.extend(samples) or value_metrics(samples))
     reward = {"kind": "function", "path": str(tmp_path / "reward.py"), "workers": 1, "timeout_s": 60, "max_failure_rate": 1.0}
     train_rl(recipe(reward=reward, run={"max_steps": 1}))
     [row] = metrics_of(tmp_path / "run")
@@ -513,7 +509,7 @@ def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
 
 
 def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(recipe, monkeypatch):
-    monkeypatch.setattr(rl, "target_values", lambda model, batch: target_values(model, batch) * math.nan)
+    monkeypatch.setattr("plaudit.rl.learner.target_values", lambda model, batch: target_values(model, batch) * math.nan)
     with pytest.raises(TrainingStopped, match=r"the critic's update 1: .* critic.optim and critic.dtype"):
         train_rl(recipe(train={**SEVERAL_UPDATES, "max_skipped_steps": 0}))
 
@@ -524,10 +520,10 @@ def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(re
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"critic": None}, "ppo, which needs a critic: give the section"),
-        ({"algorithm": {"kind": "grpo"}}, "a critic is for ppo, and algorithm.kind is grpo"),
+        ({"critic": None}, "ppo, which needs a critic: add the section"),
+        ({"algorithm": {"kind": "grpo"}}, "which uses no critic: use ppo, or leave critic out"),
         ({"algorithm": {"kind": "grpo", "gae_lambda": 0.9}, "critic": None}, "gae_lambda is for ppo"),
-        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "divide_by_std is for grpo; ppo always divides"),
+        ({"algorithm": {"kind": "ppo", "divide_by_std": False}}, "divide_by_std is for grpo, not for ppo"),
         ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Did you mean algorithm.gae_lambda"),
         ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is saved whole"),
         ({"critic": {"clip_value": 0}}, "critic.clip_value"),

@@ -10,7 +10,8 @@ import pytest
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.rows import read_rows
 from plaudit.errors import RecipeError, TrainingStopped
-from plaudit.loops import rl
+from plaudit.rl.learner import Learner
+from plaudit.rollout.native.engine import NativeEngine
 from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
 from support.rows import prompt_rows, write_jsonl
 
@@ -51,13 +52,13 @@ def recipe(tmp_path, tiny_model, prompts_file):
 def learnt(monkeypatch) -> list[list[str]]:
     """The prompts that every step has learnt from."""
     steps: list[list[str]] = []
-    learn = rl.learn
+    learn = Learner.learn
 
-    def record(trainer, reference, groups, *others):
+    def record(self, groups, step):
         steps.append([group.group.prompt.id for group in groups])
-        return learn(trainer, reference, groups, *others)
+        return learn(self, groups, step)
 
-    monkeypatch.setattr(rl, "learn", record)
+    monkeypatch.setattr(Learner, "learn", record)
     return steps
 
 
@@ -141,17 +142,17 @@ def test_a_reward_that_stops_a_later_round_leaves_no_trace_of_the_rounds_before_
         return write_recipe(file, tree)
 
     train_rl(write("reference"))
-    draw, calls = rl.draw, []
+    generate, calls = NativeEngine.generate, []
 
-    def draw_or_stop(engine, rewards, prompts, n, sampling, *others, **settings):
+    def generate_or_stop(self, requests, sampling):
         calls.append(sampling.step)
         if calls.count(2) == 2:
             raise TrainingStopped("the judge is gone")
-        return draw(engine, rewards, prompts, n, sampling, *others, **settings)
+        return generate(self, requests, sampling)
 
     file = write("stopped")
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "draw", draw_or_stop)
+        patch.setattr(NativeEngine, "generate", generate_or_stop)
         with pytest.raises(TrainingStopped, match="step 2: the judge is gone"):
             train_rl(file)
     train_rl(file)

@@ -1,6 +1,7 @@
 """The engine contract, passed by each engine."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -20,8 +21,14 @@ def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBas
     return make
 
 
+def native_on_a_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
+    """Its own model, which every sync has to bring up to date."""
+    return Subject(NativeEngine(deepcopy(model), tokenizer), model, tokenizer)
+
+
 ENGINES = {
     "native": native(),
+    "native on a copy": native_on_a_copy,
     "native in three rows": native(max_sequences=3),
     "native in blocks of 8": native(block_tokens=8),
 }

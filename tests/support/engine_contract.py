@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from plaudit.errors import PlauditError
-from plaudit.rollout.engine import Engine, Request, Sampling
+from plaudit.rollout.engine import Engine, Request, Sampling, Weights
 from plaudit.types import Sample
 
 CLOSE = 1e-4
@@ -37,6 +37,10 @@ class Subject:
     def ends(self) -> list[int]:
         ends = self.model.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [ends]
+
+    def sync(self, version: int) -> None:
+        """The engine takes over the model's weights as they are now."""
+        self.engine.sync(version, Weights(self.model))
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """By request, then by index."""
@@ -121,7 +125,7 @@ def changed_weights(subject: Subject) -> Iterator[None]:
         with torch.no_grad():
             for name, p in subject.model.named_parameters():
                 p.copy_(kept[name])
-        subject.engine.sync(version)
+        subject.sync(version)
 
 
 @contextmanager
@@ -137,7 +141,7 @@ def taught(subject: Subject, chain: Sequence[int]) -> Iterator[None]:
         head.zero_()
         for token, following in pairwise([*chain, subject.ends[0]]):
             head[following] = 6 * embedding[token] / embedding[token].norm()
-        subject.engine.sync(subject.engine.version)
+        subject.sync(subject.engine.version)
         with torch.enable_grad():
             yield
 
@@ -204,7 +208,7 @@ class EngineContract:
 
     def test_versions(self, subject):
         for version in (3, 4, 11):
-            subject.engine.sync(version)
+            subject.sync(version)
             assert {s.version for s in subject.sample(requests_of((4, 9), n=2), Sampling(max_new_tokens=3))} == {version}
 
     # Log-probs
@@ -268,7 +272,7 @@ class EngineContract:
         """If all tokens are as likely, a response seldom says one twice."""
         with changed_weights(subject):
             subject.model.get_output_embeddings().weight.data.zero_()
-            subject.engine.sync(subject.engine.version)
+            subject.sync(subject.engine.version)
             samples = subject.sample(requests_of((6, 20), n=6), Sampling(max_new_tokens=20))
         tokens = np.concatenate([s.tokens for s in samples])
         assert sum(len(set(s.tokens.tolist())) for s in samples) > 0.9 * len(tokens) > 100
@@ -422,7 +426,7 @@ class EngineContract:
                 if "layers." in name and p.ndim == 2:
                     p.data.mul_(1.5)
             version = subject.engine.version + 1
-            subject.engine.sync(version)
+            subject.sync(version)
             after = subject.sample(requests, sampling)
             assert {s.version for s in after} == {version}
             for request, a, b in zip(requests, before, after, strict=True):

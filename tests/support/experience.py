@@ -10,7 +10,10 @@ from plaudit.data.templates import load_model_template
 from plaudit.models.critic import SharedCritic, load_critic
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.recipe import ModelSettings
-from plaudit.types import Experience
+from plaudit.rl.experience import PackedSequences, Update
+from plaudit.types import Batch, Experience
+
+CPU = torch.device("cpu")
 
 
 def samples_by_hand() -> list[Experience]:
@@ -22,6 +25,7 @@ def samples_by_hand() -> list[Experience]:
             Experience(
                 tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
                 loss_mask=np.arange(prompt + response) >= prompt,
+                reward=0.0,
                 advantages=chance.normal(0, 1, response),
                 sampler_logprobs=logprobs,
                 old_logprobs=logprobs + chance.normal(0, 0.3, response),
@@ -39,9 +43,6 @@ EVERYTHING = {
 }
 
 
-CPU = torch.device("cpu")
-
-
 def critic_of(path: Path, **settings):
     model = ModelSettings(path=str(path), dtype="float32", **settings)
     return load_critic(model, load_model_template(ModelSettings(path=str(path))), CPU)
@@ -56,14 +57,22 @@ def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
     return policy, critic
 
 
-def experience(chance: np.random.RandomState, prompt: int, response: int, **more) -> Experience:
+def experience(chance: np.random.RandomState, prompt: int, response: int, **fields) -> Experience:
     return Experience(
         tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
         loss_mask=np.arange(prompt + response) >= prompt,
-        advantages=np.zeros(response),
-        sampler_logprobs=np.zeros(response),
-        **more,
+        **{"reward": 0.0, "advantages": np.zeros(response), "sampler_logprobs": np.zeros(response), **fields},
     )
+
+
+def update_of(samples: list[Experience], weight: float = 1 / 27) -> Update:
+    """An update in which every token has this weight."""
+    return Update(samples, [weight] * len(samples))
+
+
+def batches_of(update: Update, budget: int = 10_000) -> list[Batch]:
+    """Its micro-batches, of at most `budget` tokens."""
+    return update.micro_batches(PackedSequences(update.samples, budget, CPU))
 
 
 def valued_samples() -> list[Experience]:
@@ -73,7 +82,6 @@ def valued_samples() -> list[Experience]:
             experience(chance, prompt, response, values=chance.normal(0, 0.3, response), returns=chance.normal(0, 1, response)),
             advantages=chance.normal(0, 1, response),
             sampler_logprobs=chance.normal(-5, 0.1, response),
-            weight=1 / 27,
         )
         for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4))
     ]

@@ -51,7 +51,7 @@ def make_trainer(policy: TrainableModel, *, total_steps: int = 100, max_skipped_
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
     """Weights as the model has them, masters and moments."""
-    weights = {f"model/{name}": p for name, p in trainer.policy.model.named_parameters()}
+    weights = {f"model/{name}": p for name, p in trainer.trained.model.named_parameters()}
     return {name: tensor.detach().clone() for name, tensor in {**weights, **trainer.optimiser.state()}.items()}
 
 

@@ -15,20 +15,19 @@ from plaudit.objectives.supervised import nll
 from plaudit.preference.losses import dpo_loss, reward_model_loss
 from plaudit.recipe import AlgorithmSettings, CriticSettings, OptimSettings
 from plaudit.recipe.preference import RewardModelLossSettings
-from plaudit.rl.experience import weighted
-from plaudit.rl.policy_loss import policy_loss
-from plaudit.rl.value_loss import shared_loss, value_loss
-from plaudit.train.trainer import Trained, Trainer
+from plaudit.rl.experience import make_update
+from plaudit.rl.losses import policy_loss, shared_loss, value_loss
+from plaudit.train.trainer import Trainable, Trainer
 from plaudit.types import Batch
 from plaudit.world import World
 from support.examples import make_examples
-from support.experience import EVERYTHING, critic_of, samples_by_hand, shared_of, valued_samples
+from support.experience import EVERYTHING, batches_of, critic_of, samples_by_hand, shared_of, update_of, valued_samples
 from support.preferences import LOSSES, loaded, make_pairs
 
 UPDATES = 2
 
 
-Case = Callable[[Path, Path], tuple[Trained | tuple[Trained, Trained], Callable, Sequence[Batch]]]
+Case = Callable[[Path, Path], tuple[Trainable | tuple[Trainable, Trainable], Callable, Sequence[Batch]]]
 """A model, or two of which the second's gradients come with the first's; the loss of an update, and its micro-batches: of a model's
 folder and a file of pairs."""
 
@@ -41,8 +40,8 @@ def supervised(folder: Path, _: Path, **model):
 
 def reinforced(folder: Path, _: Path, loss: str, aggregation: str, budget: int = 20):
     policy, algorithm = loaded(folder, scalar=False), AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
-    samples = weighted(samples_by_hand(), algorithm, horizon=12)
-    return policy, policy_loss(policy.model, samples, algorithm, 0.9), micro_batches(samples, budget)
+    update = make_update(samples_by_hand(), algorithm, horizon=12)
+    return policy, policy_loss(policy.model, update.num_tokens, algorithm, 0.9), batches_of(update, budget)
 
 
 def preferred(folder: Path, file: Path, name: str):
@@ -53,18 +52,15 @@ def preferred(folder: Path, file: Path, name: str):
 
 
 def valued(folder: Path, _: Path):
-    critic, samples = critic_of(folder), valued_samples()
-    return critic, value_loss(partial(target_values, critic.model), samples, clip=0.2), micro_batches(samples, 20)
+    critic, update = critic_of(folder), update_of(valued_samples())
+    return critic, value_loss(partial(target_values, critic.model), update.num_tokens, clip=0.2), batches_of(update, 20)
 
 
 def valued_by_the_policy(folder: Path, _: Path):
     (policy, head), algorithm = shared_of(folder), AlgorithmSettings(kind="ppo")
-    samples = weighted(valued_samples(), algorithm, horizon=12)
-    return (
-        (policy, head),
-        shared_loss(policy.model, head, samples, algorithm, CriticSettings(shared=True), 0.9),
-        micro_batches(samples, 20),
-    )
+    update = make_update(valued_samples(), algorithm, horizon=12)
+    loss = shared_loss(policy.model, head, update.num_tokens, algorithm, CriticSettings(shared=True), 0.9)
+    return (policy, head), loss, batches_of(update, 20)
 
 
 CASES: dict[str, Case] = {

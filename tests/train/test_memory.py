@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from plaudit.checkpoint import find_checkpoint, save_checkpoint
 from plaudit.config import load as load_recipe
 from plaudit.data.pack import micro_batches
 from plaudit.errors import RecipeError
@@ -26,7 +27,6 @@ from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
-from plaudit.train.checkpoint import find_checkpoint, save_checkpoint
 from plaudit.train.memory_plan import plan_devices, settle_checkpointing
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
@@ -87,7 +87,7 @@ def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
     resumed = make_trainer(again, offload=not first)
     found, _ = find_checkpoint(tmp_path)
     assert found is not None
-    found.load_into(resumed)
+    resumed.load_state(found.folder, found.state)
     resumed.update(batches, nll_of(again, batches))
     assert_same_bits(snapshot(trainer), snapshot(resumed))
 

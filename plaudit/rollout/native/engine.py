@@ -7,7 +7,7 @@
         collect the results of the previous step               (so the device never waits for the host)
         yield the samples that have ended
 
-The weights are the trainer's own, so nothing is synchronised. LoRA adapters are used unmerged. The KV cache is allocated for the
+On the trainer's own model a sync has nothing to copy. LoRA adapters are used unmerged. The KV cache is allocated for the
 duration of a call; when it is full, the sequence that has written least is preempted and resumed later.
 """
 
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plaudit.errors import PlauditError
 from plaudit.models.heads import next_power_of_2
 from plaudit.models.memory import total_memory
-from plaudit.rollout.engine import MAX_SEQUENCES, Engine, Request, Sampling
+from plaudit.rollout.engine import MAX_SEQUENCES, Engine, Request, Sampling, Weights
 from plaudit.rollout.native.batch import (
     AT_LIMIT,
     EMPTY_ROW,
@@ -111,6 +111,24 @@ class NativeEngine(Engine):
             self.forward.end()
             if self._cache is not None:
                 self._cache.release()
+
+    def sync(self, version: int, weights: Weights) -> None:
+        """Nothing to do for the trainer's own model; otherwise the weights are copied in place, so that CUDA graphs stay valid."""
+        if not weights.are_of(self.model):
+            self._copy(weights)
+        self.version = version
+
+    @torch.no_grad()
+    def _copy(self, weights: Weights) -> None:
+        own = self.model.state_dict()
+        missing = set(own)
+        for name, tensor in weights:
+            if name not in own or own[name].shape != tensor.shape:
+                raise PlauditError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}: it is another model")
+            own[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise PlauditError(f"the trainer's weights lack {min(missing)}, which the engine's model has")
 
     # Memory
 

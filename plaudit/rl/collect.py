@@ -1,0 +1,216 @@
+"""Prompts → scored groups: sampling and scoring of training steps and validations.
+
+Groups are scored while others are still sampled, and returned in prompt order, never in order of arrival, so that a run repeats
+to the bit.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from plaudit.data.order import RowOrder, RowStream
+from plaudit.data.prompts import EncodedPrompt, with_unique_ids
+from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.objectives.registry import ESTIMATORS
+from plaudit.recipe import RLRecipe
+from plaudit.report.samples import length_metrics
+from plaudit.rewards.metrics import has_signal
+from plaudit.rewards.metrics import metrics as reward_metrics
+from plaudit.rewards.runner import RewardRunner
+from plaudit.rollout.engine import Engine, Sampling
+from plaudit.rollout.groups import sample_groups, sample_groups_with_greedy
+from plaudit.types import ScoredGroup
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from plaudit.recipe import RolloutSettings, ValidationSettings
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The scored groups of a step."""
+
+    groups: list[ScoredGroup]
+    """To train on."""
+    sampled: list[ScoredGroup]
+    """All of them: dynamic sampling leaves out groups without a signal."""
+    metrics: dict[str, float]
+
+
+class Collector:
+    """Samples and scores the prompts of each step."""
+
+    def __init__(self, engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], order: RowOrder):
+        self.engine, self.rewards, self.recipe = engine, rewards, recipe
+        self.prompts, self.order = prompts, order
+        self.stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
+        """With dynamic sampling: how far the prompts have been used, which a checkpoint keeps."""
+
+    def collect(self, step: int) -> Collected:
+        """The groups of a step, from 1."""
+        rows = self.order.rows(step - 1)
+        if self.stream is not None:
+            collected = self._collect_with_signal(self.stream, len(rows), step)
+        else:
+            prompts = with_unique_ids(self.prompts[row] for row in rows)
+            greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
+            groups, seconds = _sample_and_score(
+                self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), greedy=greedy
+            )
+            collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds))
+        collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
+        return collected
+
+    def _rows_used(self, step: int) -> int:
+        return self.stream.taken if self.stream is not None else min(step * self.order.per_step, self.order.total_rows)
+
+    def _collect_with_signal(self, stream: RowStream, target: int, step: int) -> Collected:
+        """Groups of the stream's next prompts until `target` of them have a signal, or the rounds are used up (DAPO).
+
+        A further round samples as many prompts as are likely to be enough, by the share of groups with a signal so far: never more
+        than a step needs, and no fewer than a quarter of that, or one failed reward would be a large share of its round.
+        """
+        settings = self.recipe.algorithm.dynamic_sampling
+        assert settings is not None
+        sampled_prompts: list[EncodedPrompt] = []
+        groups: list[ScoredGroup] = []
+        seconds = Seconds()
+        rounds = with_signal = 0
+        running_means = self.rewards.state()
+        while with_signal < target and rounds < settings.max_rounds:
+            likely = math.ceil((target - with_signal) * (len(groups) + 1) / (with_signal + 1))
+            count = target if not groups else min(target, max(likely, math.ceil(target / 4)))
+            sampled_prompts += [self.prompts[row] for row in stream.ahead(len(sampled_prompts), count)]
+            try:
+                more, round_seconds = _sample_and_score(
+                    self.engine, self.rewards, with_unique_ids(sampled_prompts)[-count:], self.recipe.rollout.n,
+                    training_sampling(self.recipe, step),
+                )  # fmt: skip
+            except TrainingStopped:
+                self.rewards.load_state(running_means)  # the step is not done, so its first rounds leave no trace
+                raise
+            groups, seconds, rounds = groups + more, seconds + round_seconds, rounds + 1
+            with_signal = sum(map(has_signal, groups))
+        stream.taken += len(sampled_prompts)
+        metrics = _metrics(groups, self.rewards, seconds)
+        metrics |= {
+            "rounds": float(rounds),
+            "groups": float(len(groups)),
+            "groups_missing": float(max(0, target - with_signal)),
+        }
+        return Collected([group for group in groups if has_signal(group)][:target], groups, metrics)
+
+
+def validate(
+    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], step: int
+) -> tuple[list[ScoredGroup], dict[str, float]]:
+    """The validation prompts, sampled as `validation` says and scored; and metrics under `val/`."""
+    began = time.perf_counter()
+    groups, seconds = _sample_and_score(
+        engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), training=False
+    )
+    metrics = _metrics(groups, rewards, seconds)
+    metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
+    metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
+    return groups, metrics | {"time/validate_s": time.perf_counter() - began}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    total: float = 0.0
+    scoring: float = 0.0
+    """Of these: waiting for scores after the last sample."""
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.total + other.total, self.scoring + other.scoring)
+
+
+def _sample_and_score(
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, greedy: bool = False,
+    training: bool = True,
+) -> tuple[list[ScoredGroup], Seconds]:  # fmt: skip
+    """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated."""
+    began = time.perf_counter()
+    sampled = (sample_groups_with_greedy if greedy else sample_groups)(engine, prompts, n, sampling)
+    scored = rewards.collect(sampled, expected=len(prompts) * (n + greedy), learn=training)
+    by_id = {group.group.prompt.id: split_baseline(group) if greedy else group for group in scored}
+    return [by_id[encoded.prompt.id] for encoded in prompts], Seconds(time.perf_counter() - began, rewards.waited_s)
+
+
+def split_baseline(group: ScoredGroup) -> ScoredGroup:
+    """The group without its last sample, the greedy one, whose score becomes the baseline of the others."""
+    *scores, baseline = group.scores
+    samples = replace(group.group, samples=group.group.samples[:-1])
+    by_reward = {name: reward_scores[:-1] for name, reward_scores in group.by_reward.items()}
+    return ScoredGroup(samples, tuple(scores), by_reward, baseline)
+
+
+def _metrics(groups: Sequence[ScoredGroup], rewards: RewardRunner, seconds: Seconds) -> dict[str, float]:
+    metrics = reward_metrics(groups) | rewards.counts() | length_metrics(groups)
+    if greedy := [group.baseline.value for group in groups if group.baseline is not None and group.baseline.value is not None]:
+        metrics["baseline_reward"] = sum(greedy) / len(greedy)
+    metrics |= {"time/sample_s": seconds.total - seconds.scoring, "time/score_s": seconds.scoring}
+    metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
+    return metrics
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def training_sampling(recipe: RLRecipe, step: int) -> Sampling:
+    """The recipe's rollout, with the randomness of a step."""
+    return _sampling(recipe, recipe.rollout, recipe.rollout.max_new_tokens, step)
+
+
+def validation_sampling(recipe: RLRecipe, step: int) -> Sampling:
+    return _sampling(recipe, recipe.validation, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens, step)
+
+
+def _sampling(recipe: RLRecipe, settings: "RolloutSettings | ValidationSettings", max_new_tokens: int, step: int) -> Sampling:
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop=recipe.rollout.stop,
+        seed=recipe.seed,
+        step=step,
+    )
+
+
+def require_context(
+    config: "PretrainedConfig", prompts: Sequence[EncodedPrompt], max_new_tokens: int, name: str = "the model"
+) -> None:
+    """The longest prompt and response fit into the model's context. (The engine checks too, but only when it gets that prompt.)"""
+    context = getattr(config, "max_position_embeddings", None)
+    longest = max(prompts, key=lambda encoded: len(encoded.tokens), default=None)
+    if context is not None and longest is not None and len(longest.tokens) + max_new_tokens > context:
+        raise RecipeError(
+            f"prompt {longest.prompt.id}: {len(longest.tokens):,} tokens plus up to {max_new_tokens:,} new ones exceed the context "
+            f"of {name}, {context:,} tokens. Lower max_new_tokens, or leave out longer prompts with data.max_prompt_tokens."
+        )
+
+
+def check_capabilities(engine: Engine, recipe: RLRecipe) -> list[str]:
+    """Refuses a recipe that needs what its engine cannot do; returns warnings about the rest."""
+    able, warnings = engine.capabilities, []
+    if not able.truncated_logprobs and training_sampling(recipe, 0).truncates:
+        uses = [f"algorithm.{name}" for name, used in (
+            ("old_logprobs: sampler", recipe.algorithm.old_logprobs == "sampler"),
+            ("importance", recipe.algorithm.importance is not None),
+        ) if used]  # fmt: skip
+        if uses:
+            raise RecipeError(
+                f"{' and '.join(uses)} needs the sampler's log-probs, and under rollout.top_p, top_k or min_p rollout.engine "
+                f"{recipe.rollout.engine} returns those of the truncated distribution: remove them, or use the native engine"
+            )
+        warnings.append(f"rollout.engine {recipe.rollout.engine}: under top_p, top_k or min_p `mismatch` includes the truncation")
+    if recipe.run.deterministic and not able.keyed_noise:
+        warnings.append(
+            f"rollout.engine {recipe.rollout.engine} draws its own random numbers: this run cannot be repeated to the bit"
+        )
+    return warnings

@@ -1,0 +1,127 @@
+"""What makes two starts the same run: the recipe and the content of its inputs. run.json in the run folder records it."""
+
+import fnmatch
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plaudit import __version__
+from plaudit.config import flatten, settings_of
+from plaudit.data.templates import ChatTemplate
+from plaudit.errors import DataError, RunError
+from plaudit.files import fingerprint, text_digest, weights_fingerprint
+from plaudit.recipe import TrainingRecipe
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Between a run as it is started now and as run.json records it; each a line that names the setting or file."""
+
+    rounding: list[str]
+    """Settings that change results in the last bits at most."""
+    rewards: list[str]
+    """Reward files whose content has changed: allowed, because fixing one is how a stopped run continues."""
+    forbidden: list[str]
+    """All others: this is another run."""
+
+
+def describe_run(
+    recipe: TrainingRecipe, files: Sequence[Path], template: ChatTemplate | None, inputs: dict[str, str]
+) -> dict[str, Any]:
+    """The content of a new run.json. `inputs`: further digests, by a name that a person understands."""
+    digests = {str(path): _fingerprint(path) for path in files} | _model_digests(recipe, template) | inputs
+    return {"recipe": flatten(recipe), "inputs": digests, "versions": _versions(), "git": _git_state(), "trackers": {}}
+
+
+def read_description(file: Path) -> dict[str, Any]:
+    """A run.json, checked to be one of ours."""
+    try:
+        description = json.loads(file.read_bytes())
+        if all(isinstance(description[part], dict) for part in ("recipe", "inputs", "trackers")):
+            return description
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
+
+
+def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, reward_files: set[str]) -> Differences:
+    """How the run described by `then` differs from `now`, started with `recipe`."""
+    old, new = {**_defaults_since(then["recipe"], recipe), **then["recipe"]}, now["recipe"]
+    differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    lines = {name: f"  {name}: was {_shown(name, old)}, is now {_shown(name, new)}" for name in differ}
+    allowed = recipe.RESUME_MAY_CHANGE + recipe.RESUME_CHANGES_ROUNDING
+    forbidden = [lines[name] for name in differ if not _matches(name, allowed)]
+    before, after = then["inputs"], now["inputs"]
+    forbidden += [
+        f"  {path}: {'its content has changed' if path in before.keys() & after.keys() else 'is not part of both runs'}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path) and path not in reward_files
+    ]
+    return Differences(
+        rounding=[lines[name] for name in differ if _matches(name, recipe.RESUME_CHANGES_ROUNDING)],
+        rewards=[path for path in sorted(reward_files & before.keys()) if before[path] != after[path]],
+        forbidden=forbidden,
+    )
+
+
+def _defaults_since(before: dict[str, Any], recipe: TrainingRecipe) -> dict[str, Any]:
+    """Settings newer than the run had their defaults in it; those of a section that it did not have (LoRA) had none."""
+    fields = settings_of(recipe.model_dump(), type(recipe))
+    defaults = {".".join(map(str, place)): field for place, field in fields.items() if not field.is_required()}
+    return {
+        name: json.loads(json.dumps(defaults[name].default))
+        for name in flatten(recipe).keys() & defaults.keys()
+        if name.rpartition(".")[0] not in before
+    }
+
+
+def _model_digests(recipe: TrainingRecipe, template: ChatTemplate | None) -> dict[str, str]:
+    if template is None:
+        return {}
+    return {
+        "the model": weights_fingerprint(Path(recipe.model.path)),
+        "the tokenizer": text_digest(template.tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
+        "the chat template": text_digest(template.text),
+    }
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    parts = name.split(".")
+    return any(
+        len(parts) == pattern.count(".") + 1 and all(map(fnmatch.fnmatchcase, parts, pattern.split("."))) for pattern in patterns
+    )
+
+
+def _shown(name: str, recipe: dict[str, Any]) -> str:
+    return json.dumps(recipe[name], ensure_ascii=False) if name in recipe else "not set"
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata as metadata
+
+    names = ("torch", "transformers", "peft", "safetensors", "numpy", "pyarrow")
+    return {"plaudit": __version__, "python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the working directory, and which files differ from it: names only, never content."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if commit.returncode or not os.access(".", os.R_OK):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": [line[3:] for line in changed.stdout.splitlines()]}
