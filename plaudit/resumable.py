@@ -1,6 +1,6 @@
-"""A file of JSON lines that is written as results come, and gone on with when the command is started again.
+"""JSONL output that is written row by row and resumed when the command runs again.
 
-Beside it lies `NAME.about.json`: what the lines depend on. An output that was made differently is not continued.
+Next to it, `NAME.about.json` records the settings and inputs that its rows depend on. Output made with others is not resumed.
 """
 
 import fcntl
@@ -19,12 +19,14 @@ from plaudit.report.progress import print_line
 
 @dataclass(frozen=True)
 class ResumableJsonl:
+    """A JSONL file open for appending."""
+
     file: TextIO
     done: list[str]
-    """The ids of the lines it has already, in order."""
+    """Ids of the rows it already has, in order."""
 
     def write(self, row: dict[str, Any]) -> None:
-        """One line, whole or not at all when the process is killed (what is cut short is taken off by the next one)."""
+        """Append a row. A line cut short by a kill is removed on resume."""
         self.file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         self.file.flush()
 
@@ -36,15 +38,18 @@ class ResumableJsonl:
 def open_resumable(
     out: Path, about: dict[str, Any], verb: str, *, may_change: dict[str, Any] | None = None
 ) -> Iterator[ResumableJsonl]:
-    """The output, open to be added to, for this process alone. `verb`: the command that makes it. `may_change`: what it depends on
-    too, but may be mended on the way, with a line that says so."""
+    """Open the output for appending, locked for this process.
+
+    `about`: settings and inputs that must be the same to resume. `may_change`: inputs that may change in between, with a warning.
+    `verb`: the plaudit command, for messages.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = out.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise RunError(f"--out: {out} cannot be written: {error}") from None
     with file:
-        try:  # before it is looked at: a line that another process is writing must not be taken for a cut one
+        try:  # before reading: a line that another process is writing would look cut short
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file") from None
@@ -53,30 +58,30 @@ def open_resumable(
 
 
 def _done(out: Path, about: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
-    """Ids that the output has already; a last line that was cut short is taken off it."""
+    """Ids of the rows the output already has; a last line that was cut short is removed."""
     about_file = out.with_name(f"{out.name}.about.json")
     try:
         if not out.stat().st_size:
             write_atomic(about_file, json.dumps(about | may_change, indent=1))
             return []
-        before = _same_or_refuse(out, about_file, about, verb)
+        before = _require_same(out, about_file, about, verb)
         for name in may_change:
             if before.get(name) != may_change[name]:
-                print_line(f"{name} changed since the first lines of {out} were made", "yellow")
+                print_line(f"{name} changed since the first rows of {out} were written", "yellow")
                 write_atomic(about_file, json.dumps(about | may_change, indent=1))
-        return _finished_lines(out, verb)
+        return _read_ids(out, verb)
     except OSError as error:
         raise RunError(f"--out: {out} cannot be written: {error}") from None
 
 
-def _same_or_refuse(out: Path, about_file: Path, about: dict[str, Any], verb: str) -> dict[str, Any]:
+def _require_same(out: Path, about_file: Path, about: dict[str, Any], verb: str) -> dict[str, Any]:
     if not about_file.exists():
-        raise RunError(f"--out: {out} exists, and was not written by plaudit {verb}; choose another file")
+        raise RunError(f"--out: {out} exists and was not written by plaudit {verb}; choose another file")
     try:
         before = json.loads(about_file.read_text(encoding="utf-8"))
         assert isinstance(before, dict)
     except (ValueError, AssertionError):
-        raise RunError(f"--out: {about_file} is damaged, so nobody knows how {out} was made; choose another file") from None
+        raise RunError(f"--out: {about_file} is damaged, so {out} cannot be resumed; choose another file") from None
     differ = [name for name in about if before.get(name) != about[name]]
     if differ:
         lines = [line for name in differ for line in _differences(name, before.get(name), about[name])]
@@ -89,7 +94,7 @@ def _same_or_refuse(out: Path, about_file: Path, about: dict[str, Any], verb: st
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
-    """One line for each setting that differs, however deep it stands."""
+    """One line per setting that differs, at any depth."""
     if isinstance(before, dict) and isinstance(now, dict):
         names = dict.fromkeys([*before, *now])
         return [line for key in names for line in _differences(f"{name}.{key}", before.get(key), now.get(key))]
@@ -98,12 +103,12 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
     return [] if before == now else [f"  {name}: {json.dumps(before)} there, {json.dumps(now)} now"]
 
 
-def _finished_lines(out: Path, verb: str) -> list[str]:
-    whole, cut, rest = out.read_bytes().rpartition(b"\n")
-    if rest:
+def _read_ids(out: Path, verb: str) -> list[str]:
+    complete, newline, partial = out.read_bytes().rpartition(b"\n")
+    if partial:
         with out.open("r+b") as file:
-            file.truncate(len(whole) + len(cut))
+            file.truncate(len(complete) + len(newline))
     try:
-        return [json.loads(line)["id"] for line in whole.split(b"\n") if line]
+        return [json.loads(line)["id"] for line in complete.split(b"\n") if line]
     except (ValueError, LookupError, TypeError):
         raise RunError(f"--out: {out} has lines that plaudit {verb} did not write; choose another file") from None

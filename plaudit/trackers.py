@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: one small class per service. A resumed run continues under the same id.
+"""Experiment trackers, fed alongside metrics.jsonl: one small class per service. A resumed run keeps its id.
 
 Keys come from the environment, as each service documents (WANDB_API_KEY, MLFLOW_TRACKING_URI, SWANLAB_API_KEY, …).
 """
@@ -26,7 +26,7 @@ class TensorBoard:
     def __init__(self, folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what an earlier, killed process wrote behind the checkpoint. Without one, that is everything.
+        # purge_step hides steps that a killed process logged after the checkpoint; without a checkpoint, all of them.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -59,7 +59,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Through a client of our own: `mlflow.start_run` and its kin keep state that the next run of this process would inherit."""
+    """Uses its own client: `mlflow.start_run` keeps global state that the next run in this process would inherit."""
 
     def __init__(self, folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         from mlflow import MlflowClient
@@ -74,8 +74,8 @@ class Mlflow:
         self.run_id = ids["mlflow"]
 
     def _experiment(self, name: str) -> str:
-        known = self.client.get_experiment_by_name(name)
-        return known.experiment_id if known else self.client.create_experiment(name)
+        experiment = self.client.get_experiment_by_name(name)
+        return experiment.experiment_id if experiment else self.client.create_experiment(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         from mlflow.entities import Metric
@@ -113,7 +113,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "swanl
 
 
 class Trackers:
-    """All of a run's trackers. One that cannot start stops the run before it begins; one that fails later is left behind."""
+    """All trackers of a run. One that cannot start stops the run before it begins; one that fails later is dropped."""
 
     def __init__(self, names: Sequence[str], folder: Path, recipe: TrainingRecipe, ids: dict[str, str], step: int):
         self.open: dict[str, Tracker] = {}
@@ -128,15 +128,15 @@ class Trackers:
             except Exception as error:
                 self.close()
                 raise RunError(
-                    f"run.trackers: {name} could not start: {error}. Mend that, or take it out of run.trackers."
+                    f"run.trackers: {name} could not start: {error}. Fix that, or remove it from run.trackers."
                 ) from None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, tracker in list(self.open.items()):
             try:
                 tracker.log(step, metrics)
-            except Exception as error:  # a tracker's network is no reason to lose a training run
-                print_line(f"{name} failed at step {step} and gets no more metrics (metrics.jsonl has them all): {error}", "yellow")
+            except Exception as error:  # a tracker's network failure must not end a training run
+                print_line(f"{name} failed at step {step} and is disabled (metrics.jsonl has all metrics): {error}", "yellow")
                 del self.open[name]
                 with suppress(Exception):
                     tracker.close()
@@ -147,6 +147,7 @@ class Trackers:
                 tracker.close()
             except Exception as error:
                 print_line(
-                    f"{name} could not be closed, its last metrics may be missing (metrics.jsonl has them all): {error}", "yellow"
+                    f"{name} could not be closed; its last metrics may be missing (metrics.jsonl has them): {error}",
+                    "yellow",
                 )
         self.open.clear()

@@ -1,7 +1,7 @@
-"""The nouns that cross rooms, and nothing else.
+"""The data types shared between rooms, and nothing else.
 
-Shape suffixes, here and everywhere: T tokens of a packed batch, N of them that are learnt, S sequences, B sequences being sampled,
-D hidden size, V vocabulary, G samples of a group, P pairs.
+Shape suffixes, here and everywhere: T tokens of a packed batch, N target tokens among them, S sequences, B sequences being
+sampled, D hidden size, V vocabulary, G samples of a group, P pairs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     import torch
 
 Message = dict[str, Any]
-"""`role` and `content`, and whatever else the chat template reads (`tool_calls`, `reasoning_content`, `name`)."""
+"""`role` and `content`, plus any other keys the chat template reads (`tool_calls`, `reasoning_content`, `name`)."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, with the tools the template may show."""
+    """Messages in order, and the tools the template may show."""
 
     messages: list[Message]
     tools: list[Any] | None = None
     train_from: int = 0
-    """Assistants' turns before this message are not learnt: of a pair, what both have in common."""
+    """Assistant turns before this message are not trained on: in a preference pair, the shared history."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row to sample from: what the policy is asked, and what its reward needs to know."""
+    """One row to sample from: the policy's input, and the data its rewards need."""
 
     id: str
     messages: list[Message]
@@ -43,34 +43,34 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response, as the sampler gave it. Arrays have one entry per token of it, the end token included."""
+    """One sampled response. Arrays have one entry per response token, including the end token."""
 
     prompt_id: str
     index: int
-    """Which of the prompt's samples."""
+    """Index among the prompt's samples."""
     tokens: np.ndarray
     text: str
-    """Without special tokens; a stop string stays, for it is what the policy wrote."""
+    """Without special tokens. A stop string is kept: the policy wrote it."""
     status: Literal["finished", "truncated"]
     sampler_logprobs: np.ndarray
-    """Of logits / temperature, as the sampler computed them; what top-p or top-k left out is not taken out of the sum."""
+    """Of logits / temperature, as the sampler computed them; not renormalised after top-p or top-k."""
     untempered_logprobs: np.ndarray | None
-    """Of the logits themselves: a metric, never trained on."""
+    """At temperature 1: a metric, never trained on."""
     version: int
-    """Of the weights that sampled it: how many training steps they have had."""
+    """Version of the weights that sampled it: the number of training steps they have had."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def num_tokens(self) -> int | None:
-        """Of the response; None if nobody has counted them."""
+        """Length of the response in tokens; None if unknown."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True)
 class SavedSample(Sample):
-    """A response read from a file: its text, and how many tokens it had if the file says so."""
+    """A response read from a file: its text, and its token count if the file has one."""
 
     token_count: int | None = None
 
@@ -81,7 +81,7 @@ class SavedSample(Sample):
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, by index. A reward always sees the whole group."""
+    """All samples of one prompt, in order of index. A reward always sees the full group."""
 
     prompt: Prompt
     prompt_tokens: np.ndarray
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a reward has no value: its own fault, never the policy's."""
+    """Why a reward returned no value: always the reward's fault, never the policy's."""
 
     cause: str
     """One word for counting: timeout, exception, not_a_number, died, …"""
@@ -134,7 +134,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenised sequence to train on. `loss_mask[t]` says whether token t is learnt; never the first one."""
+    """One tokenised sequence to train on. `loss_mask[t]`: whether token t is a target; the first token never is."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -166,14 +166,14 @@ class Experience(Example):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two tokenised sequences, of which the chosen one is better."""
+    """Two tokenised sequences; the chosen one is preferred."""
 
     chosen: Example
     rejected: Example
     margin: float = 0.0
-    """By how much it is better, if anybody said so."""
+    """How much better the chosen one is, if the data say so."""
     ref_chosen: float = 0.0
-    """Log-prob of the chosen answer under DPO's reference: the sum over its learnt tokens."""
+    """Log-prob of the chosen answer under DPO's reference, summed over its target tokens."""
     ref_rejected: float = 0.0
 
     def __len__(self) -> int:
@@ -182,10 +182,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairTargets:
-    """What is known of the pairs of a batch, in their order."""
+    """Per-pair data of a batch, in the order of its pairs."""
 
     num_targets: tuple[int, ...]
-    """Learnt tokens of each sequence: chosen, rejected, chosen, …"""
+    """Target tokens of each sequence: chosen, rejected, chosen, …"""
     margins_P: torch.Tensor
     ref_chosen_P: torch.Tensor
     ref_rejected_P: torch.Tensor
@@ -193,7 +193,7 @@ class PairTargets:
 
 @dataclass(frozen=True)
 class Targets:
-    """What RL knows of the tokens that a batch learns, in their order."""
+    """RL data of a batch, one entry per target token, in order."""
 
     weights_N: torch.Tensor
     advantages_N: torch.Tensor
@@ -207,19 +207,19 @@ class Targets:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences laid end to end without padding: one micro-batch, as the model sees it."""
+    """Sequences packed end to end without padding: one micro-batch, as the model sees it."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     """Position of each token in its own sequence."""
     loss_mask_T: torch.Tensor
     starts_S1: torch.Tensor
-    """Where each sequence starts, and behind the last one the total: int32, one entry more than sequences."""
+    """Cumulative sequence starts, int32: S + 1 entries, the last one is the total length."""
     longest: int
     targets: Targets | None = None
-    """In RL: advantages and log-probs of the learnt tokens."""
+    """RL only: advantages and log-probs of the target tokens."""
     pairs: PairTargets | None = None
-    """Of pairs: sequences 2i and 2i + 1 are the chosen and the rejected one of pair i."""
+    """Preference data only: sequences 2i and 2i + 1 are the chosen and the rejected one of pair i."""
 
     @property
     def num_tokens(self) -> int:
@@ -227,7 +227,7 @@ class Batch:
 
     @property
     def target_lengths_S(self) -> torch.Tensor:
-        """How many learnt tokens each sequence has."""
+        """Number of target tokens of each sequence."""
         targets_T = self.loss_mask_T.long()
         before_T1 = targets_T.new_zeros(len(targets_T) + 1)
         before_T1[1:] = targets_T.cumsum(0)

@@ -1,6 +1,6 @@
-"""Rows → conversations and prompts, whatever schema they come in.
+"""Rows of any known schema → conversations and prompts.
 
-Known schemas, told by their columns: `messages` (role and content), `conversations` (sharegpt's from and value), `prompt` with
+Schemas, detected by their columns: `messages` (role and content), `conversations` (sharegpt's from and value), `prompt` with
 `response` or `completion` (each a string or messages), `instruction` with `output` (alpaca); and, for sampling, verl's
 `prompt`, `data_source`, `reward_model.ground_truth`, `extra_info`. A LLaMA-Factory `dataset_info.json` can rename columns and tags.
 """
@@ -47,14 +47,14 @@ DEFAULT_TAGS = {
 
 @dataclass(frozen=True)
 class Schema:
-    """How a file's columns and tags are called: LLaMA-Factory's words, with its defaults."""
+    """Names of a file's columns and tags: LLaMA-Factory's terms, with its defaults."""
 
     formatting: str = ""
-    """sharegpt or alpaca; empty: told by the columns."""
+    """sharegpt or alpaca; empty: detected by the columns."""
     columns: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     ranked: bool = False
-    """Its rows are pairs: `chosen` and `rejected` instead of an answer."""
+    """Rows are preference pairs: `chosen` and `rejected` instead of an answer."""
 
     def column(self, name: str) -> str:
         """The file's name for a column. As in LLaMA-Factory, listing columns drops the optional ones not listed."""
@@ -64,7 +64,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of rows and how to read it."""
+    """A data file and its schema."""
 
     path: Path
     schema: Schema = Schema()
@@ -74,14 +74,14 @@ class Source:
 
 
 def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str, *, ranked: bool = False) -> list[Source]:
-    """The files that a setting names, directly or through dataset_info.json; each must exist. `ranked`: files of pairs."""
+    """Resolve a setting's names to existing files, directly or through dataset_info.json. `ranked`: files of pairs."""
     entries = _read_dataset_info(Path(dataset_info)) if dataset_info else {}
     sources = []
     for name in names:
-        known = name in entries
-        source = _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if known else Source(Path(name))
+        listed = name in entries
+        source = _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if listed else Source(Path(name))
         if not source.path.exists():
-            hint = nearest_path(source.path) if known else did_you_mean(name, entries) or nearest_path(source.path)
+            hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)
             raise DataError(f"{setting}: {source.path} does not exist.{hint}")
         sources.append(source)
     return sources
@@ -98,7 +98,7 @@ def _read_dataset_info(path: Path) -> dict[str, dict[str, Any]]:
 
 def _entry_source(name: str, entry: dict[str, Any], info: Path, ranked: bool) -> Source:
     if "file_name" not in entry or (entry.get("ranking") and not ranked):
-        raise DataError(f"{info}: {name} is not a local file of conversations, but on a hub, a script, or ranked pairs")
+        raise DataError(f"{info}: {name} is not a local file of conversations (it is on a hub, a script, or ranked pairs)")
     if ranked and not entry.get("ranking"):
         raise DataError(f"{info}: {name} is not a file of pairs: it has no `ranking: true`")
     formatting = entry.get("formatting", "alpaca")
@@ -121,7 +121,7 @@ def _names(entry: dict[str, Any], key: str, where: str) -> dict[str, str]:
 
 
 def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
-    """Each row as a conversation, with its place (file and row) for messages."""
+    """Each row as a conversation, with its location (file and row) for error messages."""
     rows = read_rows(source.path)
     convert = _converter(rows, source.schema)
     for number, row in enumerate(rows):
@@ -133,12 +133,12 @@ def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
 
 
 def _converter(rows: Rows, schema: Schema):
-    """The function that turns a row of this file into a conversation."""
+    """Return the function that converts this file's rows to conversations."""
     columns = set(rows.columns)
     if schema.formatting:
         needed = ("messages",) if schema.formatting == "sharegpt" else ("prompt", "response")
-        named = [name for name in DEFAULT_COLUMNS if name in needed or name in schema.columns]
-        rows.require(*filter(None, map(schema.column, named)), hint="Its name comes from data.dataset_info.")
+        required = [name for name in DEFAULT_COLUMNS if name in needed or name in schema.columns]
+        rows.require(*filter(None, map(schema.column, required)), hint="data.dataset_info sets this name.")
     if schema.formatting == "sharegpt":
         return lambda row, where: _from_sharegpt(row, schema, where)
     if schema.formatting == "alpaca":
@@ -166,7 +166,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def parse_messages(value: Any, where: str, role: str | None = None) -> list[Message]:
-    """A list of messages as templates want them; a plain string is one message of `role`."""
+    """Messages in the form templates expect; a plain string is one message of `role`."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -178,7 +178,7 @@ def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         found = ", ".join(item) if isinstance(item, dict) and item else describe_type(item)
         raise DataError(f"{where}: a message should have `role` and `content`, not {found}")
-    # Templates test `is defined`, which a null is.
+    # Templates test `is defined`, which is true of null.
     message = {key: value for key, value in item.items() if value is not None}
     if message["role"] not in ROLES:
         raise DataError(
@@ -191,7 +191,7 @@ def _message(item: Any, where: str) -> Message:
 
 
 def join_text(content: Any, where: str) -> str:
-    """Content as one string; a list of text parts is joined."""
+    """Content as one string: a list of text parts is joined."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -219,13 +219,13 @@ def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversat
 
 
 def sharegpt_messages(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
-    """A row's turns, behind its system prompt."""
+    """A row's system prompt and turns."""
     turns = row.get(schema.column("messages"))
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: has no messages (found {describe_type(turns)})")
     messages = [sharegpt_message(turn, schema, where) for turn in turns]
     system = row.get(schema.column("system"))
-    if system and messages[0]["role"] != "system":  # as in LLaMA-Factory, the conversation's own comes first
+    if system and messages[0]["role"] != "system":  # as in LLaMA-Factory, a system message in the conversation takes precedence
         messages.insert(0, {"role": "system", "content": join_text(system, where)})
     return messages
 
@@ -259,7 +259,7 @@ def _from_alpaca(row: dict[str, Any], schema: Schema, where: str) -> Conversatio
 
 
 def alpaca_prompt(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
-    """What stands before a row's answer: system prompt, earlier turns, the question."""
+    """The messages before a row's answer: system prompt, history, question."""
 
     def value(name: str) -> Any:
         return row.get(schema.column(name))
@@ -273,26 +273,26 @@ def alpaca_prompt(row: dict[str, Any], schema: Schema, where: str) -> list[Messa
     for question, answer in history:
         messages.append({"role": "user", "content": join_text(question, where)})
         messages.append({"role": "assistant", "content": join_text(answer, where)})
-    asked = [join_text(value("prompt"), where), join_text(value("query"), where)]
-    messages.append({"role": "user", "content": "\n".join(part for part in asked if part)})
+    question = [join_text(value("prompt"), where), join_text(value("query"), where)]
+    messages.append({"role": "user", "content": "\n".join(part for part in question if part)})
     return messages
 
 
 def check_answers(conversation: Conversation, where: str) -> None:
     answers = [m for m in conversation.messages if m["role"] == "assistant"]
     if not answers:
-        raise DataError(f"{where}: has no assistant message, so there is nothing to learn from it")
+        raise DataError(f"{where}: has no assistant message, so there is nothing to train on")
     if not any(m["content"].strip() or m.get("tool_calls") or m.get("reasoning_content") for m in answers):
         raise DataError(f"{where}: every assistant message is empty")
 
 
 def check_text(values: list[Any], where: str) -> None:
-    """JSON may hold `\\ud800`, half of a character: Python reads it, and no tokenizer takes it."""
+    """Reject unpaired surrogates (`\\ud800`): Python reads them from JSON, but no tokenizer accepts them."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(f"{where}: has half a character in its text: {half} is a surrogate without its other half") from None
+        surrogate = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"{where}: its text has an unpaired surrogate: {surrogate}") from None
     except RecursionError:
         raise DataError(f"{where}: is nested too deeply") from None
 
@@ -304,7 +304,7 @@ def describe_type(value: Any) -> str:
 
 
 def parse_json_messages(prompt: Any) -> Any:
-    """Messages that went through a CSV file or a spreadsheet are JSON in a string."""
+    """Decode messages stored as a JSON string, as CSV files and spreadsheets do; other values are returned unchanged."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         with suppress(ValueError):
             messages = json.loads(prompt)
@@ -317,35 +317,35 @@ def parse_json_messages(prompt: Any) -> Any:
 
 
 def read_prompts(source: Source) -> Iterator[Prompt]:
-    """Each row of verl's RL schema as a prompt to sample from. Ids are path, as given, and row number."""
+    """Each row of verl's RL schema as a prompt to sample from. An id is the path as given plus the row number."""
     rows = read_rows(source.path)
     rows.require(
         "prompt",
         hint="Rows for sampling have `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`.",
     )
     for number, row in enumerate(rows):
-        row = _without_nulls_of_arrow(row) if rows.nulls_mean_absent else row
+        row = _without_arrow_nulls(row) if rows.nulls_mean_absent else row
         prompt = parse_prompt(row, f"{source.path}:{number}", f"{rows.source}: row {number}")
         if prompt.messages[-1]["role"] == "assistant":
             where = f"{rows.source}: row {number}"
-            raise DataError(f"{where}: its prompt ends with an assistant's message; it should end with what is to be answered")
+            raise DataError(f"{where}: its prompt ends with an assistant message; it should end with the message to answer")
         yield prompt
 
 
-def _without_nulls_of_arrow(row: dict[str, Any]) -> dict[str, Any]:
+def _without_arrow_nulls(row: dict[str, Any]) -> dict[str, Any]:
     return row | {name: without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
 
 
 def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
-    """A row of verl's RL schema. Its prompt may be text, or messages as text. A column `rm_prompt` goes into extra_info."""
+    """A row of verl's RL schema. The prompt may be text, or messages as text. A column `rm_prompt` goes into extra_info."""
     extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
     for name, value in (("extra_info", extra), ("reward_model", reward_model)):
         if not isinstance(value, Mapping):
-            raise DataError(f"{where}: {name} should have fields, not be {describe_type(value)}")
+            raise DataError(f"{where}: {name} should be an object, not {describe_type(value)}")
     data_source, tools = row.get("data_source"), row.get("tools")
     if not isinstance(data_source, str | None):
         raise DataError(f"{where}: data_source should be text, not {describe_type(data_source)}")
-    if row.get("rm_prompt") is not None:  # what a reward model is asked, where that is not what the policy is asked
+    if row.get("rm_prompt") is not None:  # the reward model's prompt, where it differs from the policy's
         extra = {**extra, "rm_prompt": row["rm_prompt"]}
     check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
     return Prompt(

@@ -1,4 +1,4 @@
-"""All rows of a data set as tokenised examples, with a count of what was left out."""
+"""A data set as tokenised examples, with counts of the rows left out."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class ExampleSet:
     too_long: int = 0
     """Rows longer than the limit: left out, or cut."""
     emptied: int = 0
-    """Cut rows that had no token to learn left, and were left out."""
+    """Rows left out because cutting removed all their target tokens."""
 
     @property
     def longest(self) -> int:
@@ -36,7 +36,7 @@ class ExampleSet:
         if self.too_long:
             parts.append(f"{self.too_long:,} longer than {max_tokens:,} {'left out' if too_long == 'filter' else 'cut'}")
         if self.emptied:
-            parts.append(f"{self.emptied:,} left out because the cut took all their answers")
+            parts.append(f"{self.emptied:,} left out because the cut removed all their answers")
         return "; ".join(parts)
 
 
@@ -78,11 +78,11 @@ def load_examples(
 
 
 def cut(example: Example, limit: int, *, left: bool) -> Example:
-    """Its last or its first `limit` tokens."""
+    """Keep the last (`left`) or first `limit` tokens."""
     keep = slice(len(example) - limit, None) if left else slice(0, limit)
     mask = example.loss_mask[keep].copy()
-    mask[0] = False  # what came before it is gone
-    return Example(example.tokens[keep].copy(), mask)  # a view would keep the whole row in memory
+    mask[0] = False  # its context has been cut off
+    return Example(example.tokens[keep].copy(), mask)  # a view would keep the full row in memory
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -1,4 +1,4 @@
-"""Packing: sequences laid end to end, as many as a token budget allows."""
+"""Packing: sequences laid end to end within a token budget."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +10,13 @@ from plaudit.types import Batch, Example, Pair, PairTargets
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices in as few groups as first-fit-decreasing finds, each within the budget; one longer than it stands alone.
+    """First-fit-decreasing bin packing: groups of indices within the budget. A sequence longer than the budget is alone.
 
-    Deterministic, every index once; order within a group is the given one.
+    Deterministic, each index exactly once; order within a group is the input order.
     """
     groups: list[list[int]] = []
-    # A tree whose leaves are the groups' room (those that are not begun have all of it), and whose other nodes the greatest below:
-    # the first group with room enough is found by going down, also among a hundred thousand.
+    # A max tree over the groups' free room (unopened groups have all of it): descending it finds the first group with enough
+    # room in logarithmic time.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [budget] * (2 * leaves)
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -24,7 +24,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
         while node < leaves:
             node *= 2
             node += room[node] < lengths[i]
-        node = min(node, leaves + len(groups))  # one that fits nowhere begins a group too
+        node = min(node, leaves + len(groups))  # a sequence that fits nowhere opens a group too
         if node == leaves + len(groups):
             groups.append([])
         groups[node - leaves].append(i)
@@ -36,9 +36,9 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """One batch of the examples, in order."""
+    """Pack the examples, in order, into one batch."""
     assert examples
-    assert all(len(e) and not e.loss_mask[0] for e in examples), "a first token has nothing that predicts it"
+    assert all(len(e) and not e.loss_mask[0] for e in examples), "a first token has no context to be predicted from"
     lengths = [len(e) for e in examples]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
@@ -55,12 +55,12 @@ def pack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Bat
 
 
 def micro_batches(examples: Sequence[Example], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
-    """The examples in packed batches of at most `budget` tokens."""
+    """Pack the examples into batches of at most `budget` tokens."""
     return [pack([examples[i] for i in group], device) for group in split_by_tokens([len(e) for e in examples], budget)]
 
 
 def pack_pairs(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> Batch:
-    """One batch of the pairs, in order: the chosen and the rejected sequence of each stand side by side."""
+    """Pack the pairs, in order, into one batch: each chosen sequence is followed by its rejected one."""
     sequences = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
     return replace(pack(sequences, device), pairs=pair_targets(pairs, device))
 
@@ -78,5 +78,5 @@ def pair_targets(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> P
 
 
 def pair_micro_batches(pairs: Sequence[Pair], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
-    """The pairs in packed batches of at most `budget` tokens; the two of a pair are never parted."""
+    """Pack the pairs into batches of at most `budget` tokens; a pair is never split."""
     return [pack_pairs([pairs[i] for i in group], device) for group in split_by_tokens([len(p) for p in pairs], budget)]

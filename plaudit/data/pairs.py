@@ -1,9 +1,9 @@
-"""Rows with a better and a worse answer → pairs of conversations → pairs of tokenised sequences.
+"""Preference rows → pairs of conversations → pairs of tokenised sequences.
 
-Known schemas: `chosen` and `rejected` as whole conversations (messages), or as answers (text, a message, or messages that begin
-with the assistant's) to `prompt` (text or messages); and LLaMA-Factory's `ranking` data sets, sharegpt's and alpaca's.
+Schemas: `chosen` and `rejected` as full conversations (messages), or as answers (text, a message, or messages that begin with
+the assistant's) to `prompt` (text or messages); and LLaMA-Factory's `ranking` data sets, sharegpt or alpaca.
 
-What is compared is what stands behind the messages that both have in common; earlier turns of the assistant are part of the prompt.
+Only what follows the messages that both share is compared; earlier assistant turns are part of the prompt.
 """
 
 import math
@@ -33,17 +33,17 @@ from plaudit.errors import DataError
 from plaudit.types import Conversation, Example, Message, Pair
 
 HINT = (
-    "Rows of pairs have `chosen` and `rejected`: whole conversations, or answers to `prompt`. Other names are mapped in the file "
-    'that data.dataset_info names: {"mine": {"file_name": "pairs.jsonl", "ranking": true, "columns": {"prompt": "question", '
+    "Preference rows have `chosen` and `rejected`: full conversations, or answers to `prompt`. Map other names in the file that "
+    'data.dataset_info points to: {"mine": {"file_name": "pairs.jsonl", "ranking": true, "columns": {"prompt": "question", '
     '"chosen": "better", "rejected": "worse"}}}, with data.train: mine.'
 )
 Tokenise = Callable[[Sequence[tuple[str, Conversation]]], Sequence[Example]]
-"""Conversations, each with its place for messages → sequences, with a mask of what is learnt."""
+"""Conversations, each with its location for error messages → tokenised sequences with target masks."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A row: two conversations, of which the chosen one ends better."""
+    """A row: two conversations; the chosen one is preferred."""
 
     chosen: Conversation
     rejected: Conversation
@@ -58,7 +58,7 @@ class Preference:
 
 
 def read_pairs(source: Source, margin_column: str | None = None) -> Iterator[tuple[str, Preference]]:
-    """Each row as two conversations, with its place (file and row) for messages. Some may be equal."""
+    """Each row as two conversations, with its location (file and row) for error messages. The two may be equal."""
     rows = read_rows(source.path)
     _require_columns(rows, source.schema, margin_column)
     for number, row in enumerate(rows):
@@ -69,15 +69,15 @@ def read_pairs(source: Source, margin_column: str | None = None) -> Iterator[tup
         chosen, rejected = (_conversation(row, side, source.schema, where) for side in ("chosen", "rejected"))
         check_text([chosen.messages, rejected.messages, chosen.tools], where)
         preference = Preference(chosen, rejected, margin)
-        yield where, preference if preference.equal else _behind_common_messages(preference, where)
+        yield where, preference if preference.equal else _skip_shared_messages(preference, where)
 
 
 def _require_columns(rows: Rows, schema: Schema, margin_column: str | None) -> None:
     prompt = {"sharegpt": "messages", "alpaca": "prompt"}.get(schema.formatting)
     if prompt:
-        rows.require(*map(schema.column, (prompt, "chosen", "rejected")), hint="Its name comes from data.dataset_info.")
+        rows.require(*map(schema.column, (prompt, "chosen", "rejected")), hint="data.dataset_info sets this name.")
     if margin_column is not None:
-        rows.require(margin_column, hint="data.margin_column names it.")
+        rows.require(margin_column, hint="data.margin_column sets this name.")
 
 
 def _require_both(row: dict[str, Any], schema: Schema, where: str) -> None:
@@ -96,7 +96,7 @@ def _margin(value: Any, column: str, where: str) -> float:
 
 
 def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], schema: Schema, where: str) -> Conversation:
-    """One side of a row. A mistake in it is told with its name."""
+    """One side of a row. Error messages name the side."""
     where = f"{where}: {schema.column(side)}"
     answer = row.get(schema.column(side))
     if schema.formatting == "sharegpt":
@@ -110,49 +110,47 @@ def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], sche
     check_answers(conversation, where)
     last = messages[-1]
     if last["role"] != "assistant":
-        raise DataError(
-            f"{where}: ends with a message of role {last['role']}; it should end with the answer, an assistant's message"
-        )
+        raise DataError(f"{where}: ends with a message of role {last['role']}; it should end with the answer, an assistant message")
     check_answers(Conversation([last]), where)
     return conversation
 
 
 def _messages(prompt: Any, answer: Any, where: str) -> list[Message]:
-    """A whole conversation, or an answer behind its prompt."""
+    """The full conversation: as given, or the prompt followed by the answer."""
     if isinstance(answer, dict):
         answer = [answer]
     if prompt is None:
         if isinstance(answer, str):
-            raise DataError(f"{where}: is text, and there is no `prompt` that it answers; give one, or whole conversations")
+            raise DataError(f"{where}: is text, but the row has no `prompt`; add one, or give full conversations")
         messages = parse_messages(answer, where)
         if messages[0]["role"] == "assistant":
-            raise DataError(f"{where}: begins with an assistant's message, and there is no `prompt` that it answers")
+            raise DataError(f"{where}: begins with an assistant message, but the row has no `prompt`")
         return messages
-    asked, answers = parse_messages(prompt, where, role="user"), parse_messages(answer, where, role="assistant")
-    if answers[0]["role"] in ("system", "developer", "user"):  # a whole conversation, with its prompt once more beside it
-        if not any(message["content"].strip() == asked[-1]["content"].strip() for message in answers):
-            raise DataError(f"{where}: is a whole conversation, but not one about this row's `prompt`; leave one of them out")
+    question, answers = parse_messages(prompt, where, role="user"), parse_messages(answer, where, role="assistant")
+    if answers[0]["role"] in ("system", "developer", "user"):  # a full conversation that repeats the prompt
+        if not any(message["content"].strip() == question[-1]["content"].strip() for message in answers):
+            raise DataError(f"{where}: is a full conversation that does not contain this row's `prompt`; remove one of them")
         return answers
-    if asked[-1]["role"] == "assistant":
-        raise DataError(f"{where}: its `prompt` ends with an assistant's message; it should end with what is to be answered")
-    return [*asked, *answers]
+    if question[-1]["role"] == "assistant":
+        raise DataError(f"{where}: its `prompt` ends with an assistant message; it should end with the message to answer")
+    return [*question, *answers]
 
 
-def _behind_common_messages(preference: Preference, where: str) -> Preference:
-    """Both conversations, to be learnt from where they part."""
+def _skip_shared_messages(preference: Preference, where: str) -> Preference:
+    """Train on both conversations only from the message where they diverge."""
     chosen, rejected = preference.chosen.messages, preference.rejected.messages
-    common = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
-    if common == len(chosen) or common == len(rejected):
-        raise DataError(f"{where}: one of `chosen` and `rejected` only goes on where the other ends, so neither is preferred")
-    if not chosen[common]["role"] == rejected[common]["role"] == "assistant":
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    if shared == len(chosen) or shared == len(rejected):
+        raise DataError(f"{where}: one of `chosen` and `rejected` only extends the other, so neither is preferred")
+    if not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
         raise DataError(
-            f"{where}: chosen and rejected differ before any answer (message {common + 1}, of role {chosen[common]['role']}): they "
+            f"{where}: chosen and rejected differ before any answer (message {shared + 1}, of role {chosen[shared]['role']}): they "
             "should answer the same question"
         )
     return replace(
         preference,
-        chosen=replace(preference.chosen, train_from=common),
-        rejected=replace(preference.rejected, train_from=common),
+        chosen=replace(preference.chosen, train_from=shared),
+        rejected=replace(preference.rejected, train_from=shared),
     )
 
 
@@ -164,13 +162,13 @@ class PairSet:
     pairs: list[Pair] = field(default_factory=list)
     rows: int = 0
     equal: int = 0
-    """Rows whose two answers are the same: left out."""
+    """Rows with two identical answers: left out."""
     too_long: int = 0
     """Pairs with a sequence longer than the limit: left out, or cut."""
     emptied: int = 0
-    """Pairs that could not be cut, because nothing of an answer, or no prompt, would be left: left out."""
+    """Pairs left out because a cut would have removed the prompt or an answer."""
     equal_when_cut: int = 0
-    """Cut pairs whose two sequences became the same: left out."""
+    """Pairs left out because the cut made both sequences the same."""
 
     @property
     def longest(self) -> int:
@@ -206,41 +204,41 @@ def load_pairs(
     """Read, render and tokenise every row."""
     result = PairSet()
     preferences = (item for source in sources for item in read_pairs(source, margin_column))
-    for chunk in chunks(_different(progress(preferences), equal, result), 128):
-        both = [(where, side) for where, row in chunk for side in (row.chosen, row.rejected)]
-        sequences = iter(tokenise(both))
+    for chunk in chunks(_without_equal(progress(preferences), equal, result), 128):
+        conversations = [(where, side) for where, row in chunk for side in (row.chosen, row.rejected)]
+        sequences = iter(tokenise(conversations))
         for where, row in chunk:
             pair = Pair(next(sequences), next(sequences), row.margin)
-            if _same(pair):  # a template may trim what it shows
-                _left_out_as_equal(where, "the same once they are rendered", equal, result)
+            if _same(pair):  # a template may trim contents
+                _drop_equal(where, "the same once they are rendered", equal, result)
                 continue
-            pair = _fitted(pair, where, max_tokens, too_long, result)
+            pair = _fit(pair, where, max_tokens, too_long, result)
             if pair is not None:
                 result.pairs.append(pair)
     if not result.pairs:
         names = ", ".join(str(source.path) for source in sources)
         raise DataError(
-            f"{names}: no pair is left of {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,}, "
-            f"{result.equal:,} have equal answers, {result.emptied + result.equal_when_cut:,} could not be cut)"
+            f"{names}: no usable pairs among {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,}"
+            f", {result.equal:,} have equal answers, {result.emptied + result.equal_when_cut:,} could not be cut)"
         )
     return result
 
 
-def _different(
-    preferences: Iterable[tuple[str, Preference]], fate: Literal["error", "filter"], result: PairSet
+def _without_equal(
+    preferences: Iterable[tuple[str, Preference]], on_equal: Literal["error", "filter"], result: PairSet
 ) -> Iterator[tuple[str, Preference]]:
     for where, row in preferences:
         result.rows += 1
         if not row.equal:
             yield where, row
         else:
-            _left_out_as_equal(where, "the same", fate, result)
+            _drop_equal(where, "the same", on_equal, result)
 
 
-def _left_out_as_equal(where: str, how: str, fate: Literal["error", "filter"], result: PairSet) -> None:
-    if fate == "error":
+def _drop_equal(where: str, how: str, on_equal: Literal["error", "filter"], result: PairSet) -> None:
+    if on_equal == "error":
         raise DataError(
-            f"{where}: chosen and rejected are {how}, so neither is preferred. Take the row out, or set data.equal=filter."
+            f"{where}: chosen and rejected are {how}, so neither is preferred. Remove the row, or set data.equal=filter."
         )
     result.equal += 1
 
@@ -249,8 +247,8 @@ def _same(pair: Pair) -> bool:
     return np.array_equal(pair.chosen.tokens, pair.rejected.tokens)
 
 
-def _fitted(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: PairSet) -> Pair | None:
-    """The pair within the limit; None if it is left out."""
+def _fit(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: PairSet) -> Pair | None:
+    """The pair, cut to the limit if needed; None if it is left out."""
     longest = max(len(pair.chosen), len(pair.rejected))
     if longest > max_tokens:
         result.too_long += 1
@@ -273,12 +271,12 @@ def _fitted(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: 
 
 
 def _cut_left(pair: Pair, excess: int) -> Pair | None:
-    """As much off the one as off the other, so that both still answer the same prompt; None if the prompt is too short for it."""
+    """Cut the same amount off both, so that they still share a prompt; None if the prompt is too short for that."""
     a, b = pair.chosen.tokens, pair.rejected.tokens
     shorter = min(len(a), len(b))
-    apart = np.flatnonzero(a[:shorter] != b[:shorter])
-    common = int(apart[0]) if len(apart) else shorter
-    if excess >= common:
+    differing = np.flatnonzero(a[:shorter] != b[:shorter])
+    shared = int(differing[0]) if len(differing) else shorter
+    if excess >= shared:
         return None
     chosen, rejected = (cut(example, len(example) - excess, left=True) for example in (pair.chosen, pair.rejected))
     return replace(pair, chosen=chosen, rejected=rejected)

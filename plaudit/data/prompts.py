@@ -1,4 +1,4 @@
-"""Rows → prompts as the policy gets them: rendered with its template, tokenised, none of them too long."""
+"""Rows → the policy's prompts: rendered with its template, tokenised, limited in length."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,23 +62,23 @@ def load_prompts(
         result.prompts.append(EncodedPrompt(prompt, np.asarray(tokens, dtype=np.int32)))
     if not result.prompts:
         names = ", ".join(str(source.path) for source in sources)
-        raise DataError(
-            f"{names}: no prompt is left of {result.rows:,}; all are longer than data.max_prompt_tokens = {max_prompt_tokens:,}"
-        )
+        raise DataError(f"{names}: all {result.rows:,} prompts are longer than data.max_prompt_tokens = {max_prompt_tokens:,}")
     result.prompts = with_unique_ids(result.prompts)
     return result
 
 
 def with_unique_ids(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
-    """The prompts with an id each. One that comes again (its file is named twice, or a step begins in one epoch and ends in the
-    next) is sampled anew, so its id says which time it is."""
-    taken: set[str] = set()
+    """Make ids unique: a repeated prompt gets `#2`, `#3`, … and is sampled again.
+
+    A prompt repeats if its file is listed twice, or if a step spans two epochs.
+    """
+    used: set[str] = set()
     result = []
     for encoded in prompts:
-        id, time = encoded.prompt.id, 1
-        while id in taken:
-            time += 1
-            id = f"{encoded.prompt.id}#{time}"
-        taken.add(id)
-        result.append(encoded if time == 1 else replace(encoded, prompt=replace(encoded.prompt, id=id)))
+        id, occurrence = encoded.prompt.id, 1
+        while id in used:
+            occurrence += 1
+            id = f"{encoded.prompt.id}#{occurrence}"
+        used.add(id)
+        result.append(encoded if occurrence == 1 else replace(encoded, prompt=replace(encoded.prompt, id=id)))
     return result

@@ -1,7 +1,7 @@
-"""Rows with responses that somebody has sampled → groups, as rewards take them.
+"""Rows with existing responses → groups for rewards to score.
 
-A row has `prompt` (messages or text), `response` or `responses`, and what rewards may need: `data_source`,
-`reward_model.ground_truth` (or `ground_truth`), `extra_info`, `tokens` (how many each response has).
+A row has `prompt` (messages or text), `response` or `responses`, and optional fields for rewards: `data_source`,
+`reward_model.ground_truth` (or `ground_truth`), `extra_info`, `tokens` (the length of each response).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ NOTHING = np.zeros(0, dtype=np.float32)
 
 
 def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
-    """The row's responses as a group."""
+    """A row's responses as a group."""
     texts, counts = parse_responses(row, where)
     if "ground_truth" in row and not row.get("reward_model"):
         row = {**row, "reward_model": {"ground_truth": row["ground_truth"]}}
@@ -33,23 +33,23 @@ def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
 
 
 def parse_responses(row: Mapping[str, Any], where: str) -> tuple[list[str], list[int | None]]:
-    """Their texts, and how many tokens each has, where the row says so."""
+    """A row's responses and their token counts, None where the row has none."""
     if ("response" in row) == ("responses" in row):
         found = ", ".join(map(str, row)) or "nothing"
         raise DataError(f"{where}: a row to score has `response` (text) or `responses` (a list of texts); this one has {found}")
-    given = _plain(row["responses"]) if "responses" in row else [row["response"]]
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise DataError(f"{where}: `responses` should be a list of texts, not {given!r:.80}")
+    responses = _plain(row["responses"]) if "responses" in row else [row["response"]]
+    if not isinstance(responses, Sequence) or isinstance(responses, str) or not responses:
+        raise DataError(f"{where}: `responses` should be a list of texts, not {responses!r:.80}")
     counts: Any = _plain(row.get("tokens"))
-    counts = list(counts) if isinstance(counts, list | tuple) else [counts] * (1 if counts is not None else len(given))
+    counts = list(counts) if isinstance(counts, list | tuple) else [counts] * (1 if counts is not None else len(responses))
     counts = [int(count) if isinstance(count, float) and count.is_integer() else count for count in counts]
-    if len(counts) != len(given) or not all(isinstance(count, int | None) for count in counts):
+    if len(counts) != len(responses) or not all(isinstance(count, int | None) for count in counts):
         raise DataError(f"{where}: `tokens` should be the number of tokens of each response, not {row['tokens']!r:.80}")
-    return [_text(response, where) for response in given], counts
+    return [_text(response, where) for response in responses], counts
 
 
 def token_counter(tokenizer: str | None) -> Callable[[str], int] | None:
-    """How many tokens a response has; the end token, which its text does not show, is one of them."""
+    """Return a function that counts a response's tokens, including the end token that its text does not show."""
     if tokenizer is None:
         return None
     from plaudit.data.templates import load_tokenizer
@@ -59,7 +59,7 @@ def token_counter(tokenizer: str | None) -> Callable[[str], int] | None:
 
 
 def with_token_counts(group: Group, count: Callable[[str], int] | None) -> Group:
-    """With the number of tokens of each response that comes without it, if somebody counts."""
+    """Count the tokens of responses that came without a count; unchanged if `count` is None."""
     if count is None:
         return group
     samples = [
@@ -72,12 +72,12 @@ def with_token_counts(group: Group, count: Callable[[str], int] | None) -> Group
 
 
 def _plain(value: Any) -> Any:
-    """Lists and numbers for numpy's, which rows from pandas hold."""
+    """Convert NumPy values, as in rows from pandas, to plain Python."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _text(response: Any, where: str) -> str:
-    """A response as text; of messages, what the assistant says last."""
+    """A response as text; for a list of messages, the last one's content."""
     if isinstance(response, Sequence) and not isinstance(response, str) and response and isinstance(response[-1], Mapping):
         response = response[-1].get("content")
     if not isinstance(response, str):

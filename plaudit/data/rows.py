@@ -1,7 +1,7 @@
-"""Reading rows: parquet, jsonl, json, and the folders that Hugging Face's `save_to_disk` makes.
+"""Reading rows: parquet, JSONL, JSON, and folders written by Hugging Face's `save_to_disk`.
 
-A `Rows` is a list of dicts. All of it is in memory, jsonl and json as dicts, parquet as the more compact Arrow table whose
-rows become dicts when asked for; only a `save_to_disk` folder stays on disk, mapped. Nothing here knows what columns mean.
+`Rows` is a sequence of dicts. JSONL and JSON are held as dicts; parquet as a more compact Arrow table whose rows become dicts
+on access; only a `save_to_disk` folder stays on disk, memory-mapped. Nothing here interprets columns.
 """
 
 import codecs
@@ -20,13 +20,13 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """The rows of one file, in order, with its name for messages."""
+    """The rows of one file, in order, with its name for error messages."""
 
     def __init__(self, source: str, table: pa.Table | list[dict[str, Any]]):
         self.source = source
         self._table = table
         if len(self) == 0:
-            raise DataError(f"{source}: holds no rows")
+            raise DataError(f"{source}: has no rows")
 
     def __len__(self) -> int:
         return len(self._table)
@@ -51,7 +51,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def nulls_mean_absent(self) -> bool:
-        """Arrow gives every struct all keys that any row has; in JSON a null was written by someone."""
+        """Arrow pads structs with nulls for keys that other rows have; in JSON a null is explicit."""
         return not isinstance(self._table, list)
 
     @property
@@ -61,7 +61,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._table.column_names
 
     def require(self, *columns: str, hint: str = "") -> None:
-        """Raise a DataError that names the file, the missing column and the columns there are."""
+        """Raise a DataError naming the file, the missing column and the existing columns."""
         for column in columns:
             if column not in self.columns:
                 found = ", ".join(self.columns)
@@ -69,7 +69,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def read_rows(path: str | Path) -> Rows:
-    """The rows of a file or `save_to_disk` folder."""
+    """Read a file or `save_to_disk` folder."""
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist.{nearest_path(path)}")
@@ -89,7 +89,7 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         return pyarrow.parquet.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a whole parquet file: {error}") from None
+        raise DataError(f"{path}: not a complete parquet file: {error}") from None
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -104,15 +104,15 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> list[dict[str, Any]]:
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if text.lstrip().startswith(b"{") and b"\n{" in text.strip():
-        return _read_jsonl(path)  # a common misnomer: one object a line in a .json file
+        return _read_jsonl(path)  # JSONL misnamed .json is common
     rows = parse_json(text, path)
     if not isinstance(rows, list):
-        raise DataError(f"{path}: should hold a list of rows, not {type(rows).__name__}")
+        raise DataError(f"{path}: should be a list of rows, not {type(rows).__name__}")
     return [_as_row(row, f"{path}: row {number}") for number, row in enumerate(rows)]
 
 
 def parse_json(text: bytes, path: Path, first_line: int = 1) -> Any:
-    """JSON that begins at a line of a file; a DataError names the line where it breaks."""
+    """Parse JSON that starts at `first_line` of a file; a DataError names the line at fault."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -123,7 +123,7 @@ def parse_json(text: bytes, path: Path, first_line: int = 1) -> Any:
         raise DataError(f"{path}:{line}: not UTF-8 text: {error.reason}") from None
     except RecursionError:
         raise DataError(f"{path}:{first_line}: the JSON that begins here is nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise DataError(f"{path}:{first_line}: the JSON that begins here cannot be read: {error}") from None
 
 
@@ -134,10 +134,10 @@ def _as_row(row: Any, where: str) -> dict[str, Any]:
 
 
 def _read_saved_dataset(folder: Path) -> pa.Table:
-    """The Arrow files that `state.json` lists; they hold the stream format and are read without copying."""
+    """The Arrow stream files listed in `state.json`, memory-mapped."""
     if (folder / "dataset_dict.json").exists():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        raise DataError(f"{folder}: holds several splits; name one: {', '.join(str(folder / name) for name in splits)}")
+        raise DataError(f"{folder}: has several splits; name one: {', '.join(str(folder / name) for name in splits)}")
     if not (folder / "state.json").exists():
         raise DataError(f"{folder}: not a folder made by save_to_disk (it has no state.json); name the files in it instead")
     try:
@@ -145,4 +145,4 @@ def _read_saved_dataset(folder: Path) -> pa.Table:
         tables = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in files]
         return pa.concat_tables(tables) if tables else pa.table({})
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{folder}: not a whole save_to_disk folder: {error}") from None
+        raise DataError(f"{folder}: not a complete save_to_disk folder: {error}") from None

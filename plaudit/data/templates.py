@@ -1,15 +1,15 @@
 """Chat templates: conversations → text → tokens, and which of those tokens the assistant wrote.
 
-transformers can only mask templates that carry `{% generation %}` marks, and most carry none. So the assistant's turns
-are found by rendering. Turn i begins where the prompt for it ends, and stops where the conversation up to it ends:
+transformers can only mask templates with `{% generation %}` markers, and most have none. So assistant turns are located
+by rendering. Turn i starts where its prompt ends, and ends where the conversation up to and including it ends:
 
     prompt_i = render(messages[:i], generation prompt)    upto_i = render(messages[:i+1])
 
-whenever the whole text begins with these. Some templates rewrite history (they drop old thoughts, or move the system
-prompt into the last user turn); there the turn is found by rendering once more with a mark in its place.
+provided that the full text starts with these. Some templates rewrite history (they drop old thoughts, or move the system
+prompt into the last user turn); there the turn is located by rendering again with a marker in its place.
 
-What is learnt is what the model will have to write when it is sampled: what the generation prompt pre-fills (`<think>`)
-is not, the end token is, what stands behind it is not.
+Targets are what the model has to write when it is sampled: the end token, but neither what the generation prompt
+pre-fills (`<think>`) nor what follows the end token.
 """
 
 import re
@@ -29,65 +29,65 @@ from plaudit.recipe import ModelSettings
 from plaudit.types import Conversation, Example, Message
 
 NAMED = ("chatml", "llama3", "qwen", "plain")
-# Unicode leaves these code points to programs: no text has them, and no template trims them.
+# Unicode noncharacters, reserved for internal use: no text contains them, and no template trims them.
 MARK, HIDDEN_THINK, HIDDEN_END_THINK = "\ufdd0", "\ufdd1", "\ufdd2"
-# What rendering may raise: the template's own raise_exception, or an expression that does not fit the messages (or is
-# lost in their depth).
+# What rendering may raise: the template's own raise_exception, an expression that does not fit the messages, or messages
+# nested too deeply.
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
 
 
 class ChatTemplate:
-    """A tokenizer with the template its conversations are written in."""
+    """A tokenizer and the chat template used with it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
         if not tokenizer.is_fast:
             raise RecipeError(
-                f"{tokenizer.name_or_path}: plaudit needs a fast tokenizer (a tokenizer.json), to tell which text a token covers"
+                f"{tokenizer.name_or_path}: plaudit needs a fast tokenizer (a tokenizer.json), which maps tokens to text offsets"
             )
         self.tokenizer = tokenizer
         self.text = text
         tokenizer.chat_template = text
         self._shows_reasoning = True
-        self._study()
+        self._probe()
 
-    def _study(self) -> None:
-        """Find out, with marks for contents, what the template writes between messages and behind them."""
+    def _probe(self) -> None:
+        """Render markers as contents to learn what the template writes between and after messages."""
         user, assistant = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
         try:
-            behind_question = self.render([user]).partition(MARK)[2]
+            after_question = self.render([user]).partition(MARK)[2]
             before_answer = self.render([user], generation_prompt=True).partition(MARK)[2]
             shown = self.render([user, assistant]).split(MARK)
-            behind_if_followed = self.render([user, assistant, user]).split(MARK)[2:3]
+            after_if_followed = self.render([user, assistant, user]).split(MARK)[2:3]
             thinking = {"role": "assistant", "content": "!", "reasoning_content": MARK}
             self._shows_reasoning = MARK in self.render([{"role": "user", "content": "?"}, thinking])
         except RENDER_ERRORS as error:
             raise RecipeError(f"the chat template cannot render a user and an assistant message: {error}") from None
-        if len(shown) != 3 or not behind_if_followed:
-            raise RecipeError("the chat template does not show a user's and an assistant's message once each")
-        _, between, behind = shown
+        if len(shown) != 3 or not after_if_followed:
+            raise RecipeError("the chat template does not render a user and an assistant message exactly once each")
+        _, between, after = shown
         self._before_answer = before_answer
-        # What a model has to write between the prompt and the content: a space, or empty thoughts.
+        # What the model has to write between prompt and content: a space, or empty thoughts.
         self._before_content = between.removeprefix(before_answer) if between.startswith(before_answer) else ""
-        if behind_question == before_answer and self._before_content.strip():
+        if after_question == before_answer and self._before_content.strip():
             raise RecipeError(
                 "the chat template has no generation prompt: add_generation_prompt adds nothing, though assistant "
                 f"turns start with {self._before_content.strip()!r}. Choose another with model.chat_template "
                 f"({', '.join(NAMED)}, a .jinja file, or a model)."
             )
-        # Text may be cut unless the tokenizer puts a space before whatever it is given (SentencePiece's habit).
+        # Text may be split unless the tokenizer prepends a space to its input (as SentencePiece does).
         line, letter, both = self.tokenizer(["\n", "a", "\na"], add_special_tokens=False)["input_ids"]
         openings = [before_answer, between] if before_answer.startswith(between) else [before_answer]
         openings = [re.escape(opening) for opening in openings if opening.strip() and line + letter == both]
-        self._cut_behind = re.compile("|".join(openings) or "(?!)")
-        # The end token is there whether or not a turn follows; Phi-3 puts one more behind the whole conversation.
-        (tokens, covered), (tokens_if_followed, _) = self._encode([behind, *behind_if_followed])
+        self._split_after = re.compile("|".join(openings) or "(?!)")
+        # The end token appears whether or not another turn follows; Phi-3 adds one more at the end of the conversation.
+        (tokens, covered), (tokens_if_followed, _) = self._encode([after, *after_if_followed])
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, tokens_if_followed, strict=False)))
-        self._end_token = behind[: covered[:shared, 1].max(initial=0)].rstrip() or behind.rstrip()
-        self._behind_end_token = behind.removeprefix(self._end_token)
+        self._end_token = after[: covered[:shared, 1].max(initial=0)].rstrip() or after.rstrip()
+        self._after_end_token = after.removeprefix(self._end_token)
 
     @property
     def end_token(self) -> int | None:
-        """The token that ends an assistant's turn, if the template has one."""
+        """The token that ends an assistant turn, if the template has one."""
         return self.tokenizer.get_vocab().get(self._end_token.strip())
 
     # Rendering
@@ -103,11 +103,11 @@ class ChatTemplate:
         return text.replace(HIDDEN_THINK, "<think>").replace(HIDDEN_END_THINK, "</think>")
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
-        """What the policy is given to continue."""
+        """The rendered and tokenised prompt, including the generation prompt."""
         return self._encode([self.render(messages, tools, generation_prompt=True)])[0][0]
 
     def _fold_reasoning(self, message: Message) -> Message:
-        """Thoughts given apart go into the content when the template would not show them."""
+        """Move a separate reasoning field into the content if the template would not show it."""
         reasoning = next((message[name] for name in REASONING if message.get(name)), "")
         if self._shows_reasoning or not reasoning:
             return message
@@ -115,9 +115,9 @@ class ChatTemplate:
         return {**rest, "content": f"<think>\n{reasoning.strip()}\n</think>\n\n{message['content']}"}
 
     def _keep_last_thoughts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
-        """Templates drop thoughts from finished turns, the last one too; yet there they are what the model must write.
+        """Keep the thoughts of the last turn, which are targets, though templates drop thoughts from finished turns.
 
-        Then the tags are hidden from the template, and the thoughts begin the way the generation prompt begins them.
+        The tags are hidden from the template, and the thoughts start the way the generation prompt starts them.
         """
         last = self._fold_reasoning(messages[-1])
         before, closed, answer = last["content"].partition("</think>")
@@ -136,7 +136,7 @@ class ChatTemplate:
     def _render_if_possible(
         self, messages: list[Message], tools: list[Any] | None, *, generation_prompt: bool = False
     ) -> str | None:
-        """Parts of a conversation are not always what a template takes (nothing at all, or a system prompt alone)."""
+        """None if the template rejects the messages, as with part of a conversation (none at all, or only a system prompt)."""
         try:
             return self.render(messages, tools, generation_prompt=generation_prompt) if messages else None
         except RENDER_ERRORS:
@@ -148,46 +148,44 @@ class ChatTemplate:
         return self.examples([(where, conversation)], train_on)[0]
 
     def examples(self, conversations: Sequence[tuple[str, Conversation]], train_on: Literal["all", "last"]) -> list[Example]:
-        """Each conversation as tokens and a mask of those to learn."""
+        """Tokenise each conversation and mask its target tokens."""
         texts, spans = zip(*(self.spans(c, where, train_on) for where, c in conversations), strict=True)
         result = []
-        for (where, _), learnt, (tokens, covered) in zip(conversations, spans, self._encode(texts), strict=True):
+        for (where, _), targets, (tokens, covered) in zip(conversations, spans, self._encode(texts), strict=True):
             mask = np.zeros(len(tokens), dtype=bool)
-            for begin, end in learnt:
+            for begin, end in targets:
                 mask |= (covered[:, 1] > begin) & (covered[:, 0] < end)
             mask[:1] = False
             if not mask.any():
-                raise DataError(
-                    f"{where}: the chat template leaves no token to learn; `plaudit doctor` shows how rows are rendered"
-                )
+                raise DataError(f"{where}: the chat template leaves no target tokens; `plaudit doctor` shows how rows are rendered")
             result.append(Example(np.asarray(tokens, dtype=np.int32), mask))
         return result
 
     def _encode(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Each text's tokens, and from where to where each reaches.
+        """Each text's tokens and their character offsets.
 
-        Texts are cut behind generation prompts, so that a prompt is the same tokens whatever its answer begins with.
+        Texts are split after generation prompts, so that a prompt's tokens do not depend on how its answer begins.
         """
-        cuts = [[0, *(found.end() for found in self._cut_behind.finditer(text)), len(text)] for text in texts]
+        cuts = [[0, *(match.end() for match in self._split_after.finditer(text)), len(text)] for text in texts]
         pieces = [text[begin:end] for text, at in zip(texts, cuts, strict=True) for begin, end in pairwise(at)]
         encoded: Any = self.tokenizer(pieces, add_special_tokens=False, return_offsets_mapping=True)
-        of_pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        encoded_pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         result = []
         for at in cuts:
             tokens, covered = [], [np.zeros((0, 2), dtype=np.int64)]
             for begin in at[:-1]:
-                ids, offsets = next(of_pieces)
+                ids, offsets = next(encoded_pieces)
                 tokens += ids
-                reach = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-                reach[:, 1] = reach[:, 1].clip(min=1)  # some tokenizers report white space as covering nothing
-                covered.append(begin + reach)
+                span = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+                span[:, 1] = span[:, 1].clip(min=1)  # some tokenizers report empty spans for white space
+                covered.append(begin + span)
             result.append((tokens, np.concatenate(covered)))
         return result
 
     def spans(
         self, conversation: Conversation, where: str, train_on: Literal["all", "last"] = "all"
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered conversation, and for each assistant turn the part of it that the model must write."""
+        """The rendered conversation, and the target span of each assistant turn."""
         tools = conversation.tools
         try:
             messages = self._keep_last_thoughts(conversation.messages, tools)
@@ -205,33 +203,33 @@ class ChatTemplate:
         prompt = self._render_if_possible(messages[:-1], tools, generation_prompt=True)
         if prompt is None or prompt.startswith(full[:start]):
             return full, [*(self._span(messages, i, tools, full) for i in earlier), (start, end)]
-        # The whole text holds another prompt than sampling gives: Mistral's lose the system prompt once it is answered.
+        # The full text contains a different prompt than sampling uses: Mistral's template drops the system prompt once answered.
         spans = [self._span(messages[:-1], i, tools, prompt, generation_prompt=True) for i in earlier]
         return prompt + full[start:], [*spans, (len(prompt), len(prompt) + end - start)]
 
     def _span(
         self, messages: list[Message], i: int, tools: list[Any] | None, full: str, *, generation_prompt: bool = False
     ) -> tuple[int, int]:
-        """Where turn i begins and ends in the full text."""
+        """Where turn i starts and ends in the full text."""
         prompt = self._render_if_possible(messages[:i], tools, generation_prompt=True)
         upto = self._render_if_possible(messages[: i + 1], tools) if i < len(messages) - 1 else full
-        upto = upto and upto.removesuffix(self._behind_end_token)
+        upto = upto and upto.removesuffix(self._after_end_token)
         start = len(prompt) if prompt is not None and full.startswith(prompt) else None
         end = len(upto) if upto is not None and full.startswith(upto) else None
         if start is not None and end is not None:
             return start, end
-        # History is rewritten: a mark in the turn's place shows what stands around it.
+        # The template rewrites history: a marker in the turn's place shows what surrounds it.
         marked = [*messages[:i], {"role": "assistant", "content": MARK}, *messages[i + 1 :]]
         rendered = self._render_if_possible(marked, tools, generation_prompt=generation_prompt)
-        before, found, behind = (rendered or "").partition(MARK)
+        before, found, after = (rendered or "").partition(MARK)
         if start is None:
             written = self._before_content if before.endswith(self._before_answer + self._before_content) else ""
             start = len(before) - len(written)
         if end is None:
-            end = len(full) - len(behind) + (len(self._end_token) if behind.startswith(self._end_token) else 0)
-        if not (found and full.startswith(before[:start]) and full.endswith(behind) and start <= end):
+            end = len(full) - len(after) + (len(self._end_token) if after.startswith(self._end_token) else 0)
+        if not (found and full.startswith(before[:start]) and full.endswith(after) and start <= end):
             raise ValueError(
-                f"it rewrites message {i}, so plaudit cannot tell which tokens the assistant wrote; "
+                f"it rewrites message {i}, so the tokens that the assistant wrote cannot be located; "
                 "choose another model.chat_template, or data.train_on=last"
             )
         return start, end
@@ -248,13 +246,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def load_model_template(model: ModelSettings) -> ChatTemplate:
-    """The tokenizer and template that a recipe's model is used with."""
+    """Load the tokenizer and chat template of a recipe's model."""
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     return load_template(tokenizer, model.chat_template)
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> ChatTemplate:
-    """The template a recipe chooses: a name, a .jinja file, another model's, or (None) the tokenizer's own."""
+    """Load the chosen template: a name, a .jinja file, another model's, or (None) the tokenizer's own."""
     return ChatTemplate(tokenizer, template_text(tokenizer, chosen))
 
 
@@ -269,7 +267,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
         return text
     if chosen in NAMED:
         text = resources.files("plaudit.data").joinpath(f"named_templates/{chosen}.jinja").read_text(encoding="utf-8")
-        return _with_known_tokens(tokenizer, text, chosen)
+        return _require_special_tokens(tokenizer, text, chosen)
     if chosen.endswith(".jinja"):
         try:
             text = Path(chosen).read_text(encoding="utf-8")
@@ -285,15 +283,15 @@ def template_text(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The tokenizer's template; of several (for tools, for retrieval) the default one."""
+    """The tokenizer's template; the default one if there are several (for tools, for retrieval)."""
     try:
         return tokenizer.get_chat_template()
     except ValueError:
         return None
 
 
-def _with_known_tokens(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> str:
-    """A named template's special tokens must be single tokens, or turns would end in a string nobody stops at."""
+def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> str:
+    """Require a named template's special tokens to be single tokens; sampling would not stop at an end marker of several."""
     vocabulary = tokenizer.get_vocab()
     missing = sorted(set(re.findall(r"<\|\w+\|>", text)) - set(vocabulary))
     if missing:
@@ -302,5 +300,5 @@ def _with_known_tokens(tokenizer: PreTrainedTokenizerBase, text: str, name: str)
             "Use `plain`, or the instruct model's tokenizer with model.tokenizer."
         )
     if name == "plain" and not tokenizer.eos_token:
-        raise RecipeError("model.chat_template: plain ends turns with the EOS token, and this tokenizer has none")
+        raise RecipeError("model.chat_template: plain ends turns with the EOS token, but this tokenizer has none")
     return text

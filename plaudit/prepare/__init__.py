@@ -1,1 +1,1 @@
-"""Raw data sets and small models → what the stages read; one file per kind, each a `plaudit prepare` verb."""
+"""Inputs for the training stages, from raw data sets and models: one file per kind, each a `plaudit prepare` command."""

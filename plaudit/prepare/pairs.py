@@ -1,8 +1,8 @@
-"""Scored responses → pairs: of each prompt's responses, the best is chosen and the worst rejected.
+"""Scored responses → preference pairs: each prompt's best response is chosen, its worst rejected.
 
-Reads what `plaudit score` writes for rows with `responses`, and the samples of an RL run (`samples/train_000012.parquet`, a row for
-each sample; those of one prompt and step are compared). Responses that were cut, are empty, too long, or have no score are left out
-before the two are taken; of equal scores, the first counts.
+Reads the output of `plaudit score` for rows with `responses`, and the samples of an RL run (`samples/train_000012.parquet`, one row
+per sample; samples of the same prompt and step are compared). Truncated, empty, overlong and unscored responses are excluded;
+among equal scores, the first wins.
 """
 
 import json
@@ -21,22 +21,22 @@ from plaudit.files import write_atomic
 HINT = "Score them first: plaudit score answers.jsonl --rewards R.yaml --out scored.jsonl"
 
 SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status", "tokens": "tokens"}
-"""Of a prompt's responses together, and of a run's sample alone."""
+"""Columns of a prompt's responses together → columns of one sample of a run."""
 
 
 Pair = dict[str, Any]
 
 
 @dataclass
-class Made:
+class PairSummary:
     rows: int = 0
     pairs: int = 0
     validation: int = 0
-    """Of the pairs, those kept for validation."""
+    """Pairs reserved for validation."""
     too_few: int = 0
     """Prompts with too few responses."""
     alike: int = 0
-    """Prompts whose best and worst are not far enough apart."""
+    """Prompts whose best and worst scores are too close."""
 
     def __str__(self) -> str:
         parts = [
@@ -45,7 +45,7 @@ class Made:
         if self.too_few:
             parts.append(f"{self.too_few:,} had too few responses")
         if self.alike:
-            parts.append(f"{self.alike:,} had none that is better than another")
+            parts.append(f"{self.alike:,} had no clearly better response")
         return "; ".join(parts)
 
 
@@ -58,58 +58,58 @@ def make_pairs(
     max_response_tokens: int | None = None,
     val_share: float = 0.03,
     seed: int = 0,
-) -> Made:
+) -> PairSummary:
     """Write train.jsonl and val.jsonl: `prompt`, `chosen`, `rejected`, and `margin`, the difference of their scores."""
-    made, pairs = Made(), []
+    summary, pairs = PairSummary(), []
     for file in files:
         rows = read_rows(file)
         for where, row in _prompts(rows):
-            made.rows += 1
+            summary.rows += 1
             scored = _usable(row, where, max_response_tokens)
             if len(scored) < min_responses:
-                made.too_few += 1
+                summary.too_few += 1
                 continue
-            (best, chosen), (worst, rejected) = max(scored, key=lambda one: one[0]), min(scored, key=lambda one: one[0])
+            (best, chosen), (worst, rejected) = max(scored, key=lambda item: item[0]), min(scored, key=lambda item: item[0])
             if best - worst <= min_margin or chosen == rejected:
-                made.alike += 1
+                summary.alike += 1
                 continue
-            offered = {"tools": tools} if (tools := parse_tools(row.get("tools"), where)) else {}
-            pairs.append({"prompt": row["prompt"], **offered, "chosen": chosen, "rejected": rejected, "margin": best - worst})
+            extra = {"tools": tools} if (tools := parse_tools(row.get("tools"), where)) else {}
+            pairs.append({"prompt": row["prompt"], **extra, "chosen": chosen, "rejected": rejected, "margin": best - worst})
     if not pairs:
-        raise DataError(f"{', '.join(map(str, files))}: no pair can be made ({made})")
+        raise DataError(f"{', '.join(map(str, files))}: no pairs could be made ({summary})")
     train, val = _split(pairs, val_share, random.Random(seed))
-    made.pairs, made.validation = len(pairs), len(val)
+    summary.pairs, summary.validation = len(pairs), len(val)
     out.mkdir(parents=True, exist_ok=True)
-    for name, some in (("val", val), ("train", train)):
-        if some:
-            write_atomic(out / f"{name}.jsonl", "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in some))
-    return made
+    for name, split in (("val", val), ("train", train)):
+        if split:
+            write_atomic(out / f"{name}.jsonl", "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in split))
+    return summary
 
 
-def _split(pairs: list[Pair], val_share: float, chance: random.Random) -> tuple[list[Pair], list[Pair]]:
-    """To train on and to validate on, shuffled; all pairs of a prompt, which a run may have asked many times, are on one side."""
+def _split(pairs: list[Pair], val_share: float, rng: random.Random) -> tuple[list[Pair], list[Pair]]:
+    """Shuffle and split into train and val. All pairs of a prompt, which a run may sample many times, go to the same split."""
     by_prompt: dict[str, list[Pair]] = {}
     for pair in pairs:
         by_prompt.setdefault(json.dumps([pair["prompt"], pair.get("tools")]), []).append(pair)
     prompts = list(by_prompt.values())
-    chance.shuffle(prompts)
+    rng.shuffle(prompts)
     val: list[Pair] = []
     while len(prompts) > 1 and len(val) < round(val_share * len(pairs)):
         val += prompts.pop()
-    train = [pair for some in prompts for pair in some]
-    chance.shuffle(train)
+    train = [pair for group in prompts for pair in group]
+    rng.shuffle(train)
     return train, val
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each prompt, with all of its responses, and where it stands."""
+    """One row per prompt with all its responses, and its location for error messages."""
     if {"prompt_id", "response"} <= set(rows.columns):
         rows.require("prompt", "reward", hint=HINT)
         samples: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             samples.setdefault(row["prompt_id"], []).append(row)
         for name, group in samples.items():
-            columns = {of_all: [row.get(of_one) for row in group] for of_all, of_one in SAMPLE_COLUMNS.items()}
+            columns = {plural: [row.get(singular) for row in group] for plural, singular in SAMPLE_COLUMNS.items()}
             yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], "tools": group[0].get("tools"), **columns}
     else:
         rows.require("prompt", "responses", "reward", hint=HINT)
@@ -117,7 +117,7 @@ def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) -> list[tuple[float, str]]:
-    """Rewards and responses."""
+    """(reward, response) of every response that may be in a pair."""
     texts, counts = parse_responses(row, where)
     rewards, status = row["reward"], row.get("status") or ["finished"] * len(texts)
     if not isinstance(rewards, list) or len(rewards) != len(texts) or not all(isinstance(r, int | float | None) for r in rewards):
@@ -126,9 +126,9 @@ def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) ->
         )
     return [
         (float(reward), text)
-        for text, reward, count, how in zip(texts, rewards, counts, status, strict=True)
+        for text, reward, count, state in zip(texts, rewards, counts, status, strict=True)
         if reward is not None
         and text.strip()
-        and how != "truncated"
+        and state != "truncated"
         and (max_response_tokens is None or count is None or count <= max_response_tokens)
     ]

@@ -1,6 +1,6 @@
-"""A small model with random weights and a tokenizer of its own, made from rows: to try a recipe in seconds on any machine.
+"""A small model with random weights and its own tokenizer, made from rows, to try a recipe in seconds on any machine.
 
-The tokenizer is a byte-level BPE learnt from the rows' text (every string can be written in it), with ChatML's tokens and template.
+The tokenizer is a byte-level BPE trained on the rows' text (it can encode any string), with ChatML's tokens and template.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def make_tiny_model(
     vocabulary: int = 512,
     seed: int = 0,
 ) -> int:
-    """Write the model folder; returns its number of parameters."""
+    """Write the model folder; return its number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
@@ -44,7 +44,7 @@ def make_tiny_model(
         intermediate_size=hidden_size * 5 // 2,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,  # fewer than query heads, as in the models this one stands for
+        num_key_value_heads=2,  # grouped-query attention, as in the models it stands in for
         head_dim=hidden_size // 4,
         max_position_embeddings=2048,
         tie_word_embeddings=kind in ("qwen2", "qwen3"),

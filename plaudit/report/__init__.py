@@ -1,1 +1,1 @@
-"""What a person looks at: progress in the terminal, curves of the run."""
+"""Human-readable output: terminal progress, curves, sample tables."""

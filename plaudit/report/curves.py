@@ -1,11 +1,11 @@
-"""`curves.png`: a run's metrics over its steps, one panel each."""
+"""`curves.png`: a run's metrics by step, one panel each."""
 
 import math
 from pathlib import Path
 
 
-def _uninteresting(name: str) -> bool:
-    """To look at: a panel takes a tenth of a second to draw."""
+def _hidden(name: str) -> bool:
+    """Metrics without a panel: each panel takes a tenth of a second to draw."""
     bare = name.removeprefix("val/")
     return (
         bare in ("step", "tokens", "epoch", "updates", "skipped_steps", "sampled_tokens")
@@ -15,10 +15,10 @@ def _uninteresting(name: str) -> bool:
 
 
 def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
-    """Draw every metric that changes; validation lies over its training counterpart."""
+    """Plot every metric that varies; a validation metric shares its training counterpart's panel."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for row in rows for name in row if not _uninteresting(name)))
+    names = list(dict.fromkeys(name for row in rows for name in row if not _hidden(name)))
     names.sort(key=lambda name: name not in ("reward", "val/reward", "loss", "val/loss"))
     names = [name for name in names if len({row[name] for row in rows if name in row}) > 1]
     panels = [name for name in names if not (name.startswith("val/") and name.removeprefix("val/") in names)]
@@ -40,10 +40,10 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:
             axes.legend(fontsize=7)
-    aside = path.with_name(f".{path.name}.aside")
+    temporary = path.with_name(f".{path.name}.aside")
     try:
-        figure.savefig(aside, dpi=110, format="png")
-        aside.rename(path)
+        figure.savefig(temporary, dpi=110, format="png")
+        temporary.rename(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""The demo's picture: what SFT and RL each did to the policy."""
+"""The demo's figure: SFT loss, and reward during RL."""
 
 from collections.abc import Sequence
 from pathlib import Path

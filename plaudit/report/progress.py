@@ -1,4 +1,4 @@
-"""Progress in the terminal: a live bar where there is one, now and then a line where output goes to a file."""
+"""Progress on stderr: a live bar on a terminal, an occasional line when redirected to a file."""
 
 import sys
 import time
@@ -16,12 +16,12 @@ LINE_EVERY_S = 10.0
 
 
 def print_line(text: str, style: str = "") -> None:
-    """A line for the person who watches."""
+    """Print a line to stderr, with secrets redacted."""
     console.print(redact(text), style=style or None, markup=False, soft_wrap=True)
 
 
 def show_progress(items: Iterable[Any], label: str) -> Iterator[Any]:
-    """The items, with a running count on a terminal."""
+    """Yield the items, with a running count on a terminal."""
     if not console.is_terminal:
         yield from items
         return
@@ -33,7 +33,7 @@ def show_progress(items: Iterable[Any], label: str) -> Iterator[Any]:
 
 
 class StepProgress:
-    """A bar over training steps with loss, tokens per second and time left."""
+    """A progress bar over training steps, with key metrics, tokens per second and time left."""
 
     def __init__(self, label: str, total: int, done: int):
         self.label, self.total, self.first = label, total, done
@@ -54,7 +54,7 @@ class StepProgress:
     def update(self, step: int, metrics: dict[str, float]) -> None:
         numbers = _numbers(metrics)
         self.bar.update(self.task, completed=step, numbers=numbers)
-        if "val/loss" in metrics or "val/reward" in metrics:  # a bar's numbers are gone with the next step; these are worth a line
+        if "val/loss" in metrics or "val/reward" in metrics:  # the bar's numbers vanish with the next step; keep these as a line
             print_line(f"{self.label} {step}/{self.total} {numbers}")
             return
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Samples as rows and as numbers: what a person reads to see what a policy does and what it is paid for."""
+"""Samples as parquet rows, to inspect what a policy writes and what it is rewarded for, and their length metrics."""
 
 import json
 import statistics
@@ -30,16 +30,16 @@ COLUMNS = {
     "malformed": pa.bool_(),
     "failure": pa.string(),
 }
-"""And by reward: `part/…` numbers, `view/…`, `failure/…`, `trace/…` strings. Types are fixed: a folder reads as one table."""
+"""Plus, per reward, `part/…` numbers and `view/…`, `failure/…`, `trace/…` strings. Fixed types let a folder read as one table."""
 
 
 def write_samples(file: Path, groups: Sequence[ScoredGroup]) -> None:
-    """One row per sample: what was asked, written, scored (the view) and found (parts)."""
+    """Write one row per sample: prompt, response, scored text (view), score and its parts."""
     rows = [_row(group, i) for group in groups for i in range(len(group.scores))]
-    more = sorted({name for row in rows for name in row} - COLUMNS.keys())
-    types = COLUMNS | {name: pa.float64() if name.startswith("part/") else pa.string() for name in more}
-    with atomic_file(file) as aside:
-        pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), aside)
+    per_reward = sorted({name for row in rows for name in row} - COLUMNS.keys())
+    types = COLUMNS | {name: pa.float64() if name.startswith("part/") else pa.string() for name in per_reward}
+    with atomic_file(file) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), temporary)
 
 
 def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
@@ -59,15 +59,15 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         "mean_logprob": None if sample.untempered_logprobs is None else float(sample.untempered_logprobs.mean()),
         "version": sample.version,
         "malformed": score.malformed,
-        "failure": _why(score),
+        "failure": _failure_text(score),
         **{f"part/{name}": float(value) for name, value in score.parts.items()},
         **{f"view/{name}": scores[i].view for name, scores in group.by_reward.items()},
-        **{f"failure/{name}": _why(scores[i]) for name, scores in group.by_reward.items()},
+        **{f"failure/{name}": _failure_text(scores[i]) for name, scores in group.by_reward.items()},
         **{f"trace/{name}": redact(_json(scores[i].trace)) for name, scores in group.by_reward.items() if scores[i].trace},
     }
 
 
-def _why(score: Score) -> str | None:
+def _failure_text(score: Score) -> str | None:
     return redact(f"{score.failure.cause}: {score.failure.message}") if score.failure else None
 
 
@@ -76,7 +76,7 @@ def _text(content: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)  # a parquet file may hold decimals, dates, bytes
+    return json.dumps(value, ensure_ascii=False, default=str)  # parquet rows may hold decimals, dates, bytes
 
 
 def length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -87,6 +87,6 @@ def length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "length_max": float(max(lengths)),
         "truncated": statistics.fmean(sample.status == "truncated" for sample in samples),
         "sampled_tokens": float(sum(lengths)),
-        # Of the untempered model, about its own samples: falls as the policy becomes sure of itself.
+        # Mean log-prob at temperature 1 of the policy's own samples: approaches 0 as the policy becomes more certain.
         "untempered_logprob": float(np.concatenate([sample.untempered_logprobs for sample in samples]).mean(dtype=np.float64)),
     }
