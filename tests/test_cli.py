@@ -79,16 +79,22 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
         (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
         (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
         (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
-        (("prepare",), ["Make what the stages read", "tiny-model"]),
+        (("prepare",), ["Prepare data sets and small models", "tiny-model"]),
         (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),
         (("prepare", "smollm2"), ["SmolLM2-135M-Instruct", "--out", "--gguf"]),
-        (("prepare", "sorting"), ["Letters to sort", "--out"]),
-        (("prepare", "pairs"), ["the best and the worst", "--out", "--min-responses", "--min-margin", "--val-share", "--seed"]),
+        (("prepare", "sorting"), ["letters to sort", "--out"]),
+        (("prepare", "pairs"), ["best and worst response", "--out", "--min-responses", "--min-margin", "--val-share", "--seed"]),
         (("prepare", "ranking-sft"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
         (("prepare", "ranking-rl"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
-        (("prepare", "pointwise-sft"), ["single answers", "--out", "--rule", "pointwise_score|grade", "--template", "--seed"]),
-        (("prepare", "pointwise-rl"), ["one each", "--out", "--rule", "pointwise_score|grade", "--template", "--data-source"]),
-        (("prepare", "arithmetic"), ["Sums and differences", "--out", "--train", "--val", "--digits", "--operators", "--seed"]),
+        (("prepare", "pointwise-sft"), ["pointwise judge", "--out", "--rule", "pointwise_score|grade", "--template", "--seed"]),
+        (
+            ("prepare", "pointwise-rl"),
+            ["one prompt per candidate", "--out", "--rule", "pointwise_score|grade", "--template", "--data-source"],
+        ),
+        (
+            ("prepare", "arithmetic"),
+            ["additions and subtractions", "--out", "--train", "--val", "--digits", "--operators", "--seed"],
+        ),
     ],
 )
 def test_help(plaudit, verb, explains):
@@ -182,7 +188,7 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_
         (["sft", "{recipe}", "model.lora.targets=[nope]"], "model.lora.targets: Target modules "),
         (["prepare", "tiny-model", "{folder}/none", "--out", "{folder}/m"], "{folder}/none does not exist."),
         (["prepare", "tiny-model", "{rows}", "--out", "{folder}"], "--out: {folder} is not empty (it has "),
-        (["prepare", "tiny-model", "{rows}", "--out", "{recipe}/m"], "--out: {recipe}/m cannot be made: "),
+        (["prepare", "tiny-model", "{rows}", "--out", "{recipe}/m"], "--out: {recipe}/m cannot be created: "),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_file, arguments, message):

@@ -240,7 +240,7 @@ def test_what_became_of_long_rows_is_told(tmp_path, recipe, capsys, too_long):
     kept = {"filter": 20, "cut_left": 25, "cut_right": 23}[too_long]
     assert line.startswith(f"train: {kept} of 25 rows, ")
     assert f"; 5 longer than 90 {'left out' if too_long == 'filter' else 'cut'}" in line
-    assert ("2 left out because the cut took all their answers" in line) == (too_long == "cut_right")
+    assert ("2 left out because the cut removed all their answers" in line) == (too_long == "cut_right")
 
 
 # Whose folder it is --------------------------------------------------------------------------------------------------

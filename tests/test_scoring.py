@@ -75,7 +75,7 @@ def test_responses_may_be_messages_and_token_counts_come_from_the_row():
         ({"prompt": "p", "responses": []}, "should be a list of texts"),
         ({"prompt": "p", "responses": "a"}, "should be a list of texts"),
         ({"prompt": "p", "response": 4}, "row 0: a response should be text, not 4"),
-        ({"prompt": "p", "response": "a", "extra_info": 3}, "extra_info should have fields"),
+        ({"prompt": "p", "response": "a", "extra_info": 3}, "extra_info should be an object"),
     ],
 )
 def test_invalid_rows_are_rejected(row, message):
@@ -159,7 +159,7 @@ def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files
     path.write_text("def compute_score(solution_str): return float(solution_str)")
     code, _, err = score(plaudit, files, "--set", "rewards.0.limits.retries=1")
     assert code == 0
-    assert "files of function changed since the first lines" in err
+    assert "files of function changed since the first rows" in err
     assert [line["reward"] for line in lines(files)] == list(range(600))
 
 

@@ -1,1 +1,1 @@
-"""A reward checked against labels, biases and exploits before training."""
+"""Audits: rewards checked against labels, for biases and for exploits before training."""

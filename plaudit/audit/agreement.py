@@ -1,10 +1,10 @@
-"""What a reward says against what is known.
+"""Agreement of rewards with labels.
 
-A response is accepted if its reward is at least the threshold, and right if its label says so.
+A response is accepted if its reward is at least the threshold, and right if it is labelled right.
 
     accuracy               (true accepts + true rejects) / all
-    false accept rate      false accepts / (false accepts + true rejects): of the wrong, those that are paid
-    false reject rate      false rejects / (false rejects + true accepts): of the right, those that are not
+    false accept rate      false accepts / (false accepts + true rejects): share of wrong responses that are accepted
+    false reject rate      false rejects / (false rejects + true accepts): share of right responses that are rejected
     calibration error      Σ_b (n_b / n) · |mean reward in bin b − share of right responses in bin b|, over ten equal bins of [0, 1]
 """
 
@@ -17,7 +17,7 @@ BINS = 10
 
 
 def accept_table(rewards: Sequence[float], right: Sequence[bool], threshold: float) -> dict[str, Any]:
-    """Counts and rates; a rate of nothing is None."""
+    """Counts and rates; None where a rate has no cases."""
     cells = {(accepted, truth): 0 for accepted in (True, False) for truth in (True, False)}
     for reward, truth in zip(rewards, right, strict=True):
         cells[reward >= threshold, truth] += 1
@@ -35,7 +35,7 @@ def accept_table(rewards: Sequence[float], right: Sequence[bool], threshold: flo
 
 
 def reliability(rewards: Sequence[float], right: Sequence[bool]) -> dict[str, Any] | None:
-    """Bins and the calibration error, for rewards that may be read as probabilities: all in [0, 1]."""
+    """Bins and calibration error; None unless all rewards are in [0, 1] and can be read as probabilities."""
     if not rewards or min(rewards) < 0.0 or max(rewards) > 1.0:
         return None
     members: list[list[tuple[float, bool]]] = [[] for _ in range(BINS)]
@@ -56,7 +56,7 @@ def reliability(rewards: Sequence[float], right: Sequence[bool]) -> dict[str, An
 
 
 def rank_agreement(rewards: Sequence[float], labels: Sequence[float], most: int = 5000) -> dict[str, Any]:
-    """Rank correlations with the labels; Kendall's, which counts pairs, of the first `most` only."""
+    """Rank correlations with the labels; Kendall's, which is quadratic, only for the first `most`."""
     return {"spearman": spearman(rewards, labels), "kendall": kendall(rewards[:most], labels[:most])}
 
 

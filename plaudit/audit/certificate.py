@@ -1,7 +1,7 @@
-"""What an audit was of, so that training can ask for it: a digest of the rewards' settings and of the files they read.
+"""Ties an audit to the rewards it covered, so that training can require it: a digest of their settings and the files they read.
 
-Settings that do not change scores (how many workers, how often to retry, what becomes of a failure) are left out, and a file
-counts by its content, not by where it lies. What a file imports is not covered.
+Settings that do not change scores (workers, retries, failure policy) are excluded, and files count by content, not by path. What a
+file imports is not covered.
 """
 
 import json
@@ -15,12 +15,12 @@ from plaudit.rewards.cache import HARMLESS, reward_digest
 
 
 def digest_rewards(rewards: Sequence[RewardSettings]) -> list[list[str]]:
-    """Of each reward, in order: its name, and a digest of what its scores and their use depend on."""
+    """For each reward, in order: its name, and a digest of everything its scores and their use depend on."""
     return [[reward.label, reward_digest(reward, HARMLESS)] for reward in rewards]
 
 
 def require_passed(settings: AuditSettings, rewards: Sequence[RewardSettings]) -> None:
-    """Raise unless the audit.json that the settings name is of exactly these rewards, and its numbers keep the settings' bounds."""
+    """Raise unless the audit.json named in the settings covers exactly these rewards and is within the settings' bounds."""
     assert settings.require is not None
     path = Path(settings.require).expanduser()
     again = "Audit them with: plaudit audit R.yaml ROLLOUTS"
@@ -35,17 +35,17 @@ def require_passed(settings: AuditSettings, rewards: Sequence[RewardSettings]) -
     now = digest_rewards(rewards)
     if audited != now:
         names = [name for name, digest in now if [name, digest] not in audited] or ["their order"]
-        raise PlauditError(f"audit.require: {path} is of other rewards: {', '.join(names)} changed since. {again}")
+        raise PlauditError(f"audit.require: {path} covers different rewards: {', '.join(names)} changed since. {again}")
     failed = list(dict.fromkeys([*failed, *(check.name for check in checks if check.state == "fail")]))
     if failed or report.get("passed") is not True:
         why = ", ".join(failed) or "nothing was checked"
-        raise PlauditError(f"audit.require: {path}: these rewards did not pass ({why}). Mend them, then audit again.")
+        raise PlauditError(f"audit.require: {path}: these rewards did not pass ({why}). Fix them, then audit again.")
     measured = {_setting(check.name) for check in checks if check.state != "not measured"}
-    # What the recipe itself asks for must have been looked at.
-    unknown = [name for name in BOUNDS.values() if name in settings.model_fields_set and name not in measured]
-    unknown = [name for name in unknown if getattr(settings, name) is not None]
-    if unknown:
-        raise PlauditError(f"audit.require: {path}: not measured, though this recipe asks for it: {', '.join(unknown)}. {again}")
+    # Bounds that the recipe sets explicitly must have been measured.
+    unmeasured = [name for name in BOUNDS.values() if name in settings.model_fields_set and name not in measured]
+    unmeasured = [name for name in unmeasured if getattr(settings, name) is not None]
+    if unmeasured:
+        raise PlauditError(f"audit.require: {path}: not measured, but set in this recipe: {', '.join(unmeasured)}. {again}")
 
 
 BOUNDS = {
@@ -54,7 +54,7 @@ BOUNDS = {
     "order": "max_order_effect", "self-consistency": "min_self_consistency", "failures": "max_failure_rate",
     "malformed": "max_malformed_rate", "signal": "max_groups_without_signal", "exploit": "max_exploit_rate",
 }  # fmt: skip
-"""Which setting bounds a check."""
+"""Check → the setting that bounds it."""
 
 
 def _setting(check: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`plaudit audit`: what a reward pays for and what fools it, before anything is trained on it."""
+"""`plaudit audit`: what a reward rewards and what fools it, before anything is trained on it."""
 
 import json
 import random
@@ -23,35 +23,35 @@ def audit(
         list[str],
         typer.Argument(
             metavar="ROLLOUTS… [section.name=value]…",
-            help="Saved responses: files (.jsonl, .parquet, .json), a run's folder, a folder of verl's or TRL's dumps. "
-            "Settings such as audit.max_exploit_rate=0.05 replace the recipe's own.",
+            help="Saved responses: files (.jsonl, .parquet, .json), a run folder, or a folder of verl or TRL dumps. "
+            "Settings such as audit.max_exploit_rate=0.05 override the recipe's.",
             show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report. Default: audit/ beside the rollouts.", show_default=False)
+        Path | None, typer.Option(help="Folder for the report. Default: audit/ next to the rollouts.", show_default=False)
     ] = None,
     label: Annotated[
         str | None,
-        typer.Option(help="Column that says whether a response is right: true, false or a number. Default: label, if there."),
+        typer.Option(help="Column with the label: true, false or a number. Default: label, if present."),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Responses with this reward or more are accepted. Default: the middle of the range.")
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option(min=1, help="Audit about so many responses: whole groups, drawn at random.")
+        int | None, typer.Option(min=1, help="Audit about this many responses: complete groups, drawn at random.")
     ] = None,
-    probes: Annotated[bool, typer.Option(help="Try hostile responses and other formats, too.")] = True,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn. Default: the recipe's audit.seed.")] = None,
-    data_source: Annotated[str, typer.Option(help="For rows that have none, as in verl's and TRL's dumps.")] = "",
+    probes: Annotated[bool, typer.Option(help="Also try adversarial probes and other formats.")] = True,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the random choices. Default: the recipe's audit.seed.")] = None,
+    data_source: Annotated[str, typer.Option(help="data_source of rows without one, as in verl and TRL dumps.")] = "",
 ) -> None:
-    """Check a reward before training on it: against labels, for biases, and with hostile responses.
+    """Check a reward before training on it: against labels, for biases, and with adversarial probes.
 
-    Writes audit.html and audit.json; ends with exit code 1 if a check fails. Bounds stand under `audit:` in the recipe
-    (`plaudit config R.yaml --explain`); docs/audit.md tells what each check is.
+    Writes audit.html and audit.json; the exit code is 1 if a check fails. Bounds are set under `audit:` in the recipe
+    (`plaudit config R.yaml --explain`); docs/audit.md explains each check.
     """
-    overrides = [given for given in rollouts if "=" in given and not Path(given).exists()]
-    paths = [Path(given) for given in rollouts if given not in overrides]
+    overrides = [argument for argument in rollouts if "=" in argument and not Path(argument).exists()]
+    paths = [Path(argument) for argument in rollouts if argument not in overrides]
     if not paths:
         raise PlauditError("audit needs saved responses: plaudit audit R.yaml ROLLOUTS")
     rewards, settings = _load(recipe, overrides)
@@ -67,7 +67,7 @@ def audit(
     if max_rows is not None:
         groups = draw_groups(groups, max_rows, settings.seed)
     folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "audit"
-    _make(folder)  # before the work, not behind it
+    _create(folder)  # before the work, so that an error costs nothing
     report = inspect(str(recipe), [str(path) for path in paths], rewards, groups, settings)
     write_report(report, folder)
     print_report(report, Console(highlight=False))
@@ -76,7 +76,7 @@ def audit(
 
 
 def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ...], AuditSettings]":
-    """A recipe's rewards and what they must show; their files are there."""
+    """Load a recipe's rewards and audit settings; check that the rewards' files exist."""
     from plaudit.config import load
     from plaudit.inputs import require_reward_files
     from plaudit.recipe import RewardedRecipe
@@ -90,12 +90,12 @@ def _load(recipe: Path, overrides: list[str]) -> "tuple[tuple[RewardSettings, ..
 
 
 def _with_options(settings: "AuditSettings", threshold: float | None, seed: int | None, probes: bool) -> "AuditSettings":
-    given = {"threshold": threshold, "seed": seed, "probe_prompts": None if probes else 0}
-    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+    options = {"threshold": threshold, "seed": seed, "probe_prompts": None if probes else 0}
+    return settings.model_copy(update={name: value for name, value in options.items() if value is not None})
 
 
 def draw_groups(groups: "Sequence[Rollout]", max_rows: int, seed: int) -> "list[Rollout]":
-    """Whole groups at random, in their order, until there are `max_rows` responses; one at least."""
+    """Draw complete groups at random, up to `max_rows` responses but at least one group; in their original order."""
     order = list(range(len(groups)))
     random.Random(seed).shuffle(order)
     chosen: list[int] = []
@@ -108,11 +108,11 @@ def draw_groups(groups: "Sequence[Rollout]", max_rows: int, seed: int) -> "list[
     return [groups[g] for g in sorted(chosen)]
 
 
-def _make(folder: Path) -> None:
+def _create(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlauditError(f"--out: {folder} cannot be made: {error}") from None
+        raise PlauditError(f"--out: {folder} cannot be created: {error}") from None
 
 
 def write_report(report: "Report", folder: Path) -> None:

@@ -1,13 +1,13 @@
-"""How two lists of numbers go together. Where one of them does not vary there is no correlation: None, not 0.
+"""Correlation of two lists of numbers. If one of them does not vary, it is undefined: None, not 0.
 
     Pearson    r = Σ (x−x̄)(y−ȳ) / √(Σ (x−x̄)² Σ (y−ȳ)²)
     Spearman   ρ = r of the ranks; equal values share the mean of their ranks
-    Kendall    τ_b = (C − D) / √((n₀ − n₁)(n₀ − n₂)), C pairs in the same order, D in the other, n₀ all pairs, n₁ and n₂ those tied
-               in x and in y
+    Kendall    τ_b = (C − D) / √((n₀ − n₁)(n₀ − n₂)), C concordant and D discordant pairs, n₀ all pairs, n₁ and n₂ those
+               tied in x and in y
 
-Within strata (groups of a prompt, responses with the same label), x and y are taken less their stratum's mean: what is left is how
-they go together among responses that are otherwise alike. Where hardly two are alike (labels that are grades), the part that a
-third list z explains is taken out of both:
+Within strata (a prompt's group, responses with the same label), x and y are centred by stratum: what remains is their correlation
+among otherwise similar responses. Where strata would be too small (labels on a scale), the part explained by a third list z is
+removed from both:
 
     partial    ρ_xy·z = (ρ_xy − ρ_xz ρ_yz) / √((1 − ρ_xz²)(1 − ρ_yz²))
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """1 for the least; equal values share the mean of the ranks they take up."""
+    """1 for the smallest; equal values share the mean of their ranks."""
     _, group, count = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[group]
@@ -38,7 +38,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def spearman_within(x: Sequence[float], y: Sequence[float], strata: Sequence[Hashable]) -> float | None:
-    """Of ranks among all, each less its stratum's mean. Strata of one say nothing."""
+    """Of overall ranks, centred by stratum. Strata of size one carry no information."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for i, stratum in enumerate(strata):
         members[stratum].append(i)
@@ -46,11 +46,11 @@ def spearman_within(x: Sequence[float], y: Sequence[float], strata: Sequence[Has
     if not pooled:
         return None
     x_N, y_N = ranks(x), ranks(y)
-    return _cosine(*(np.concatenate([of[indices] - of[indices].mean() for indices in pooled]) for of in (x_N, y_N)))
+    return _cosine(*(np.concatenate([r_N[indices] - r_N[indices].mean() for indices in pooled]) for r_N in (x_N, y_N)))
 
 
 def spearman_partial(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> float | None:
-    """None if z leaves nothing of x or y to explain."""
+    """None if z explains all of x or y."""
     xy, xz, yz = spearman(x, y), spearman(x, z), spearman(y, z)
     if xy is None or xz is None or yz is None:
         return xy
@@ -59,7 +59,7 @@ def spearman_partial(x: Sequence[float], y: Sequence[float], z: Sequence[float])
 
 
 def kendall(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """τ_b, pair by pair: n² / 2 comparisons, a row of them at a time."""
+    """τ_b over all n² / 2 pairs, one row at a time."""
     x_N, y_N = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     agree = tied_x = tied_y = 0
     for i in range(len(x_N) - 1):
@@ -74,5 +74,5 @@ def kendall(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 def _cosine(dx: np.ndarray, dy: np.ndarray) -> float | None:
     scale = math.sqrt(float(dx @ dx) * float(dy @ dy))
-    # Below this, what varies is rounding.
+    # Below this, the variation is rounding error.
     return max(-1.0, min(1.0, float(dx @ dy) / scale)) if scale > 1e-9 else None

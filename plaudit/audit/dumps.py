@@ -1,13 +1,13 @@
-"""Saved rollouts, whoever wrote them, as rows in plaudit's columns: `prompt` (messages), `responses`, `data_source`,
-`reward_model.ground_truth`, `extra_info`, and where the file has them `labels`, `tokens` and the `rewards` given then.
+"""Saved rollouts from plaudit, verl or TRL as rows in plaudit's columns: `prompt` (messages), `responses`, `data_source`,
+`reward_model.ground_truth`, `extra_info`, and if the file has them `labels`, `tokens` and the `rewards` at the time.
 
-Told by their columns:
+Formats, detected by their columns:
     plaudit   a run's samples (prompt, response, reward, tokens, version), `plaudit sample` (prompt, responses), labelled rows
     verl      trainer.rollout_data_dir and validation_data_dir: input, output, gts, score, step; N.jsonl for step N
     TRL       log_completions: step, prompt, completion, a column per reward function, advantage; completions_N.parquet
 
-A prompt that was saved as text, chat-template markers and all, is one user message. Rows with the same prompt, truth and step are a
-group. Whatever has a verdict of its own (verl's acc) can be the label.
+A prompt saved as text, chat-template markers included, becomes one user message. Rows with the same prompt, ground truth and step
+form a group. A column with a verdict (verl's acc) can serve as the label.
 """
 
 import json
@@ -36,14 +36,14 @@ HINT = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """A group as it was saved: what was asked, and for each response what is known of it."""
+    """A saved group: the prompt, and for each response its text, label, token count and saved reward."""
 
     prompt: Prompt
     responses: tuple[str, ...]
     labels: tuple[float | None, ...]
     tokens: tuple[int | None, ...]
     rewards: tuple[float | None, ...]
-    """What each was given when it was saved."""
+    """Each response's reward when it was saved."""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -53,7 +53,7 @@ class Rollout:
 
 
 def read_rollouts(paths: Sequence[Path], *, label: str | None = None, data_source: str = "") -> list[Rollout]:
-    """The groups of all files, in their order. `label` must be a column if it is named; else it is taken where there is one."""
+    """The groups of all files, in order. `label` must exist if given; by default, `label` is used where present."""
     rows: list[dict[str, Any]] = []
     found: set[str] = set()
     for file in list_files(paths):
@@ -67,7 +67,7 @@ def read_rollouts(paths: Sequence[Path], *, label: str | None = None, data_sourc
 
 
 def list_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and those in folders: a run's `samples/`, a folder of dumps by step, in the order of their numbers."""
+    """Files as given, and the files in folders (a run's `samples/`, dumps by step) in numerical order."""
     files = []
     for path in paths:
         if not path.is_dir() or (path / "state.json").exists():
@@ -76,7 +76,7 @@ def list_files(paths: Iterable[Path]) -> list[Path]:
         folder = path / "samples" if (path / "samples").is_dir() else path
         inside = sorted((file for file in folder.iterdir() if file.suffix in SUFFIXES and _is_rows(file)), key=_by_number)
         if not inside:
-            raise DataError(f"{folder}: has no {', '.join(SUFFIXES)} files in it")
+            raise DataError(f"{folder}: contains no {', '.join(SUFFIXES)} files")
         files += inside
     return files
 
@@ -93,47 +93,47 @@ def _by_number(file: Path) -> list[tuple[int, str]]:
 
 
 def read_dump(rows: Rows, label: str = DEFAULT_LABEL) -> Iterator[dict[str, Any]]:
-    """Each row of a file in plaudit's own columns."""
+    """Each row of a file in plaudit's columns."""
     columns = set(rows.columns)
-    asked = next((name for name in PROMPTS if name in columns), None)
-    # `input` with `output` and nothing else is alpaca's instruction data too, but then there is an `instruction`.
-    answered = next((name for name in RESPONSES if name in columns), None)
-    for name, choice in ((asked, PROMPTS), (answered, RESPONSES)):
+    prompt_column = next((name for name in PROMPTS if name in columns), None)
+    # Alpaca data also have `input` and `output`, but with an `instruction`.
+    response_column = next((name for name in RESPONSES if name in columns), None)
+    for name, choices in ((prompt_column, PROMPTS), (response_column, RESPONSES)):
         if name is None:
-            rows.require(choice[0 if choice is PROMPTS else 1], hint=HINT)
-    assert asked is not None
-    assert answered is not None
+            rows.require(choices[0 if choices is PROMPTS else 1], hint=HINT)
+    assert prompt_column is not None
+    assert response_column is not None
     for number, row in enumerate(rows):
         where = f"{rows.source}: row {number}"
-        many = isinstance(row.get(answered), list) and answered != "completion"
-        responses = row[answered] if many else [row.get(answered)]
+        many = isinstance(row.get(response_column), list) and response_column != "completion"
+        responses = row[response_column] if many else [row.get(response_column)]
         if not responses:
             raise DataError(f"{where}: has no responses")
         labels = row.get(label, row.get(f"{label}s"))
-        known = {
-            "prompt": row.get(asked),
+        fields = {
+            "prompt": row.get(prompt_column),
             "reward_model": {"ground_truth": _truth(row)},
             "extra_info": _fields(row.get("extra_info")),
         }
         id = str(row.get("prompt_id") or row.get("id") or f"{rows.source}:{number}")
-        prompt = parse_prompt({**known, "data_source": row.get("data_source"), "tools": row.get("tools")}, id, where)
+        prompt = parse_prompt({**fields, "data_source": row.get("data_source"), "tools": row.get("tools")}, id, where)
         yield {
             "id": id,
             "prompt": prompt.messages,
             "tools": prompt.tools,
             "responses": [_response(response, where) for response in responses],
             "data_source": prompt.data_source,
-            "reward_model": known["reward_model"],
-            "extra_info": known["extra_info"],
+            "reward_model": fields["reward_model"],
+            "extra_info": fields["extra_info"],
             "labels": _column(labels, len(responses), _label, f"{where}: {label}"),
-            "tokens": _column(row.get("tokens"), len(responses), _whole, where),
+            "tokens": _column(row.get("tokens"), len(responses), _integer, where),
             "rewards": _column(_saved_reward(row), len(responses), _number, where),
             "step": next((row[name] for name in STEPS if row.get(name) is not None), None),
         }
 
 
 def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[Rollout]:
-    """Rows of the same prompt, truth, extra_info and step are one group; groups come in the order of their first rows."""
+    """Group rows by prompt, ground truth, extra_info and step; groups are in the order of their first rows."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         same = [row[name] for name in ("step", "prompt", "tools", "data_source", "reward_model", "extra_info")]
@@ -169,7 +169,7 @@ def _truth(row: Mapping[str, Any]) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """Fields that a table made text of, as fields again."""
+    """Decode an object that a table stored as JSON text."""
     if isinstance(value, str):
         with suppress(ValueError):
             return json.loads(value) if value.strip() else {}
@@ -177,17 +177,17 @@ def _fields(value: Any) -> Any:
 
 
 def _saved_reward(row: Mapping[str, Any]) -> Any:
-    given = next((row[name] for name in REWARDS if row.get(name) is not None), None)
-    if given is None and "advantage" in row and "completion" in row:
-        # TRL has a column per reward function and not their sum; with one function it is the reward.
-        known = {*STEPS, *PROMPTS, *RESPONSES, *TRUTHS, DEFAULT_LABEL, "advantage", "tokens"}
-        others = [row[name] for name in row if name not in known and isinstance(row[name], float)]
-        return others[0] if len(others) == 1 else None
-    return given
+    saved = next((row[name] for name in REWARDS if row.get(name) is not None), None)
+    if saved is None and "advantage" in row and "completion" in row:
+        # TRL has a column per reward function but not their sum; with a single function, it is the reward.
+        standard = {*STEPS, *PROMPTS, *RESPONSES, *TRUTHS, DEFAULT_LABEL, "advantage", "tokens"}
+        rewards = [row[name] for name in row if name not in standard and isinstance(row[name], float)]
+        return rewards[0] if len(rewards) == 1 else None
+    return saved
 
 
 def _column(value: Any, length: int, convert: Any, where: str) -> list[Any]:
-    """One entry per response; a single value is every response's."""
+    """One entry per response; a single value applies to every response."""
     values = value if isinstance(value, list) else [value] * length
     if len(values) != length:
         raise DataError(f"{where}: has {len(values)} entries for {length} responses")
@@ -213,6 +213,6 @@ def _number(value: Any, _: str) -> float | None:
     return None
 
 
-def _whole(value: Any, where: str) -> int | None:
+def _integer(value: Any, where: str) -> int | None:
     number = _number(value, where)
     return None if number is None else int(number)

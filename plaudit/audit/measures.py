@@ -1,6 +1,6 @@
-"""What saved responses tell of a reward, as numbers. What cannot be measured is None.
+"""Measurements of a reward on saved responses. What cannot be measured is None.
 
-Each function reads the table of responses (`responses.py`) and says nothing about what is good: `checks.py` does.
+Each function reads the table of responses (`responses.py`) and only measures; `checks.py` compares with bounds.
 """
 
 import statistics
@@ -16,13 +16,13 @@ from plaudit.recipe.audit import AuditSettings
 from plaudit.types import ScoredGroup
 
 EQUAL = 0.01
-"""Two rewards are the same if they differ by no more than this share of the range."""
+"""Two rewards count as equal if they differ by at most this share of the range."""
 GRADES = 20
-"""Labels with more different values than this are numbers on a scale, not classes."""
+"""Labels with more distinct values than this are on a scale, not classes."""
 
 
 def measure_scale(values: Sequence[float], settings: AuditSettings) -> dict[str, Any]:
-    """Range and threshold; None if all values are the same and nothing is stated."""
+    """Range and threshold; the threshold is None if all values are equal and the settings have none."""
     low, high = settings.range or ((min(values), max(values)) if values else (0.0, 0.0))
     middle = (low + high) / 2 if high > low else None
     return {
@@ -34,7 +34,7 @@ def measure_scale(values: Sequence[float], settings: AuditSettings) -> dict[str,
 
 
 def measure_agreement(responses: Sequence[Response], threshold: float | None, settings: AuditSettings) -> dict[str, Any] | None:
-    """Against the labels, where there are any."""
+    """Agreement with the labels; None without labels."""
     labelled = [(r.value, r.label) for r in responses if r.value is not None and r.label is not None]
     if not labelled:
         return None
@@ -47,7 +47,7 @@ def measure_agreement(responses: Sequence[Response], threshold: float | None, se
 
 
 def right_labels(labels: Sequence[float], settings: AuditSettings) -> list[bool]:
-    """Which labels say right: at least the stated threshold, or the middle of what labels there are (true and false: 0.5)."""
+    """Which labels mean right: at least the configured threshold, or the middle of the labels' range (true and false: 0.5)."""
     bound = settings.label_threshold
     if bound is None:
         truth_values = set(labels) <= {0.0, 1.0}
@@ -56,9 +56,9 @@ def right_labels(labels: Sequence[float], settings: AuditSettings) -> list[bool]
 
 
 def measure_length(responses: Sequence[Response], unit: str) -> dict[str, Any]:
-    """Correlations, and the mean reward of each tenth of the responses, the shortest first.
+    """Correlations of reward and length, and the mean reward by decile of length, shortest first.
 
-    `given_label` is among responses with the same label: there, what goes with length is not quality.
+    `given_label` is among responses with the same label, where a correlation with length is not explained by quality.
     """
     known = [r for r in responses if r.value is not None]
     values, lengths = [float(r.value or 0.0) for r in known], [r.length for r in known]
@@ -78,7 +78,7 @@ def _mostly_labelled(responses: Sequence[Response]) -> bool:
 
 
 def _given_label(labelled: Sequence[Response]) -> float | None:
-    """Where the reward is always the label's, length explains nothing: 0. None if length is the label's: no one could tell."""
+    """0 if the label determines the reward: length explains nothing. None if the label determines the length: undecidable."""
     values, lengths = [float(r.value or 0.0) for r in labelled], [r.length for r in labelled]
     labels = [float(r.label or 0.0) for r in labelled]
     if len(set(labels)) <= min(GRADES, len(labels) // 2):
@@ -107,7 +107,7 @@ def _deciles(values: Sequence[float], lengths: Sequence[float]) -> list[dict[str
 
 
 def measure_signal(responses: Sequence[Response]) -> dict[str, Any]:
-    """Groups of two or more whose rewards are all the same teach nothing."""
+    """Groups of two or more with identical rewards carry no training signal."""
     groups: dict[int, list[float]] = defaultdict(list)
     for response in responses:
         if response.value is not None:
@@ -118,7 +118,7 @@ def measure_signal(responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def measure_failures(responses: Sequence[Response]) -> dict[str, Any]:
-    """Failures (the reward's fault) by cause, malformed answers (the policy's) by reward."""
+    """Failures (the reward's fault) by cause, and malformed answers (the policy's fault) by reward."""
     causes = Counter(cause for r in responses for cause in r.causes)
     malformed = Counter(name for r in responses for name, score in r.by_reward.items() if score.malformed)
     return {
@@ -126,21 +126,21 @@ def measure_failures(responses: Sequence[Response]) -> dict[str, Any]:
         "failure_rate": share(failed, len(responses)),
         "causes": dict(causes.most_common()),
         "messages": {cause: message[:300] for r in reversed(responses) for cause, message in r.failures},
-        "malformed": (unread := sum(r.score.malformed for r in responses)),
-        "malformed_rate": share(unread, len(responses)),
+        "malformed": (malformed_total := sum(r.score.malformed for r in responses)),
+        "malformed_rate": share(malformed_total, len(responses)),
         "malformed_by_reward": dict(malformed.most_common()),
     }
 
 
 def measure_rewards(responses: Sequence[Response]) -> dict[str, Any]:
-    """Each reward by its name: what it gives, and how that goes with length."""
+    """For each reward by name: its values, and their correlation with length."""
     result = {}
     for name in dict.fromkeys(name for r in responses for name in r.by_reward):
-        given = [r for r in responses if r.by_reward[name].asked]
-        valued = [(value, r.length) for r in given if (value := r.by_reward[name].value) is not None]
+        scored = [r for r in responses if r.by_reward[name].asked]
+        valued = [(value, r.length) for r in scored if (value := r.by_reward[name].value) is not None]
         values, lengths = [value for value, _ in valued], [length for _, length in valued]
         result[name] = {
-            "asked": len(given),
+            "responses": len(scored),
             "mean": statistics.fmean(values) if values else None,
             "least": min(values, default=None),
             "greatest": max(values, default=None),
@@ -150,28 +150,28 @@ def measure_rewards(responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def measure_saved(responses: Sequence[Response], span: float) -> dict[str, Any] | None:
-    """Today's reward against the one that was saved with the response."""
+    """The current reward compared with the one saved with the response."""
     pairs = [(r.value, r.saved) for r in responses if r.value is not None and r.saved is not None]
     return compare([v for v, _ in pairs], [s for _, s in pairs], span) if pairs else None
 
 
 def measure_again(first: Sequence[ScoredGroup], second: Sequence[ScoredGroup], orders: Sequence[Sequence[int]], span: float) -> Any:
-    """The same responses asked about twice; `orders[g][j]` is which of group g's responses stood at place j the second time.
+    """The same responses scored twice; `orders[g][j]` is the index of group g's response at position j the second time.
 
-    A response that had a value once and none the other time differs; one that had none both times says nothing.
+    A response with a value only once counts as different; one without a value both times is ignored.
     """
     before: list[float | None] = []
     after: list[float | None] = []
     for group, again, order in zip(first, second, orders, strict=True):
         before += [group.scores[i].value for i in order]
         after += [score.value for score in again.scores]
-    asked = [(a, b) for a, b in zip(before, after, strict=True) if a is not None or b is not None]
-    both = [(a, b) for a, b in asked if a is not None and b is not None]
-    if not asked:
+    scored = [(a, b) for a, b in zip(before, after, strict=True) if a is not None or b is not None]
+    both = [(a, b) for a, b in scored if a is not None and b is not None]
+    if not scored:
         return None
     result = compare([a for a, _ in both], [b for _, b in both], span)
-    result["share_equal"] = result["share_equal"] * len(both) / len(asked)
-    return result | {"responses": len(asked), "value_once_only": len(asked) - len(both)}
+    result["share_equal"] = result["share_equal"] * len(both) / len(scored)
+    return result | {"responses": len(scored), "value_once_only": len(scored) - len(both)}
 
 
 def compare(before: Sequence[float], after: Sequence[float], span: float) -> dict[str, Any]:

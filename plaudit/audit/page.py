@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no script, font or picture from elsewhere; light or dark."""
+"""The report as a self-contained HTML page: no external scripts, fonts or images; light and dark."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ pre { background: var(--soft); padding: .6rem; border-radius: .3rem; font-size: 
 svg { max-width: 100%; height: auto }  svg text { fill: var(--dim); font: 9px system-ui, sans-serif }
 .bar { fill: var(--bar) }  .axis { stroke: var(--line) }  .mark { stroke: var(--bad); stroke-width: 2 }
 """
-UNSEEN = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 def draw_page(report: Report) -> str:
@@ -41,11 +41,11 @@ def draw_page(report: Report) -> str:
         f"<p>{_text(report.title)} on {_text(', '.join(report.files))}</p>",
         f'<p class="dim">{_text(summarise(numbers))}</p>',
         _section("Checks", _checks(report)),
-        _section("Hostile responses", _probes(report)) if any(probe["tried"] for probe in numbers["probes"]) else "",
+        _section("Adversarial probes", _probes(report)) if any(probe["tried"] for probe in numbers["probes"]) else "",
         _section("Against the labels", _agreement(numbers["agreement"])) if numbers["agreement"] else "",
         _section("Length", _length(numbers["length"])),
         _section("The same answer in another format", _formats(numbers["formats"])) if numbers["formats"] else "",
-        _section("Asked again", _again(numbers)),
+        _section("Scored again", _again(numbers)),
         _section("Each reward", _rewards(numbers)),
         _section("Also", "".join(f"<p>{_text(line)}</p>" for line in findings(numbers))),
     ]
@@ -56,8 +56,8 @@ def draw_page(report: Report) -> str:
 
 
 def _text(value: Any) -> str:
-    """Escaped, and with characters that nobody sees made visible: a probe must not turn the page round."""
-    return escape(UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", redact(str(value))))
+    """Escape, and make invisible characters visible: a probe must not reverse the page's text direction."""
+    return escape(INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", redact(str(value))))
 
 
 def _section(title: str, body: str) -> str:
@@ -65,16 +65,16 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], raw: Sequence[int] = ()) -> str:
-    """Numbers stand on the right; columns in `raw` hold HTML."""
+    """Numbers are right-aligned; columns in `raw` contain HTML."""
 
-    def cell(place: int, value: Any) -> str:
-        if place in raw:
+    def cell(column: int, value: Any) -> str:
+        if column in raw:
             return f"<td>{value}</td>"
         number = value is None or isinstance(value, int | float)
         return f'<td class="n">{shown(value)}</td>' if number else f"<td>{_text(value)}</td>"
 
     head = "".join(f"<th>{_text(name)}</th>" for name in heads)
-    lines = "".join(f"<tr>{''.join(cell(place, value) for place, value in enumerate(row))}</tr>" for row in rows)
+    lines = "".join(f"<tr>{''.join(cell(column, value) for column, value in enumerate(row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
@@ -94,20 +94,20 @@ def _probes(report: Report) -> str:
     states = {check.name: check.state for check in report.checks}
     rows = []
     for p in report.numbers["probes"]:
-        state = states.get(f"exploit: {p['name']}", "not checked") if p["hostile"] else "told"
-        rows.append((p["name"], _state(state), p["paid"], p["tried"], p["mean_reward"], p["failed"], p["about"]))
-    table = _table(("probe", "", "paid", "of", "mean reward", "failures", "what it is"), rows, raw=(1,))
-    paid = [p for p in report.numbers["probes"] if p["hostile"] and p["paid"]]
-    return table + "".join(_examples(probe) for probe in paid)
+        state = states.get(f"exploit: {p['name']}", "not checked") if p["adversarial"] else "info"
+        rows.append((p["name"], _state(state), p["rewarded"], p["tried"], p["mean_reward"], p["failed"], p["about"]))
+    table = _table(("probe", "", "rewarded", "of", "mean reward", "failures", "what it is"), rows, raw=(1,))
+    exploited = [p for p in report.numbers["probes"] if p["adversarial"] and p["rewarded"]]
+    return table + "".join(_examples(probe) for probe in exploited)
 
 
 def _examples(probe: dict[str, Any]) -> str:
-    shown_ones = "".join(
-        f"<pre>{_text(e['prompt'])}</pre><p class=dim>reference {_text(e['reference'])}; paid {shown(e['reward'])} for:</p>"
+    examples = "".join(
+        f"<pre>{_text(e['prompt'])}</pre><p class=dim>reference {_text(e['reference'])}; reward {shown(e['reward'])} for:</p>"
         f"<pre>{_text(e['response'])}</pre>"
         for e in probe["worst"]
     )
-    return f"<details><summary>{_text(probe['name'])}: what was paid</summary>{shown_ones}</details>"
+    return f"<details><summary>{_text(probe['name'])}: examples with the highest reward</summary>{examples}</details>"
 
 
 def _agreement(agreement: dict[str, Any]) -> str:
@@ -128,7 +128,7 @@ def _agreement(agreement: dict[str, Any]) -> str:
         return left
     bars = [(f"{b['from']:.1f}", b["share_right"], f"{b['count']:,}", b["mean_reward"]) for b in reliability["bins"]]
     error = (
-        "<p class=dim>Share of right responses by reward; the mark is the mean reward itself. "
+        "<p class=dim>Share of right responses by reward; the mark is the mean reward. "
         f"Calibration error {shown(reliability['calibration_error'])}.</p>"
     )
     return f'<div class="two"><div>{left}</div><div>{_bars(bars)}{error}</div></div>'
@@ -137,15 +137,15 @@ def _agreement(agreement: dict[str, Any]) -> str:
 def _length(length: dict[str, Any]) -> str:
     bars = [(f"{d['from']:.0f}–{d['to']:.0f}", d["mean_reward"], f"{d['count']:,}", None) for d in length["deciles"]]
     text = (
-        f"<p>Rank correlation of reward and {length['unit']}: {shown(length['spearman'])} over all, "
+        f"<p>Rank correlation of reward and {length['unit']}: {shown(length['spearman'])} overall, "
         f"{shown(length['within_groups'])} within groups, {shown(length['given_label'])} among responses with the same label.</p>"
-        f"<p class=dim>Mean reward by tenth, the shortest responses first.</p>"
+        f"<p class=dim>Mean reward by decile of length, shortest first.</p>"
     )
     return f'<div class="two"><div>{text}</div><div>{_bars(bars)}</div></div>'
 
 
 def _bars(bars: Sequence[tuple[str, float, str, float | None]]) -> str:
-    """(label, height, what a pointer shows, height of a mark): a bar each, from zero up or down."""
+    """A bar chart of (label, height, tooltip, height of a mark); bars start at zero."""
     if not bars:
         return ""
     heights = [0.0, *(height for _, height, *_ in bars), *(mark for *_, mark in bars if mark is not None)]
@@ -157,10 +157,10 @@ def _bars(bars: Sequence[tuple[str, float, str, float | None]]) -> str:
 
     parts = [f'<line class="axis" x1="36" x2="{36 + width * len(bars)}" y1="{y(0)}" y2="{y(0)}"/>']
     parts += [f'<text x="32" y="{y(value) + 4}" text-anchor="end">{shown(value)}</text>' for value in dict.fromkeys((low, high))]
-    for place, (label, height, told, mark) in enumerate(bars):
-        x = 40 + place * width
+    for i, (label, height, detail, mark) in enumerate(bars):
+        x = 40 + i * width
         top, bottom = min(y(height), y(0)), max(y(height), y(0))
-        tip = f"<title>{_text(label)}: {shown(height)} ({_text(told)})</title>"
+        tip = f"<title>{_text(label)}: {shown(height)} ({_text(detail)})</title>"
         parts.append(f'<rect class="bar" x="{x}" y="{top}" width="{width - 8}" height="{max(bottom - top, 1):.1f}">{tip}</rect>')
         parts.append(f'<text x="{x + width / 2 - 4}" y="{tall + 26}" text-anchor="middle">{_text(label)[:9]}</text>')
         if mark is not None:
@@ -184,15 +184,17 @@ def _again(numbers: dict[str, Any]) -> str:
         if m
     ]
     return (
-        _table(("", "responses", "share with the same reward", "mean difference", "greatest"), rows) if rows else "<p>not asked</p>"
+        _table(("", "responses", "share with the same reward", "mean difference", "greatest"), rows)
+        if rows
+        else "<p>not measured</p>"
     )
 
 
 def _rewards(numbers: dict[str, Any]) -> str:
     rows = [
-        (name, r["asked"], r["mean"], r["least"], r["greatest"], r["length_spearman"]) for name, r in numbers["rewards"].items()
+        (name, r["responses"], r["mean"], r["least"], r["greatest"], r["length_spearman"]) for name, r in numbers["rewards"].items()
     ]
     table = _table(("reward", "responses", "mean", "least", "greatest", "correlation with length"), rows)
     failures = numbers["failures"]
-    told = [(cause, count, failures["messages"].get(cause, "")) for cause, count in failures["causes"].items()]
-    return table + (_table(("failures", "responses", "such as"), told) if told else "")
+    causes = [(cause, count, failures["messages"].get(cause, "")) for cause, count in failures["causes"].items()]
+    return table + (_table(("failures", "responses", "example"), causes) if causes else "")

@@ -1,4 +1,4 @@
-"""Responses with what a reward said of them: the table that every measure reads."""
+"""Scored responses: the table that every measure reads."""
 
 import json
 import time
@@ -15,15 +15,15 @@ from plaudit.types import Group, Prompt, SavedSample, Score, ScoredGroup
 NOTHING = np.zeros(0)
 
 
-class Asks(Protocol):
-    """What an audit needs of the rewards' runner."""
+class Collector(Protocol):
+    """The part of the reward runner that an audit needs."""
 
     def collect(self, groups: Iterable[Group]) -> list[ScoredGroup]: ...
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response: what was known of it, and what it was paid."""
+    """One response: its saved data and its scores."""
 
     group: int
     text: str
@@ -39,7 +39,7 @@ class Response:
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """Where rewards failed on it: (reward and cause, message), whatever the recipe then makes of it."""
+        """(reward and cause, message) of every reward that failed on it, whatever the recipe's failure policy."""
         failed = [(name, score.failure) for name, score in self.by_reward.items() if score.failure is not None]
         return [(f"{name}: {failure.cause}", failure.message) for name, failure in failed]
 
@@ -49,8 +49,8 @@ class Response:
 
 
 @dataclass
-class Asked:
-    """What asking cost so far."""
+class Cost:
+    """Cost of scoring so far."""
 
     responses: int = 0
     seconds: float = 0.0
@@ -58,34 +58,34 @@ class Asked:
 
 
 class Panel:
-    """Asks the rewards, and keeps count of what that costs."""
+    """Scores responses and tracks the cost."""
 
-    def __init__(self, rewards: Asks, *, compare: Collection[str] = (), tokens_per_character: float | None = None):
-        """`compare`: the names of the rewards that see a whole group in one call."""
+    def __init__(self, rewards: Collector, *, comparative: Collection[str] = (), tokens_per_character: float | None = None):
+        """`comparative`: names of the rewards that see a full group in one call."""
         self.rewards = rewards
-        self.compare = compare
+        self.comparative = comparative
         self.tokens_per_character = tokens_per_character
-        self.asked = Asked()
+        self.cost = Cost()
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[str], Sequence[int | None] | None]]) -> list[ScoredGroup]:
-        """(prompt, responses, their tokens if they were counted) → scores, in the same order."""
+        """(prompt, responses, their token counts if known) → scores, in the same order."""
         began = time.perf_counter()
         scored = self.rewards.collect(self._group(*group) for group in groups)
-        self.asked.seconds += time.perf_counter() - began
+        self.cost.seconds += time.perf_counter() - began
         for group in scored:
-            self.asked.responses += len(group.scores)
+            self.cost.responses += len(group.scores)
             for name, scores in group.by_reward.items():
                 used = [find_usage(score) for score in scores]
-                # A judge that sees the whole group leaves the same trace with every sample: it was one call.
-                for usage in {json.dumps(usage): usage for usage in used}.values() if name in self.compare else used:
-                    self.asked.usage.update(usage)
+                # A judge that sees the full group leaves the same trace on every sample, for one call.
+                for usage in {json.dumps(usage): usage for usage in used}.values() if name in self.comparative else used:
+                    self.cost.usage.update(usage)
         return scored
 
     def _group(self, prompt: Prompt, texts: Sequence[str], tokens: Sequence[int | None] | None) -> Group:
-        counted = tokens if tokens is not None else [self._estimate(text) for text in texts]
+        counts = tokens if tokens is not None else [self._estimate(text) for text in texts]
         samples = (
             SavedSample(prompt.id, i, NOTHING, text, "finished", NOTHING, NOTHING, 0, token_count=count)
-            for i, (text, count) in enumerate(zip(texts, counted, strict=True))
+            for i, (text, count) in enumerate(zip(texts, counts, strict=True))
         )
         return Group(prompt, NOTHING, tuple(samples))
 
@@ -94,20 +94,20 @@ class Panel:
 
 
 def tokens_per_character(rollouts: Sequence[Rollout]) -> float | None:
-    """So that rewards which count tokens can be asked about responses that no tokenizer has seen."""
+    """Mean ratio, to estimate token counts of untokenised responses for rewards that need them."""
     counted = [(t, len(r)) for rollout in rollouts for t, r in zip(rollout.tokens, rollout.responses, strict=True) if t is not None]
     characters = sum(length for _, length in counted)
     return sum(t for t, _ in counted) / characters if characters else None
 
 
 def flatten(rollouts: Sequence[Rollout], scored: Sequence[ScoredGroup]) -> list[Response]:
-    """A list of responses; lengths are in tokens where the file has them all, else in characters."""
-    counted = all(count is not None for rollout in rollouts for count in rollout.tokens)
+    """Responses as a flat list; lengths are in tokens if every response has a count, else in characters."""
+    in_tokens = all(count is not None for rollout in rollouts for count in rollout.tokens)
     return [
         Response(
             group=g,
             text=rollout.responses[i],
-            length=float((rollout.tokens[i] if counted else None) or len(rollout.responses[i])),
+            length=float((rollout.tokens[i] if in_tokens else None) or len(rollout.responses[i])),
             label=rollout.labels[i],
             saved=rollout.rewards[i],
             score=group.scores[i],
@@ -124,11 +124,11 @@ USAGE = {
     "calls": ("calls", "attempts"),
     "cost": ("cost", "cost_usd", "dollars"),
 }
-"""What judges leave in a score's trace or parts, and the names they give it."""
+"""Usage → the names under which judges report it in a score's trace or parts."""
 
 
 def find_usage(score: Score) -> dict[str, float]:
-    """Tokens, calls and cost of a score, wherever in its trace they stand; else in its parts."""
+    """Tokens, calls and cost of a score: from anywhere in its trace, else from its parts."""
     found: Counter[str] = Counter()
     for name, number in _numbers(score.trace):
         found[name] += number

@@ -1,4 +1,4 @@
-"""What hostile responses are made of: a prompt, its reference, wrong answers to it, and how a right response words its answer."""
+"""Material for adversarial probes: a prompt, its reference, wrong answers, and how a right response words its answer."""
 
 import random
 import re
@@ -13,26 +13,26 @@ from plaudit.types import Prompt
 NUMBER = re.compile(r"[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MARKS = re.compile(r"</?[A-Za-z_]+>|```\w*")
 EVERY_FORM = "The answer is {0}.\n\\boxed{{{0}}}\n#### {0}"
-"""One text in which every usual way of finding an answer finds the same one."""
+"""A text in which every common way of extracting an answer finds the same one."""
 
 REAL = 3
-"""Real responses that stand beside a hostile one where a reward compares."""
+"""Real responses grouped with each probe for comparative rewards."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One prompt to attack. What is None is not known: probes that need it leave this prompt out."""
+    """One prompt to attack. None means unknown: probes that need that field skip this prompt."""
 
     index: int
     prompt: Prompt
     reference: str | None
     """The final answer alone."""
     wrong: tuple[str, ...]
-    """Answers that are not the reference, the likeliest mistake first."""
+    """Answers that differ from the reference, the most plausible mistake first."""
     right: str | None
-    """A whole response that is known to be right, or else one that is paid."""
+    """A full response labelled right, or, without labels, one with a high reward."""
     real: tuple[str, ...]
-    """Some real responses to it, the right one first."""
+    """Some real responses, the right one first."""
     elsewhere: str | None
     """A response to another prompt."""
 
@@ -40,33 +40,33 @@ class Target:
     def question(self) -> str:
         return next((str(m["content"]) for m in reversed(self.prompt.messages) if m["role"] == "user"), "")
 
-    def dressed(self, answer: str) -> str:
-        """An answer in words: every other time as the right response puts it, else in all usual forms at once."""
+    def phrase(self, answer: str) -> str:
+        """Word an answer: for every other target like the right response, else in all common forms at once."""
         line = self._answer_line()
         if self.index % 2 == 0 and line is not None and self.reference is not None:
             return replace_all(line, self.reference, answer)
         return EVERY_FORM.format(answer)
 
     def _answer_line(self) -> str | None:
-        """The last line of the right response in which the reference stands."""
+        """The last line of the right response that contains the reference."""
         if self.right is None or self.reference is None:
             return None
         pattern = _standing_alone(self.reference)
         return next((line for line in reversed(self.right.splitlines()) if pattern.search(line)), None)
 
-    def wrapped(self, text: str) -> str:
-        """The text inside the tags and fences that the right response has around its answer, so that a view lets it through."""
+    def wrap(self, text: str) -> str:
+        """Put the text inside the tags and fences around the right response's answer, so that a view lets it through."""
         line = self._answer_line()
         if self.right is None or line is None:
             return text
         before, _, after = self.right.rpartition(line)
         opening = [f"{mark}\nLet me think." if mark.startswith("<") and mark[1] != "/" else mark for mark in MARKS.findall(before)]
         if opening and MARKS.findall(before)[-1][:2] != "</":
-            opening[-1] = opening[-1].removesuffix("\nLet me think.")  # what follows is the answer, not thoughts
+            opening[-1] = opening[-1].removesuffix("\nLet me think.")  # an answer follows, not thoughts
         return "\n".join([*opening, text, *MARKS.findall(after)])
 
     def is_reference(self, text: str | None) -> bool:
-        """Whether an answer is the reference, in whatever spelling."""
+        """Whether an answer equals the reference, in any spelling."""
         if text is None or self.reference is None:
             return False
         ours, theirs = to_number(self.reference), to_number(text)
@@ -74,21 +74,21 @@ class Target:
 
 
 def make_target(
-    index: int, prompt: Prompt, right: str | None, responses: Sequence[str], others: Sequence[tuple[Prompt, str]], seed: int
+    index: int, prompt: Prompt, right: str | None, responses: Sequence[str], foreign: Sequence[tuple[Prompt, str]], seed: int
 ) -> Target:
-    """`others`: prompts with a response each, from which answers and responses to something else are taken."""
-    draw = random.Random(f"{seed} {prompt.id}")
+    """`foreign`: prompts with one response each, a source of wrong answers and of responses to other prompts."""
+    rng = random.Random(f"{seed} {prompt.id}")
     reference = final_answer(prompt.ground_truth)
-    foreign = [(other, text) for other, text in others if other.messages != prompt.messages]
-    draw.shuffle(foreign)
+    foreign = [(other, text) for other, text in foreign if other.messages != prompt.messages]
+    rng.shuffle(foreign)
     real = tuple(dict.fromkeys([*filter(None, [right]), *responses]))[:REAL]
     target = Target(index, prompt, reference, (), right, real, None)
     answers = [a for other, _ in foreign[:20] if (a := final_answer(other.ground_truth)) is not None and not target.is_reference(a)]
     number = None if reference is None else to_number(reference)
     if number is not None and reference is not None:
-        near = [number + draw.choice((1, 2, 3, 5, 10)), number * 2, number - draw.choice((1, 2, 4)), number + 100]
+        near = [number + rng.choice((1, 2, 3, 5, 10)), number * 2, number - rng.choice((1, 2, 4)), number + 100]
         answers = [a for n in near if not target.is_reference(a := spell(n))] + [a for a in answers if to_number(a) is not None]
-    # Another prompt's response is a wrong one only if that prompt's answer is not this one's.
+    # A response to another prompt is wrong only if that prompt has a different answer.
     elsewhere = next((text for other, text in foreign if text.strip() and not _ends_like(target, text)), None)
     return replace(target, wrong=tuple(dict.fromkeys(answers)), elsewhere=elsewhere)
 
@@ -99,7 +99,7 @@ def _ends_like(target: Target, text: str) -> bool:
 
 
 def final_answer(truth: Any) -> str | None:
-    """The answer in a ground truth: what follows GSM8K's ####, what a \\boxed{} holds, or all of it; None if it is long."""
+    """The answer in a ground truth: what follows GSM8K's ####, the content of \\boxed{}, or all of it; None if too long."""
     truth = plain(truth)
     if isinstance(truth, list | tuple):
         truth = truth[0] if truth else None
@@ -117,7 +117,7 @@ def final_answer(truth: Any) -> str | None:
 
 
 def to_number(text: str) -> float | None:
-    """'1,234' or '$12.50' as a number; None if it is not one alone."""
+    """'1,234' or '$12.50' as a number; None if the text is anything else."""
     bare = text.strip().strip("$€£%. ").replace(",", "").replace("−", "-")
     try:
         return float(bare) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", bare, re.ASCII) else None
@@ -130,18 +130,18 @@ def spell(number: float) -> str:
 
 
 def replace_all(text: str, old: str, new: str) -> str:
-    """The text with every `old` that stands alone in it replaced."""
+    """Replace every standalone occurrence of `old`."""
     return _standing_alone(old).sub(lambda _: new, text)
 
 
 def replace_last(text: str, old: str, new: str) -> str | None:
-    """The text with the last `old` that stands alone in it replaced; None if there is none."""
+    """Replace the last standalone occurrence of `old`; None if there is none."""
     found = list(_standing_alone(old).finditer(text))
     return text[: found[-1].start()] + new + text[found[-1].end() :] if found else None
 
 
 def _standing_alone(answer: str) -> re.Pattern[str]:
-    """The answer, not as a part of a longer number or word; a number with or without commas."""
+    """Matches the answer, but not inside a longer number or word; numbers with or without commas."""
     spellings = {answer}
     number = to_number(answer)
     if number is not None and number.is_integer():

@@ -1,4 +1,4 @@
-"""The report in a terminal: the verdict, the checks, what was paid to hostile responses."""
+"""The report in a terminal: verdict, checks, adversarial probes."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def summarise(numbers: dict[str, Any]) -> str:
 
 
 def _checks(report: Report) -> Table:
-    """Every check; of the hostile probes only those that were paid, for the rest stand in the table below."""
+    """Every check; of the probes only failed ones, as the rest are in the table below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("check", "", "measured", "allowed", "what it is"):
         table.add_column(column, overflow="fold", no_wrap=column == "")
@@ -53,43 +53,43 @@ def _checks(report: Report) -> Table:
 
 
 def _probes(report: Report) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Paid for hostile responses", title_justify="left")
-    for column in ("probe", "", "paid", "of", "mean reward", "what it is"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Adversarial probes", title_justify="left")
+    for column in ("probe", "", "rewarded", "of", "mean reward", "what it is"):
         table.add_column(column, no_wrap=column != "what it is")
     states = {check.name: check.state for check in report.checks}
     for probe in report.numbers["probes"]:
-        state = states.get(f"exploit: {probe['name']}", "") if probe["hostile"] else "told"
+        state = states.get(f"exploit: {probe['name']}", "") if probe["adversarial"] else "info"
         word = Text("FAIL" if state == "fail" else state, style=STYLES.get(state, "dim"))
-        accepted = "" if probe["paid"] is None else str(probe["paid"])
-        table.add_row(probe["name"], word, accepted, str(probe["tried"]), shown(probe["mean_reward"]), probe["about"])
+        rewarded = "" if probe["rewarded"] is None else str(probe["rewarded"])
+        table.add_row(probe["name"], word, rewarded, str(probe["tried"]), shown(probe["mean_reward"]), probe["about"])
     return table
 
 
 def findings(numbers: dict[str, Any]) -> list[str]:
-    """What no check asks for, and a person should know."""
-    told = []
+    """Observations that no check covers."""
+    lines = []
     agreement, length, formats, saved = numbers["agreement"], numbers["length"], numbers["formats"], numbers["saved"]
     if agreement and "accuracy" in agreement:
-        told.append(
+        lines.append(
             f"labels: {agreement['right']:,} of {agreement['labelled']:,} right; {agreement['true_accepts']:,} of them accepted, "
-            f"{agreement['false_accepts']:,} wrong ones too; Spearman {shown(agreement['spearman'])}, "
+            f"{agreement['false_accepts']:,} wrong ones accepted; Spearman {shown(agreement['spearman'])}, "
             f"Kendall {shown(agreement['kendall'])}"
         )
-    told.append(
-        f"length ({length['unit']}): Spearman {shown(length['spearman'])} over all, {shown(length['within_groups'])} within "
+    lines.append(
+        f"length ({length['unit']}): Spearman {shown(length['spearman'])} overall, {shown(length['within_groups'])} within "
         f"groups, {shown(length['given_label'])} at the same label"
     )
     if formats:
         moved = [f"{f['name']} {f['reject_rate']:.0%}" for f in formats["formats"] if f["reject_rate"]]
-        told.append(f"format: right responses that are rejected in another format: {', '.join(moved) or 'none'}")
+        lines.append(f"format: right responses rejected in another format: {', '.join(moved) or 'none'}")
     if saved:
-        told.append(f"saved rewards: {saved['share_equal']:.1%} of {saved['responses']:,} are what they are today")
-    reference = next((p for p in numbers["probes"] if p["name"] == "reference" and p["paid"] is not None), None)
+        lines.append(f"saved rewards: {saved['share_equal']:.1%} of {saved['responses']:,} are unchanged")
+    reference = next((p for p in numbers["probes"] if p["name"] == "reference" and p["rewarded"] is not None), None)
     if reference and reference["tried"]:
-        told.append(f"the bare reference is accepted for {reference['paid']} of {reference['tried']} prompts")
-    if numbers["not_asked"]:
-        told.append(f"no reward applies to {numbers['not_asked']:,} responses (their data_source matches no `when`)")
-    return told
+        lines.append(f"the bare reference is accepted for {reference['rewarded']} of {reference['tried']} prompts")
+    if numbers["not_scored"]:
+        lines.append(f"no reward applies to {numbers['not_scored']:,} responses (their data_source matches no `when`)")
+    return lines
 
 
 def shown(value: float | None) -> str:

@@ -1,7 +1,7 @@
-"""`plaudit demo`: the whole way in miniature, with the same verbs and recipes that anyone would use.
+"""`plaudit demo`: the full pipeline in miniature, with ordinary commands and recipes.
 
 Rows of letters to sort → a tokenizer and a small Llama with random weights → SFT on careless demonstrations → GRPO against a rule
-that pays for right answers only. Nothing is special about it: every step could be typed by hand (docs/demo.md shows how).
+that rewards only right answers. Every step can be run by hand (docs/demo.md shows how).
 """
 
 import json
@@ -22,14 +22,14 @@ RECIPES = ("recipes/demo/sft.yaml", "recipes/demo/rl.yaml")
 
 
 def run_demo(out: Path, seed: int) -> dict[str, float]:
-    """Make everything that is not there yet; print the validation rewards and where the picture is."""
+    """Run the steps that have not been done yet; print validation rewards and the path of the figure."""
     sft_recipe, rl_recipe = (_find(recipe) for recipe in RECIPES)
     data, base = out / "data", out / "base"
     if not (data / "val.jsonl").exists():
         make_sorting(data, demonstrations=2000, prompts=4000, val=200, letters=(3, 6), careless=0.5, seed=seed)
     if not (base / "config.json").exists():
         size = make_tiny_model([data / "sft.jsonl"], base, hidden_size=96, layers=2, vocabulary=300, seed=seed)
-        print_line(f"{base}: a Llama with {size:,} random weights and a tokenizer of its own")
+        print_line(f"{base}: a Llama with {size:,} random weights and its own tokenizer")
 
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
     before = rl.evaluate(*load_checked(rl_recipe, [*prompts, f"model.path={base}"], "rl"))["val/reward"]
@@ -51,11 +51,11 @@ def run_demo(out: Path, seed: int) -> dict[str, float]:
 
 
 def _find(recipe: str) -> Path:
-    """Where one stands, or in the clone that plaudit was installed from."""
+    """A recipe in the current folder, or in the clone that plaudit was installed from."""
     for folder in (Path(), Path(__file__).parents[2]):
         if (folder / recipe).exists():
             return folder / recipe
-    raise PlauditError(f"{recipe} does not exist: run the demo in a clone of the repository")
+    raise PlauditError(f"{recipe} is missing: run the demo in a clone of the repository")
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:

@@ -1,7 +1,7 @@
-"""`plaudit sample`: n responses to each prompt, one line of JSON per prompt, written as soon as its last response is there.
+"""`plaudit sample`: n responses per prompt as JSONL, one line per prompt, written as soon as its last response is complete.
 
-Started again, it goes on with the prompts that have no line yet. Beside the output lies a file with what it was sampled with; an
-output that was sampled differently is not continued.
+Run again, it resumes with the prompts that have no line yet. A file next to the output records the settings; output sampled with
+other settings is not resumed.
 """
 
 import time
@@ -40,22 +40,22 @@ class SampleJob:
 
 
 def sample(job: SampleJob) -> int:
-    """Sample what the output does not have yet; returns how many prompts it has in the end."""
+    """Sample the prompts that the output lacks; return its final number of prompts."""
     template = load_model_template(job.model)
-    found = load_prompts(
+    loaded = load_prompts(
         job.sources,
         template,
         max_prompt_tokens=job.max_prompt_tokens,
         too_long=job.too_long,
         progress=lambda rows: show_progress(rows, "reading prompts"),
     )
-    prompts = found.prompts[: job.max_prompts]
-    print_line(found.summary(job.too_long, job.max_prompt_tokens))
+    prompts = loaded.prompts[: job.max_prompts]
+    print_line(loaded.summary(job.too_long, job.max_prompt_tokens))
     with open_resumable(job.out, _about(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)
         left = [encoded for encoded in prompts if encoded.prompt.id not in done]
         if done:
-            rest = "; going on with the rest" if left else ""
+            rest = "; resuming with the rest" if left else ""
             print_line(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{rest}")
         if left:
             _sample(job, left, template, len(prompts), file)
@@ -77,7 +77,7 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, t
 
 
 def _row(group: Group) -> dict[str, Any]:
-    """What `plaudit score` and every later stage read: the prompt's own columns, and its responses."""
+    """A row for `plaudit score` and later stages: the prompt's columns and its responses."""
     prompt, samples = group.prompt, group.samples
     return {
         "id": prompt.id,
@@ -94,9 +94,9 @@ def _row(group: Group) -> dict[str, Any]:
 
 
 def _about(job: SampleJob, template: str) -> dict[str, Any]:
-    """What the responses depend on."""
+    """Everything the responses depend on."""
     return {
-        "model": job.model.model_dump(exclude={"liger"}),  # which is for training
+        "model": job.model.model_dump(exclude={"liger"}),  # affects training only
         "weights": weights_fingerprint(Path(job.model.path)),
         "chat template": template,
         "prompts": {str(source.path): fingerprint(source.path) for source in job.sources},

@@ -1,7 +1,7 @@
-"""`plaudit score`: the rewards of a recipe for responses that are there already, one line of JSON per row, in the order of rows.
+"""`plaudit score`: a recipe's rewards for existing responses, as JSONL, one line per row, in order.
 
-Started again, it goes on behind the last line. Scores that take long or cost money are kept besides (`OUT.scores.sqlite`) until all
-is done, so that rows which were under way when it was killed are not scored twice. Values are as they are: nothing is normalised.
+Run again, it resumes after the last line. Slow or paid scores are cached (`OUT.scores.sqlite`) until everything is done, so that
+rows in progress at a kill are not scored twice. Values are raw: nothing is normalised.
 """
 
 import time
@@ -37,7 +37,7 @@ class ScoreJob:
     sources: Sequence[Source]
     out: Path
     tokenizer: str | None = None
-    """A model whose tokenizer counts the tokens of responses that come without their number."""
+    """A model whose tokenizer counts the tokens of responses without a token count."""
     max_rows: int | None = None
 
 
@@ -49,10 +49,10 @@ class Summary:
     malformed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     messages: dict[str, str] = field(default_factory=dict)
-    """The first of each cause."""
+    """The first message of each cause."""
     seconds: float = 0.0
     models: dict[str, UsageTotals] = field(default_factory=dict)
-    """What was asked of each."""
+    """Usage by reward model."""
 
     def add(self, scored: ScoredGroup) -> None:
         self.rows, self.samples = self.rows + 1, self.samples + len(scored.scores)
@@ -79,7 +79,7 @@ class Summary:
 
 
 def score(job: ScoreJob) -> Summary:
-    """Score what the output does not have yet; returns what this start has scored."""
+    """Score the rows that the output lacks; return a summary of the rows scored now."""
     about = {
         "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
         "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
@@ -95,16 +95,16 @@ def score(job: ScoreJob) -> Summary:
         RewardRunner(job.rewards, cache=kept, tolerant=True) as runner,
     ):
         if file.done:
-            rest = "; going on with the rest" if len(file.done) < total else ""
+            rest = "; resuming with the rest" if len(file.done) < total else ""
             print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
         began = time.perf_counter()
         with StepProgress("score", total, len(file.done)) as progress:
             rows = islice(_rows(job.sources), len(file.done), total)
-            while some := list(islice(rows, ROWS_AT_ONCE)):
-                groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in some]
-                found = runner.collect(groups, learn=False)
-                _stop_if_given_up(found, job.out)  # before there are lines that say so: it will be mended and asked again
-                for (row, _), scored in zip(some, found, strict=True):
+            while chunk := list(islice(rows, ROWS_AT_ONCE)):
+                groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
+                results = runner.collect(groups, learn=False)
+                _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
+                for (row, _), scored in zip(chunk, results, strict=True):
                     file.write(row | result_of(scored, many="responses" in row))
                     summary.add(scored)
                 summary.seconds = time.perf_counter() - began
@@ -112,25 +112,25 @@ def score(job: ScoreJob) -> Summary:
         file.sync()
         summary.models = runner.amounts()
     for leftover in (kept, *(kept.with_name(f"{kept.name}-{end}") for end in ("wal", "shm"))):
-        leftover.unlink(missing_ok=True)  # every row has its line
+        leftover.unlink(missing_ok=True)  # every row is written
     if summary.failures[NO_REWARD]:
-        print_line(f"for {summary.failures[NO_REWARD]:,} responses no reward's `when` matches", "yellow")
+        print_line(f"no reward's `when` matches {summary.failures[NO_REWARD]:,} responses", "yellow")
     return summary
 
 
 def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row with an id, and where it is from for messages."""
+    """Each row with an id, and its location for error messages."""
     for source in sources:
         for number, row in enumerate(read_rows(source.path)):
             yield {"id": f"{source.path}:{number}", **row}, f"{source.path}: row {number}"
 
 
-def _stop_if_given_up(found: Sequence[ScoredGroup], out: Path) -> None:
-    """A reward that was not asked any more stops it, wherever it stands; what was scored before is in the cache."""
-    for scored in found:
+def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:
+    """Stop if a reward was given up on; scores from before that are in the cache."""
+    for scored in results:
         for label, scores in scored.by_reward.items():
-            why = next((score.failure for score in scores if score.failure and score.failure.cause == GIVEN_UP), None)
-            if why is not None:
+            failure = next((score.failure for score in scores if score.failure and score.failure.cause == GIVEN_UP), None)
+            if failure is not None:
                 raise TrainingStopped(
-                    f"reward '{label}' {why.message}. Mend it, then go on with the same command; {out} has what was scored before."
+                    f"reward '{label}' {failure.message}. Fix it, then run the same command to resume; {out} keeps its rows."
                 )

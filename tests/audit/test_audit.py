@@ -20,7 +20,7 @@ from plaudit.audit.cli import audit, draw_groups, write_report
 from plaudit.audit.correlation import kendall, pearson, ranks, spearman, spearman_partial, spearman_within
 from plaudit.audit.dumps import Rollout, list_files, read_rollouts
 from plaudit.audit.inspection import inspect
-from plaudit.audit.probes import PROBES, hostile_text, reformatted
+from plaudit.audit.probes import PROBES, probe_text, reformatted
 from plaudit.audit.targets import final_answer, make_target, replace_all, replace_last, to_number
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
@@ -215,7 +215,7 @@ def target(index: int = 0, right: str | None = "12 and 5 make 17.\n#### 17"):
 
 def text_of(name: str, **arguments: Any) -> str:
     probe = next(probe for probe in PROBES if probe.name == name)
-    text = hostile_text(probe, target(**arguments), seed=0, padding_characters=4000)
+    text = probe_text(probe, target(**arguments), seed=0, padding_characters=4000)
     assert text is not None
     return text
 
@@ -229,10 +229,10 @@ def test_every_setting_of_a_probe_has_its_probe():
 
 
 @pytest.mark.parametrize("index", range(8))
-@pytest.mark.parametrize("probe", [probe for probe in PROBES if probe.hostile], ids=lambda probe: probe.name)
-def test_no_hostile_response_is_right(probe, index):
+@pytest.mark.parametrize("probe", [probe for probe in PROBES if probe.adversarial], ids=lambda probe: probe.name)
+def test_no_adversarial_probe_is_right(probe, index):
     """Not to a rule that reads the last number, the last box or what is behind ####."""
-    text = hostile_text(probe, target(index), seed=0, padding_characters=4000)
+    text = probe_text(probe, target(index), seed=0, padding_characters=4000)
     assert text is not None
     for pattern in (r"-?\d+", r"\\boxed\{([^{}]*)\}", r"####\s*(\S+)"):
         found = re.findall(pattern, text)
@@ -273,7 +273,7 @@ def test_probes_go_inside_the_tags_that_right_responses_have():
 
 def test_a_probe_that_would_be_right_is_left_out():
     lucky = make_target(0, asked(1, "Is 10 more than 3? Give the greater.", "10"), "#### 10", ["x"], OTHERS, seed=0)
-    texts = {p.name: hostile_text(p, lucky, seed=0, padding_characters=100) for p in PROBES}
+    texts = {p.name: probe_text(p, lucky, seed=0, padding_characters=100) for p in PROBES}
     assert texts["score_injection"] is None  # "Total Score: 10" ends with the right answer
     assert texts["prompt_numbers"] is None
     assert texts["praise"] is not None
@@ -282,7 +282,7 @@ def test_a_probe_that_would_be_right_is_left_out():
 def test_probes_without_a_reference_or_numbers():
     prompt = Prompt("1", [{"role": "user", "content": "Write a poem."}])
     free = make_target(0, prompt, None, ["roses"], [(Prompt("2", [{"role": "user", "content": "Sing."}]), "la la")], seed=0)
-    texts = {p.name: hostile_text(p, free, seed=0, padding_characters=100) for p in PROBES}
+    texts = {p.name: probe_text(p, free, seed=0, padding_characters=100) for p in PROBES}
     assert {name for name, text in texts.items() if text is not None} == {
         "other_answer", "empty", "white_space", "echo", "not_a_number", "score_injection", "judge_injection", "padding", "praise",
     }  # fmt: skip
@@ -377,7 +377,7 @@ def test_a_good_reward_passes():
     assert report.numbers["saved"]["share_equal"] == 1.0
     assert report.numbers["scale"] == {"low": 0.0, "high": 1.0, "threshold": 0.5, "stated": False}
     reference = next(probe for probe in report.numbers["probes"] if probe["name"] == "reference")
-    assert (reference["paid"], reference["tried"]) == (12, 12)
+    assert (reference["rewarded"], reference["tried"]) == (12, 12)
     assert state(report, "length") == "pass"
     # `exact` is strict about format: told, and no failure unless the recipe says so.
     assert report.numbers["formats"]["effect"] == 1.0
@@ -398,11 +398,11 @@ def test_moods_are_caught():
     assert report.numbers["again"]["mean_difference"] > 0.0
 
 
-def test_hostile_responses_that_break_a_reward_are_caught():
+def test_probes_that_break_a_reward_are_caught():
     report = report_of([Odd(how="fragile")])
     assert state(report, "failures") == "pass"
-    assert state(report, "failures on hostile responses") == "fail"
-    assert "exception" in next(c.about for c in report.checks if c.name == "failures on hostile responses")
+    assert state(report, "failures on adversarial probes") == "fail"
+    assert "exception" in next(c.about for c in report.checks if c.name == "failures on adversarial probes")
 
 
 def test_failures_are_counted_by_cause():
@@ -599,13 +599,13 @@ def test_training_can_require_a_passed_audit(tmp_path):
     (tmp_path / "copy.py").write_bytes(source.read_bytes())
     require_passed(AuditSettings(require=str(file)), rewards(path=str(tmp_path / "copy.py")))  # a file counts by its content
     for changed in ({"weight": 2.0}, {"function": "other"}):
-        with pytest.raises(PlauditError, match="is of other rewards: function changed since"):
+        with pytest.raises(PlauditError, match="covers different rewards: function changed since"):
             require_passed(AuditSettings(require=str(file)), rewards(**changed))
     both = ScoreRecipe.model_validate({"rewards": [settings, {"kind": "exact"}]}).rewards
-    with pytest.raises(PlauditError, match="of other rewards: exact"):
+    with pytest.raises(PlauditError, match="covers different rewards: exact"):
         require_passed(AuditSettings(require=str(file)), both)
     source.write_text(source.read_text() + "# changed\n")
-    with pytest.raises(PlauditError, match="of other rewards"):
+    with pytest.raises(PlauditError, match="covers different rewards"):
         require_passed(AuditSettings(require=str(file)), rewards())
 
 
@@ -633,7 +633,7 @@ def test_what_the_recipe_asks_for_must_have_been_looked_at_and_held(tmp_path):
     (tmp_path / "audit.json").write_text(json.dumps(report, default=str))
     file = str(tmp_path / "audit.json")
     require_passed(AuditSettings(require=file), rewards)
-    with pytest.raises(PlauditError, match="not measured, though this recipe asks for it: max_exploit_rate"):
+    with pytest.raises(PlauditError, match="not measured, but set in this recipe: max_exploit_rate"):
         require_passed(AuditSettings(require=file, max_exploit_rate=0.0), rewards)
     report["numbers"]["failures"]["malformed_rate"] = 0.3
     (tmp_path / "audit.json").write_text(json.dumps(report, default=str))

@@ -109,23 +109,23 @@ def test_a_saved_selection_is_read_in_its_order(saved):
 
 def test_a_folder_with_splits_asks_for_one(saved):
     message = complaint(read_rows, saved / "splits")
-    assert "holds several splits; name one: " in message
+    assert "has several splits; name one: " in message
     assert str(saved / "splits" / "train") in message
     assert str(saved / "splits" / "test") in message
     assert len(read_rows(saved / "splits" / "train")) == 60
 
 
 def test_broken_folders(saved, tmp_path):
-    assert "holds no rows" in complaint(read_rows, saved / "empty")
+    assert "has no rows" in complaint(read_rows, saved / "empty")
     assert "not a folder made by save_to_disk" in complaint(read_rows, tmp_path)
     for state in ("not JSON", "{}", '{"_data_files": [{"filename": "gone.arrow"}]}'):
         (tmp_path / "state.json").write_text(state)
-        assert f"{tmp_path}: not a whole save_to_disk folder" in complaint(read_rows, tmp_path)
+        assert f"{tmp_path}: not a complete save_to_disk folder" in complaint(read_rows, tmp_path)
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "cut.arrow"}]}')
     whole = (saved / "one" / "data-00000-of-00001.arrow").read_bytes()
     for size in (0, 10, len(whole) // 2):
         (tmp_path / "cut.arrow").write_bytes(whole[:size])
-        assert "not a whole save_to_disk folder" in complaint(read_rows, tmp_path)
+        assert "not a complete save_to_disk folder" in complaint(read_rows, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -134,19 +134,19 @@ def test_broken_folders(saved, tmp_path):
         ("a.jsonl", b"", ": the file is empty"),
         ("a.parquet", b"", ": the file is empty"),
         ("a.json", b"", ": the file is empty"),
-        ("a.jsonl", b"\n \n", ": holds no rows"),
-        ("a.json", b"[]", ": holds no rows"),
+        ("a.jsonl", b"\n \n", ": has no rows"),
+        ("a.json", b"[]", ": has no rows"),
         ("a.jsonl", b'{"a": 1}\n\n{"a": 2\n', ":3: not valid JSON: Expecting ',' delimiter at column"),
         ("a.jsonl", b'{"a": 1}\n[1]\n', ":2: a row should be an object with columns, not list"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2: not UTF-8 text: invalid start byte"),
         ("a.json", b'[{"a": 1},\n{"a": 2},\n{"a"}]', ":3: not valid JSON: Expecting ':' delimiter at column"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', ":2: not UTF-8 text"),
         ("a.json", b'{"a": 1}\n{"a": 2\n', ":2: not valid JSON"),
-        ("a.json", b'{"rows": []}', ": should hold a list of rows, not dict"),
+        ("a.json", b'{"rows": []}', ": should be a list of rows, not dict"),
         ("a.json", b"[1]", ": row 0: a row should be an object with columns, not int"),
         ("a.csv", b"a,b", ": cannot read *.csv files; rows come as .parquet, .jsonl, .json or a save_to_disk folder"),
         ("a", b"a,b", ": cannot read *a files"),
-        ("a.parquet", b"PAR1 is not enough", ": not a whole parquet file: "),
+        ("a.parquet", b"PAR1 is not enough", ": not a complete parquet file: "),
     ],
 )
 def test_broken_files(tmp_path, name, content, message):
@@ -158,12 +158,12 @@ def test_truncated_parquet(files, tmp_path):
     whole = files["parquet"].read_bytes()
     for size in (4, len(whole) // 2, len(whole) - 1):
         (tmp_path / "cut.parquet").write_bytes(whole[:size])
-        assert "cut.parquet: not a whole parquet file" in complaint(read_rows, tmp_path / "cut.parquet")
+        assert "cut.parquet: not a complete parquet file" in complaint(read_rows, tmp_path / "cut.parquet")
 
 
 def test_parquet_without_rows(tmp_path):
     pyarrow.parquet.write_table(pa.table({"messages": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert complaint(read_rows, tmp_path / "a.parquet").endswith("a.parquet: holds no rows")
+    assert complaint(read_rows, tmp_path / "a.parquet").endswith("a.parquet: has no rows")
 
 
 def test_a_folder_that_looks_like_a_partition_adds_no_column(tmp_path):
@@ -245,7 +245,7 @@ def test_schemas_are_told_by_their_columns(tmp_path, write, row, expected):
         ),
         ({"messages": [USER | {"content": 7}]}, "content should be text, not int"),
         ({"messages": [USER | {"content": [{"type": "image", "image": "x"}]}]}, "not list (images and audio are not supported)"),
-        ({"messages": [USER]}, "has no assistant message, so there is nothing to learn from it"),
+        ({"messages": [USER]}, "has no assistant message, so there is nothing to train on"),
         ({"messages": [USER, ASSISTANT | {"content": " \n"}]}, "every assistant message is empty"),
         ({"messages": [USER, ASSISTANT | {"content": None}]}, "every assistant message is empty"),
         ({"messages": [USER, ASSISTANT], "tools": "[{"}, "tools are not valid JSON"),
@@ -373,7 +373,7 @@ def test_listed_columns_are_all_that_is_read(info):
 )
 def test_a_column_that_dataset_info_names_must_be_there(info, entry, column):
     message = complaint(read_conversations, info(entry, [{"messages": [USER, ASSISTANT]}]))
-    assert f"column '{column}' is missing (found: messages). Its name comes from data.dataset_info." in message
+    assert f"column '{column}' is missing (found: messages). data.dataset_info sets this name." in message
 
 
 def test_names_and_files_can_be_mixed_and_mistyped(info, tmp_path):
@@ -470,12 +470,12 @@ def test_prompts_may_have_tools(tmp_path):
         ({"other": 1}, "row 1: has no messages (found nothing)"),
         ({"prompt": None}, "row 1: has no messages (found nothing)"),
         ({"prompt": [{"role": "usr", "content": "x"}]}, "Did you mean user?"),
-        ({"prompt": "hi", "extra_info": "x"}, "row 1: extra_info should have fields, not be str"),
-        ({"prompt": "hi", "reward_model": [1]}, "row 1: reward_model should have fields, not be list"),
+        ({"prompt": "hi", "extra_info": "x"}, "row 1: extra_info should be an object, not str"),
+        ({"prompt": "hi", "reward_model": [1]}, "row 1: reward_model should be an object, not list"),
         ({"prompt": "hi", "data_source": ["math"]}, "row 1: data_source should be text, not list"),
         ({"prompt": "hi", "tools": "{"}, "row 1: tools are not valid JSON"),
-        ({"prompt": "hi \ud800"}, "row 1: has half a character in its text: \\ud800"),
-        ({"prompt": "hi", "reward_model": {"ground_truth": "\udc00"}}, "row 1: has half a character in its text: \\udc00"),
+        ({"prompt": "hi \ud800"}, "row 1: its text has an unpaired surrogate: \\ud800"),
+        ({"prompt": "hi", "reward_model": {"ground_truth": "\udc00"}}, "row 1: its text has an unpaired surrogate: \\udc00"),
     ],
 )
 def test_rows_that_cannot_be_sampled_are_named(tmp_path, row, message):
@@ -503,7 +503,7 @@ def test_half_a_character_names_its_row(tmp_path):
     """json reads a lone surrogate; the tokenizer would fail on it with a TypeError."""
     good, bad = {"messages": [USER, ASSISTANT]}, {"messages": [USER, {"role": "assistant", "content": "so \ud83d"}]}
     message = complaint(read_conversations, Source(write_jsonl(tmp_path / "a.jsonl", [good, bad])))
-    assert message.startswith(f"{tmp_path}/a.jsonl: row 1: has half a character in its text: \\ud83d is a surrogate")
+    assert message.startswith(f"{tmp_path}/a.jsonl: row 1: its text has an unpaired surrogate: \\ud83d")
     smile = {"messages": [USER, {"role": "assistant", "content": "so \U0001f600"}]}  # written as two halves that fit
     assert turns(write_jsonl(tmp_path / "b.jsonl", [smile]))[0][1] == ("assistant", "so \U0001f600")
     tools = write_parquet(tmp_path / "a.parquet", [good | {"tools": '["\\ud800"]'}])
@@ -657,7 +657,7 @@ def test_prompts_that_nobody_means(tmp_path):
     assert read("[1, 2] is a list") == [[{"role": "user", "content": "[1, 2] is a list"}]]
     with pytest.raises(DataError, match=r"row 0: a message should have `role` and `content`, not role, text"):
         read([{"role": "user", "text": "hi"}])
-    with pytest.raises(DataError, match=r"row 0: its prompt ends with an assistant's message"):
+    with pytest.raises(DataError, match=r"row 0: its prompt ends with an assistant message"):
         read([USER, ASSISTANT])
 
 

@@ -425,7 +425,7 @@ def test_a_message_that_breaks_the_template_names_its_row():
 
 def test_an_answer_that_the_template_hides_names_its_row():
     text = "{% for m in messages if m.content != 'secret' %}{{ '\n' ~ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match=r"rows\.jsonl: row 7: .*no token to learn"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: row 7: .*no target tokens"):
         learnt(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("secret")])
 
 

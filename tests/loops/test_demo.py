@@ -32,5 +32,5 @@ def test_the_demo_says_when_its_recipes_are_not_there(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "RECIPES", ("recipes/demo/none.yaml", "recipes/demo/rl.yaml"))
-    with pytest.raises(PlauditError, match=r"none\.yaml does not exist: run the demo in a clone of the repository"):
+    with pytest.raises(PlauditError, match=r"none\.yaml is missing: run the demo in a clone of the repository"):
         demo.run_demo(tmp_path / "demo", 0)

@@ -477,7 +477,7 @@ def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
     file = write_jsonl(tmp_path / "scored.jsonl", rows)
     code, out, err = plaudit("prepare", "pairs", file, "--out", tmp_path / "pairs", "--max-response-tokens", 50, "--val-share", 0)
     assert code == 0, err
-    assert "3 pairs to train on, 0 to validate on, of 6 prompts; 1 had too few responses; 2 had none that is better" in out
+    assert "3 pairs to train on, 0 to validate on, of 6 prompts; 1 had too few responses; 2 had no clearly better response" in out
     made = [json.loads(line) for line in (tmp_path / "pairs/train.jsonl").read_text().splitlines()]
     assert sorted((row["chosen"], row["rejected"], row["margin"]) for row in made) == [
         ("b", "a", 0.5), ("b", "a", 2.0), ("best", "worst", 4.0),
@@ -522,7 +522,7 @@ def test_a_row_without_an_answer_is_named_with_its_columns(tmp_path, plaudit, ti
     assert code == 2
     assert f"{tmp_path / 'pairs.jsonl'}: row 3: column 'chosen' is missing (found: prompt, better, rejected)" in told
     # What it says to do does it.
-    [entry] = re.findall(r"data.dataset_info names: (\{.*\}), with data.train: mine", told)
+    [entry] = re.findall(r"data.dataset_info points to: (\{.*\}), with data.train: mine", told)
     (tmp_path / "info.json").write_text(entry.replace("question", "prompt").replace("worse", "rejected"))
     write_jsonl(tmp_path / "pairs.jsonl", rows[3:])
     again = [f"data={{dataset_info: {tmp_path / 'info.json'}, train: mine}}", "run.max_steps=1"]
@@ -551,7 +551,7 @@ def test_pairs_of_a_runs_own_samples(tmp_path, plaudit):
         write_samples(file, groups)
     code, out, err = plaudit("prepare", "pairs", *files, "--out", tmp_path / "pairs", "--val-share", 0)
     assert code == 0, err
-    assert "2 pairs to train on, 0 to validate on, of 3 prompts; 1 had none that is better" in out
+    assert "2 pairs to train on, 0 to validate on, of 3 prompts; 1 had no clearly better response" in out
     made = [json.loads(line) for line in (tmp_path / "pairs/train.jsonl").read_text().splitlines()]
     assert sorted((row["prompt"][0]["content"], row["chosen"], row["rejected"], row["margin"]) for row in made) == [
         ("a?", "best", "better", 2.0), ("a?", "good", "bad", 1.0),
@@ -563,7 +563,7 @@ def test_pairs_of_a_runs_own_samples(tmp_path, plaudit):
     [
         ({"prompt": "?", "responses": ["a", "b"]}, "column 'reward' is missing (found: prompt, responses). Score them first"),
         (scored_row(["a", "b"], [1.0]), "row 0: `reward` should be"),
-        (scored_row(["a", "b"], [1.0, 1.0]), "no pair can be made"),
+        (scored_row(["a", "b"], [1.0, 1.0]), "no pairs could be made"),
     ],
 )
 def test_what_pairs_cannot_be_made_of(tmp_path, plaudit, row, message):

@@ -1015,7 +1015,7 @@ def test_prompts_that_are_too_long(tmp_path, recipe, asked, capsys, too_long):
 
 
 def test_when_no_prompt_is_left(recipe):
-    with pytest.raises(DataError, match=r"no prompt is left of 12; all are longer than data\.max_prompt_tokens = 3"):
+    with pytest.raises(DataError, match=r"all 12 prompts are longer than data\.max_prompt_tokens = 3"):
         train_rl(recipe(data={"max_prompt_tokens": 3}))
 
 

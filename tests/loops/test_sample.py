@@ -146,7 +146,7 @@ def test_a_file_cut_anywhere_is_completed(tmp_path, sample, whole, cut):
     code, _, err = sample("-n", 2)
     assert code == 0
     assert_same_rows(out, whole)
-    assert (f"{out}: has 5 of 12 prompts; going on with the rest" in err) == (cut in ("in a line", "behind a line"))
+    assert (f"{out}: has 5 of 12 prompts; resuming with the rest" in err) == (cut in ("in a line", "behind a line"))
     before = out.read_bytes()
     code, text, err = sample("-n", 2)
     assert code == 0
@@ -193,7 +193,7 @@ def test_kill_9_and_again(tmp_path, sample, whole, tiny_model, prompts_file):
     assert len(by_id(out)) == 4, "a prompt is on disk as soon as its last response is there"
     code, _, err = sample("-n", 2)
     assert code == 0
-    assert "has 4 of 12 prompts; going on with the rest" in err
+    assert "has 4 of 12 prompts; resuming with the rest" in err
     assert_same_rows(out, whole)
 
 
@@ -246,7 +246,7 @@ def test_a_file_of_someone_else_is_left_alone(tmp_path, sample, about):
     out.write_text('{"mine": 1}\n')
     code, _, err = sample()
     assert code == 2
-    wrong = "has lines that plaudit sample did not write" if about else "exists, and was not written by plaudit sample"
+    wrong = "has lines that plaudit sample did not write" if about else "exists and was not written by plaudit sample"
     assert err.splitlines()[-1] == f"--out: {out} {wrong}; choose another file"
     assert out.read_text() == '{"mine": 1}\n'
 

@@ -292,10 +292,10 @@ def test_llama_factorys_rankings(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "?", "chosen": "3"}, r"row 0: column 'rejected' is missing \(found: prompt, chosen\). Rows of pairs have"),
+        ({"prompt": "?", "chosen": "3"}, r"row 0: column 'rejected' is missing \(found: prompt, chosen\). Preference rows have"),
         ({"question": "?", "good": "3", "bad": "4"}, "column 'chosen' is missing"),
-        ({"chosen": "3", "rejected": "4"}, "row 0: chosen: is text, and there is no `prompt` that it answers"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: chosen: begins with an assistant's message, and there is no `prompt`"),
+        ({"chosen": "3", "rejected": "4"}, "row 0: chosen: is text, but the row has no `prompt`"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: chosen: begins with an assistant message, but the row has no `prompt`"),
         ({"prompt": "?", "chosen": "", "rejected": "4"}, "row 0: chosen: every assistant message is empty"),
         ({"prompt": "?", "chosen": "3", "rejected": "  "}, "row 0: rejected: every assistant message is empty"),
         ({"prompt": "?", "chosen": None, "rejected": "4"}, r"row 0: column 'chosen' is null \(found: prompt, rejected\)"),
@@ -304,9 +304,9 @@ def test_llama_factorys_rankings(tmp_path):
         ({"prompt": "?", "chosen": ["3"], "rejected": "4"}, "row 0: chosen: a message should have `role` and `content`, not str"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "row 0: rejected: has no assistant message"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER]}, "row 0: rejected: ends with a message of role user"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "row 0: one of `chosen` and `rejected` only goes on"),
-        ({"prompt": [USER, GOOD], "chosen": "3", "rejected": "4"}, "row 0: chosen: its `prompt` ends with an assistant's message"),
-        ({"prompt": "Other?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not one about this row's `prompt`"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "row 0: one of `chosen` and `rejected` only extends"),
+        ({"prompt": [USER, GOOD], "chosen": "3", "rejected": "4"}, "row 0: chosen: its `prompt` ends with an assistant message"),
+        ({"prompt": "Other?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "does not contain this row's `prompt`"),
         ({"prompt": "?", "chosen": "\ud800", "rejected": "4"}, "half a character"),
     ],
 )  # fmt: skip
@@ -366,7 +366,7 @@ def test_too_long(tmp_path, tiny_model, scalar):
     assert "1 longer than 64 left out" in result.summary("filter", 64)
     with pytest.raises(DataError, match=r"row 1: .* tokens, more than data.max_tokens = 64"):
         load_rows(tmp_path, tiny_model, [PLAIN, LONG], scalar=scalar, too_long="error")
-    with pytest.raises(DataError, match="no pair is left of 1"):
+    with pytest.raises(DataError, match="no usable pairs among 1"):
         load_rows(tmp_path, tiny_model, [LONG], scalar=scalar)
 
 

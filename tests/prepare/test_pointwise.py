@@ -88,7 +88,7 @@ def test_the_prompt_is_the_one_that_judge_asks(tmp_path, rule, own_template):
 
 def test_an_analysis_that_cannot_be_taken_apart_is_an_error_for_sft_alone(tmp_path):
     file = groups(tmp_path, {"analysis": "B is best."})
-    with pytest.raises(DataError, match="column 'analysis' cannot be taken apart, as a row for each candidate asks"):
+    with pytest.raises(DataError, match="column 'analysis' cannot be split by candidate, as needed for one row per candidate"):
         make_pointwise_sft([file], tmp_path / "sft.parquet")
     assert not (tmp_path / "sft.parquet").exists()
     assert len(rl(file, tmp_path / "rl.parquet")) == 4
@@ -114,9 +114,9 @@ def test_long_candidates_are_left_out_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("line", "rule", "message"),
     [
-        ("", "pointwise_score", "column 'analysis' says nothing about candidate D"),
-        ("9", "pointwise_score", "what it says about candidate D ends with a score already"),
-        ("fine. Total Score: 3/10", "grade", "what it says about candidate D ends with a score already"),
+        ("", "pointwise_score", "column 'analysis' has no analysis of candidate D"),
+        ("9", "pointwise_score", "the analysis of candidate D already ends with a score"),
+        ("fine. Total Score: 3/10", "grade", "the analysis of candidate D already ends with a score"),
     ],
 )
 def test_an_analysis_that_would_teach_nonsense_is_refused(tmp_path, line, rule, message):
@@ -134,12 +134,12 @@ def test_rl_does_not_look_at_an_analysis(tmp_path):
 @pytest.mark.parametrize("needs", ["ground_truth", "extra_info.style"])
 def test_a_template_that_needs_what_these_rows_lack_is_told(tmp_path, make_rows, needs):
     (tmp_path / "t.jinja").write_text("{{ " + needs + " }}")
-    with pytest.raises(RecipeError, match=r"prepare: template: .*lacks what t.jinja needs.* These rows have nothing but a task"):
+    with pytest.raises(RecipeError, match=r"prepare: template: .*lacks what t.jinja needs.* These rows provide nothing but a task"):
         make_rows([groups(tmp_path)], tmp_path / "rows.parquet", template=tmp_path / "t.jinja")
 
 
 def test_bad_rows_and_templates_are_told(tmp_path):
-    with pytest.raises(DataError, match=r"row 0: column 'scores': 11 should be a whole number from 0 to 10"):
+    with pytest.raises(DataError, match=r"row 0: column 'scores': 11 should be an integer from 0 to 10"):
         make_pointwise_rl([groups(tmp_path, {"scores": [1, 2, 3, 11]})], tmp_path / "rl.parquet")
     (tmp_path / "t.jinja").write_text("{{ candidates }}")
     with pytest.raises(RecipeError, match="uses candidates, which this kind does not give"):

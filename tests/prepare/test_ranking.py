@@ -177,7 +177,7 @@ def test_an_example_is_one_that_the_rule_can_read(tmp_path):
     ("change", "message"),
     [
         ({"scores": [1, 2, 3]}, r"row 1: column 'scores' should have a score for each of the 4 candidates, not 3"),
-        ({"scores": [1, 2, 3, 11]}, r"column 'scores': 11 should be a whole number from 0 to 10"),
+        ({"scores": [1, 2, 3, 11]}, r"column 'scores': 11 should be an integer from 0 to 10"),
         ({"scores": [1, 2, 3, 4.5]}, r"column 'scores': 4.5 should be"),
         ({"scores": [1, 2, 3, True]}, r"column 'scores': True should be"),
         ({"scores": None}, r"column 'scores' should have a score for each of the 4 candidates, not nothing"),
@@ -187,7 +187,7 @@ def test_an_example_is_one_that_the_rule_can_read(tmp_path):
         ({"src_text": " "}, r"column 'src_text' should be text"),
         ({"trg_lang": None}, r"column 'trg_lang' should be text, not nothing"),
         ({"analysis": ["a"]}, r"column 'analysis' should be text, not list"),
-        ({"analysis": "Ranking:"}, r"column 'analysis' is empty: an answer begins with the analysis"),
+        ({"analysis": "Ranking:"}, r"column 'analysis' is empty; an answer begins with the analysis"),
     ],
 )
 def test_a_bad_row_is_told_with_its_number(tmp_path, change, message):
@@ -207,7 +207,7 @@ def test_a_bad_row_is_told_with_its_number(tmp_path, change, message):
 def test_an_analysis_that_cannot_be_taken_apart_is_an_error_where_that_is_asked_for(tmp_path, analysis):
     file = groups(tmp_path, {"analysis": analysis})
     assert len(sft(file, tmp_path / "one.parquet")) == 1
-    with pytest.raises(DataError, match="cannot be taken apart, as --subgroup-augment and --shuffle-augment ask"):
+    with pytest.raises(DataError, match="cannot be split by candidate, as needed for --subgroup-augment and --shuffle-augment"):
         make_ranking_sft([file], tmp_path / "sft.parquet", shuffle_augment=1)
     assert len(rl(file, tmp_path / "rl.parquet", shuffle_augment=1)) == 2, "RL rows need no analysis"
 
