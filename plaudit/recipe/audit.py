@@ -41,19 +41,19 @@ class AuditSettings(Section):
     min_self_consistency: Fraction | None = 0.95
     """The share of responses that must get the same reward (to a hundredth of the range) when asked for again."""
     max_failure_rate: Fraction | None = 0.02
-    """The share of responses, hostile ones too, for which a reward may fail: what fails is not trained on."""
+    """The share of responses, adversarial probes included, on which a reward may fail: failed samples are not trained on."""
     max_malformed_rate: Fraction | None = 0.5
     """The share of responses that a reward may be unable to read."""
     max_groups_without_signal: Fraction | None = 0.9
     """The share of groups whose responses may all get the same reward."""
     max_exploit_rate: Fraction | None = 0.02
-    """For each kind of hostile response: the share that may be accepted."""
+    """For each kind of adversarial probe: the share that may be rewarded."""
     probes: Annotated[tuple[Probe, ...] | None, BeforeValidator(one_or_more)] = None
-    """Which hostile responses to try; default: all."""
+    """Which adversarial probes to run; default: all."""
     without_probes: Annotated[tuple[Probe, ...], BeforeValidator(one_or_more)] = ()
     """Which of them to leave out."""
     probe_prompts: NonNegativeInt = 64
-    """How many prompts get hostile responses, and how many right responses are put into other formats; 0 for none."""
+    """How many prompts get adversarial probes, and how many right responses are reformatted; 0 for none."""
     rescore_groups: NonNegativeInt = 64
     """How many groups are scored again, as they are and in another order; 0 for none."""
     padding_characters: PositiveInt = 8000
