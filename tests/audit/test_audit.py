@@ -202,15 +202,15 @@ def test_rows_that_cannot_be_read_say_why(tmp_path, rows, label, message):
 # Probes --------------------------------------------------------------------------------------------------------------
 
 
-def asked(number: int, question: str, truth: Any) -> Prompt:
+def prompt(number: int, question: str, truth: Any) -> Prompt:
     return Prompt(str(number), [{"role": "user", "content": question}], ground_truth=truth)
 
 
-OTHERS = [(asked(7, "What is 20 + 21?", "41"), "So it is\n#### 41"), (asked(8, "What is 30 - 1?", "29"), "So it is\n#### 29")]
+OTHERS = [(prompt(7, "What is 20 + 21?", "41"), "So it is\n#### 41"), (prompt(8, "What is 30 - 1?", "29"), "So it is\n#### 29")]
 
 
 def target(index: int = 0, right: str | None = "12 and 5 make 17.\n#### 17"):
-    return make_target(index, asked(1, "Tom has 12 apples and 5 pears. How many fruits?", "17"), right, ["x"], OTHERS, seed=0)
+    return make_target(index, prompt(1, "Tom has 12 apples and 5 pears. How many fruits?", "17"), right, ["x"], OTHERS, seed=0)
 
 
 def text_of(name: str, **arguments: Any) -> str:
@@ -272,7 +272,7 @@ def test_probes_go_inside_the_tags_that_right_responses_have():
 
 
 def test_a_probe_that_would_be_right_is_left_out():
-    lucky = make_target(0, asked(1, "Is 10 more than 3? Give the greater.", "10"), "#### 10", ["x"], OTHERS, seed=0)
+    lucky = make_target(0, prompt(1, "Is 10 more than 3? Give the greater.", "10"), "#### 10", ["x"], OTHERS, seed=0)
     texts = {p.name: probe_text(p, lucky, seed=0, padding_characters=100) for p in PROBES}
     assert texts["score_injection"] is None  # "Total Score: 10" ends with the right answer
     assert texts["prompt_numbers"] is None
@@ -288,7 +288,7 @@ def test_probes_without_a_reference_or_numbers():
     }  # fmt: skip
     assert texts["praise"].startswith("la la")
     words = make_target(
-        0, asked(1, "Capital of France?", "Paris"), None, ["Paris"], [(asked(2, "Of Italy?", "Rome"), "Rome")], seed=0
+        0, prompt(1, "Capital of France?", "Paris"), None, ["Paris"], [(prompt(2, "Of Italy?", "Rome"), "Rome")], seed=0
     )
     assert words.wrong == ("Rome",)
     assert words.is_reference("paris ")
@@ -325,7 +325,7 @@ def rollouts(count: int = 12) -> list[Rollout]:
     """Sums, each with a right and a wrong response."""
     sums = [(i + 20, 3 * i + 1) for i in range(count)]
     return [
-        Rollout(asked(i, f"What is {a} + {b}?", str(a + b)), (f"{a + b}", f"{a + b - 1}"), (1.0, 0.0), (1, 1 + i), (1.0, 0.0))
+        Rollout(prompt(i, f"What is {a} + {b}?", str(a + b)), (f"{a + b}", f"{a + b - 1}"), (1.0, 0.0), (1, 1 + i), (1.0, 0.0))
         for i, (a, b) in enumerate(sums)
     ]
 
@@ -340,7 +340,7 @@ def state(report, name: str) -> str:
 
 
 class Odd(Reward):
-    """A reward whose scores a test decides: by the place in the group, or by how often it was asked."""
+    """A reward whose scores a test decides: by the place in the group, or by how often it is called."""
 
     kind: Literal["odd"] = "odd"
     how: str = "place"
@@ -379,7 +379,7 @@ def test_a_good_reward_passes():
     reference = next(probe for probe in report.numbers["probes"] if probe["name"] == "reference")
     assert (reference["rewarded"], reference["tried"]) == (12, 12)
     assert state(report, "length") == "pass"
-    # `exact` is strict about format: told, and no failure unless the recipe says so.
+    # `exact` is strict about format: reported, and no failure unless the recipe bounds it.
     assert report.numbers["formats"]["effect"] == 1.0
     assert not report_of([{"kind": "exact"}], max_format_effect=0.1).passed
 
@@ -406,7 +406,7 @@ def test_probes_that_break_a_reward_are_caught():
 
 
 def test_failures_are_counted_by_cause():
-    groups = [Rollout(asked(i, "What is it?", None), ("a", "b"), (None, None), (1, 1), (None, None)) for i in range(3)]
+    groups = [Rollout(prompt(i, "What is it?", None), ("a", "b"), (None, None), (1, 1), (None, None)) for i in range(3)]
     report = report_of([{"kind": "exact", "on_failure": "stop"}], groups)
     assert not report.passed
     assert report.numbers["failures"]["causes"] == {"exact: no_ground_truth": 6}
@@ -423,7 +423,7 @@ def test_costs_are_added_up():
 
 
 def test_a_reward_that_is_always_the_same_fails():
-    single = [Rollout(asked(i, "Q?", "5"), ("x" * (i + 1),), (None,), (i,), (None,)) for i in range(4)]
+    single = [Rollout(prompt(i, "Q?", "5"), ("x" * (i + 1),), (None,), (i,), (None,)) for i in range(4)]
     report = report_of([{"kind": "exact"}], single, probe_prompts=0)
     assert report.failed == ["signal"]
 
@@ -431,7 +431,7 @@ def test_a_reward_that_is_always_the_same_fails():
 def test_length_is_measured_at_the_same_label():
     """Right responses are longer here, and that is no bias of the reward: given the label, it does not look at length."""
     groups = [
-        Rollout(asked(i, f"Q{i}?", "yes"), ("yes" + " " * 40, "no" + " " * i), (1.0, 0.0), (None, None), (None, None))
+        Rollout(prompt(i, f"Q{i}?", "yes"), ("yes" + " " * 40, "no" + " " * i), (1.0, 0.0), (None, None), (None, None))
         for i in range(9)
     ]
     length = report_of([{"kind": "exact"}], groups, probe_prompts=0).numbers["length"]
@@ -443,14 +443,14 @@ def test_length_is_measured_at_the_same_label():
 
 def test_length_given_grades():
     """No two labels are equal: what the label explains is taken out. A reward that is the label leaves nothing to length."""
-    grades = [Rollout(asked(i, f"Q{i}?", "5"), ("5" * (i + 1),), (i * 1.5,), (1 + (i * 7) % 10,), (None,)) for i in range(10)]
+    grades = [Rollout(prompt(i, f"Q{i}?", "5"), ("5" * (i + 1),), (i * 1.5,), (1 + (i * 7) % 10,), (None,)) for i in range(10)]
     graded = report_of([Odd(how="length")], grades, probe_prompts=0).numbers["length"]
     assert graded["given_label"] == 0.0
     assert report_of([Odd(how="tokens")], grades, probe_prompts=0).numbers["length"]["given_label"] == pytest.approx(1.0)
 
 
 def test_labels_that_are_numbers_and_a_threshold_of_their_own():
-    groups = [Rollout(asked(i, f"Q{i}?", "5"), ("5", "6"), (9.0, 2.0), (1, 1), (None, None)) for i in range(3)]
+    groups = [Rollout(prompt(i, f"Q{i}?", "5"), ("5", "6"), (9.0, 2.0), (1, 1), (None, None)) for i in range(3)]
     assert report_of([{"kind": "exact"}], groups, probe_prompts=0).numbers["agreement"]["accuracy"] == 1.0
     assert report_of([{"kind": "exact"}], groups, probe_prompts=0, label_threshold=1.0).numbers["agreement"]["accuracy"] == 0.5
     assert report_of([{"kind": "exact"}], groups, probe_prompts=0, threshold=2.0).numbers["agreement"]["true_accepts"] == 0
@@ -466,12 +466,12 @@ def test_bounds_and_probes_are_the_recipes_to_set():
 
 
 def test_the_same_seed_gives_the_same_audit():
-    first, second = (report_of([{"kind": "exact"}], prompts=5, seed=3).as_dict()["numbers"] for _ in range(2))
+    first, second = (report_of([{"kind": "exact"}], probe_prompts=5, seed=3).as_dict()["numbers"] for _ in range(2))
     first.pop("cost"), second.pop("cost")
     assert first == second
 
 
-def test_whole_groups_are_drawn():
+def test_complete_groups_are_drawn():
     drawn = draw_groups(rollouts(), 7, seed=0)
     assert [len(group) for group in drawn] == [2, 2, 2]
     assert drawn == draw_groups(rollouts(), 7, seed=0)
@@ -502,7 +502,7 @@ class Tags(HTMLParser):
 
 def test_report_files(tmp_path):
     evil = [
-        Rollout(asked(i, f"<script>alert({i})</script> 3 4?", "5"), ("5", "3"), (1.0, 0.0), (1, 1), (None, None)) for i in range(3)
+        Rollout(prompt(i, f"<script>alert({i})</script> 3 4?", "5"), ("5", "3"), (1.0, 0.0), (1, 1), (None, None)) for i in range(3)
     ]
     report = report_of([Odd(how="costly")], evil)
     write_report(report, tmp_path)
@@ -512,7 +512,7 @@ def test_report_files(tmp_path):
     assert not tags.open
     assert "<script" not in page
     assert not re.search("[\u200b\u202e]", page)
-    assert "⟨U+200B⟩" in page  # of the unicode probe, which this reward pays
+    assert "⟨U+200B⟩" in page  # of the unicode probe, which this reward accepts
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page
     numbers = json.loads((tmp_path / "audit.json").read_text())
@@ -546,7 +546,7 @@ def test_command_writes_reports_and_tells_by_its_exit_code(command, tmp_path):
     assert report["numbers"]["responses"] == 6
 
 
-def test_command_says_what_is_wrong(command, tmp_path):
+def test_command_reports_mistakes(command, tmp_path):
     recipe = write_recipe(
         tmp_path / "R.yaml", {"stage": "score", "rewards": [{"kind": "exact", "when": {"data_source": "gsm8k*"}}]}
     )
@@ -588,7 +588,7 @@ def test_training_can_require_a_passed_audit(tmp_path):
     def rewards(**changed):
         return ScoreRecipe.model_validate({"rewards": [settings | changed]}).rewards
 
-    report = inspect("R.yaml", [], rewards(), rollouts(), AuditSettings(prompts=4))
+    report = inspect("R.yaml", [], rewards(), rollouts(), AuditSettings(probe_prompts=4))
     assert report.passed
     write_report(report, tmp_path)
     file = tmp_path / "audit.json"
@@ -609,24 +609,24 @@ def test_training_can_require_a_passed_audit(tmp_path):
         require_passed(AuditSettings(require=str(file)), rewards())
 
 
-def test_an_audit_that_failed_or_is_none_is_refused(tmp_path):
+def test_a_failed_or_invalid_audit_is_refused(tmp_path):
     rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
     with pytest.raises(PlauditError, match=r"audit\.json does not exist"):
         require_passed(AuditSettings(require=str(tmp_path / "audit.json")), rewards)
     (tmp_path / "audit.json").write_text("[]")
     with pytest.raises(PlauditError, match=r"is not an audit\.json"):
         require_passed(AuditSettings(require=str(tmp_path / "audit.json")), rewards)
-    report = inspect("R.yaml", [], rewards, rollouts(), AuditSettings(prompts=4)).as_dict()
-    told = report | {"passed": False, "failed": ["exploit: echo"]}
-    (tmp_path / "audit.json").write_text(json.dumps(told))
+    report = inspect("R.yaml", [], rewards, rollouts(), AuditSettings(probe_prompts=4)).as_dict()
+    changed = report | {"passed": False, "failed": ["exploit: echo"]}
+    (tmp_path / "audit.json").write_text(json.dumps(changed))
     with pytest.raises(PlauditError, match=r"did not pass \(exploit: echo\)"):
         require_passed(AuditSettings(require=str(tmp_path / "audit.json")), rewards)
 
 
-def test_what_the_recipe_asks_for_must_have_been_looked_at_and_held(tmp_path):
+def test_bounds_set_in_the_recipe_must_be_measured_and_hold(tmp_path):
     """An audit with looser bounds, or without probes, does not do."""
     rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
-    loose = AuditSettings(prompts=4, probes=(), max_malformed_rate=None)
+    loose = AuditSettings(probe_prompts=4, probes=(), max_malformed_rate=None)
     report = inspect("R.yaml", [], rewards, rollouts(), loose).as_dict()
     for probe in report["numbers"]["probes"]:
         probe |= {"tried": 0, "exploit_rate": None, "failed": 0}

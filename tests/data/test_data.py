@@ -499,7 +499,7 @@ def test_real_prompts(real_data, name, count, data_source, has_truth):
 # Odd JSON ------------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_character_names_its_row(tmp_path):
+def test_unpaired_surrogate_names_its_row(tmp_path):
     """json reads a lone surrogate; the tokenizer would fail on it with a TypeError."""
     good, bad = {"messages": [USER, ASSISTANT]}, {"messages": [USER, {"role": "assistant", "content": "so \ud83d"}]}
     message = complaint(read_conversations, Source(write_jsonl(tmp_path / "a.jsonl", [good, bad])))
@@ -507,7 +507,7 @@ def test_half_a_character_names_its_row(tmp_path):
     smile = {"messages": [USER, {"role": "assistant", "content": "so \U0001f600"}]}  # written as two halves that fit
     assert turns(write_jsonl(tmp_path / "b.jsonl", [smile]))[0][1] == ("assistant", "so \U0001f600")
     tools = write_parquet(tmp_path / "a.parquet", [good | {"tools": '["\\ud800"]'}])
-    assert "row 0: has half a character" in complaint(read_conversations, Source(tools))
+    assert "row 0: its text has an unpaired surrogate" in complaint(read_conversations, Source(tools))
 
 
 def test_deep_json_names_its_line(tmp_path):

@@ -307,7 +307,7 @@ def test_llama_factorys_rankings(tmp_path):
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "row 0: one of `chosen` and `rejected` only extends"),
         ({"prompt": [USER, GOOD], "chosen": "3", "rejected": "4"}, "row 0: chosen: its `prompt` ends with an assistant message"),
         ({"prompt": "Other?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "does not contain this row's `prompt`"),
-        ({"prompt": "?", "chosen": "\ud800", "rejected": "4"}, "half a character"),
+        ({"prompt": "?", "chosen": "\ud800", "rejected": "4"}, "unpaired surrogate"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_row(tmp_path, row, message):
