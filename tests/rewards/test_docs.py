@@ -76,6 +76,19 @@ def test_settings_shown_in_recipes_are_settings():
         Scorer(rewards).close()
 
 
+def test_the_group_function_gives_what_the_page_says(tmp_path):
+    code, settings, words = re.search(
+        r"```python\n(# concise\.py.*?)```\n```yaml\n(.*?)```\nFor the responses (.*? it gives .*?)\.\n", TEXT, re.S
+    ).groups()  # pyright: ignore
+    (tmp_path / "concise.py").write_text(code)
+    [reward] = yaml.safe_load(settings)["rewards"]
+    given, _, results = words.partition(" to a row whose truth is 4 it gives ")
+    with Scorer([{**reward, "path": str(tmp_path / reward["path"])}]) as scorer:
+        [row] = scorer.score([{"prompt": "2 + 2?", "responses": re.findall(r"`(.*?)`", given), "ground_truth": 4}])
+    assert row["reward"] == pytest.approx([float(x) for x in re.findall(r"\d\.\d+", results)], abs=5e-5)
+    assert [parts["function/right"] for parts in row["parts"]] == [1, 1, 0]
+
+
 # The pages about models ----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ def function(path: Path, **settings) -> Function:
 
 def write_function(tmp_path: Path, body: str) -> Path:
     path = tmp_path / "reward.py"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(dedent(body))
     return path
 

@@ -1,10 +1,19 @@
-"""A user's Python function as a reward, as verl calls it: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+"""A user's Python function as a reward: for one response, as verl calls it, or for all responses to a prompt at once.
 
-It returns a number, or a dict with `score`: its other numbers become parts, `malformed: True` says that the answer could not be
-read, and the rest is kept as the trace. It may leave out arguments that it does not need, and it may be `async`.
+    scores: sample   compute_score(data_source, solution_str, ground_truth, extra_info) -> score
+    scores: group    compute_scores(prompts, responses, ground_truths, extra_infos, data_sources) -> [score, …]
 
-Differs from verl: it runs in worker processes with a time limit (`worker_pool.py`), and what it does wrong is never a score.
-Causes of failure: timeout, exception, not_a_number (NaN, None, text), bad_result (a dict without score), died (its process).
+A score is a number, or a dict with `score`: its other numbers become parts, `malformed: True` marks an answer that cannot be read,
+and the rest is kept as the trace. A function may leave out arguments it does not need, and it may be `async`.
+
+A group function is called once per group, with one entry per response in every list, and returns one score per response, in that
+order. It gets only the responses it is to score: `when`, a gate and `view` may leave some out, down to a single one. One function
+call is one failure: an exception, a timeout, a result that is not a list or has the wrong length fails the whole group, never as a
+score; a single entry that is not a number fails its sample alone.
+
+Differs from verl: it runs in worker processes with a time limit (`worker_pool.py`), and a mistake in it never becomes a score.
+Causes of failure: timeout, exception, not_a_number (NaN, None, text), bad_result (a dict without score, not a list, a list of the
+wrong length), died (its process).
 """
 
 import asyncio
@@ -19,37 +28,52 @@ from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.types import Group, Prompt, Sample, Score
 
-PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What verl passes; a function that takes fewer of them gets fewer."""
+SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+GROUP_PARAMETERS = ("prompts", "responses", "ground_truths", "extra_infos", "data_sources")
 
 
 class Function(Reward):
     kind: Literal["function"]
-    """A function of your own."""
+    """Your own function."""
     path: str
-    """The Python file it is in. What lies beside the file can be imported from it."""
-    function: str = "compute_score"
-    """Its name there."""
+    """The Python file that defines it. It can import modules from its folder."""
+    scores: Literal["sample", "group"] = "sample"
+    """What one call scores: a response, or all responses to a prompt."""
+    function: str | None = None
+    """Its name; default: compute_score, or compute_scores with scores: group."""
     arguments: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Keyword arguments that every call gets besides."""
+    """Further keyword arguments of every call."""
     timeout_s: PositiveFloat = 10.0
-    """The longest that one sample may take; then the process is killed, and the sample has failed."""
+    """Time limit of one call; when it is exceeded, the process is killed and the samples of the call have failed."""
     workers: PositiveInt = 2
-    """Processes that score side by side."""
+    """Processes that score in parallel."""
+
+    @property
+    def function_name(self) -> str:
+        return self.function or ("compute_score" if self.scores == "sample" else "compute_scores")
+
+    @property
+    def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.scores == "sample"
 
     @property
     def files(self) -> list[Path]:
         return [Path(self.path).expanduser(), *super().files]
 
-    def build(self) -> "LiveFunction":
-        return LiveFunction(self)
+    def build(self) -> "LiveFunction | LiveGroupFunction":
+        return LiveFunction(self) if self.scores == "sample" else LiveGroupFunction(self)
 
 
 class LiveFunction(LiveReward[Function]):
+    """Calls the function for each sample."""
+
     def __init__(self, settings: Function):
         super().__init__(settings)
-        code = UserCode(settings.path, (settings.function,), PARAMETERS, "solution_str", settings.arguments)
-        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.timeout_s)
+        self._workers = WorkerPool(self._code(), settings.label, count=settings.workers, timeout_s=settings.timeout_s)
+
+    def _code(self) -> UserCode:
+        functions, arguments = (self.settings.function_name,), self.settings.arguments
+        return UserCode(self.settings.path, functions, SAMPLE_PARAMETERS, "solution_str", arguments)
 
     async def open(self) -> None:
         await self._workers.open()
@@ -64,12 +88,41 @@ class LiveFunction(LiveReward[Function]):
 
     def _call(self, prompt: Prompt, sample: Sample) -> asyncio.Future[Answer]:
         return self._workers.call(
-            self.settings.function,
+            self.settings.function_name,
             data_source=prompt.data_source,
             solution_str=sample.text,
             ground_truth=prompt.ground_truth,
             extra_info=dict(prompt.extra_info),
         )
+
+
+class LiveGroupFunction(LiveFunction):
+    """Calls the function once for each group."""
+
+    def _code(self) -> UserCode:
+        functions, arguments = (self.settings.function_name,), self.settings.arguments
+        return UserCode(self.settings.path, functions, GROUP_PARAMETERS, "responses", arguments, returns="scores")
+
+    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return list(await asyncio.gather(*map(self._score_group, groups)))
+
+    async def _score_group(self, group: Group) -> list[Score]:
+        prompt, count = group.prompt, len(group.samples)
+        answer = await self._workers.call(
+            self.settings.function_name,
+            prompts=[prompt.messages] * count,
+            responses=[sample.text for sample in group.samples],
+            ground_truths=[prompt.ground_truth] * count,
+            extra_infos=[dict(prompt.extra_info) for _ in group.samples],
+            data_sources=[prompt.data_source] * count,
+        )
+        entries = answer.get("entries")
+        if entries is not None and len(entries) != count:
+            answer = {"cause": "bad_result", "message": f"it returned {len(entries)} scores for {count} responses"}
+            entries = None
+        if entries is None:
+            return [_as_score(answer, sample.text) for sample in group.samples]
+        return [_as_score(entry, sample.text) for entry, sample in zip(entries, group.samples, strict=True)]
 
 
 def _as_score(answer: Answer, text: str) -> Score:

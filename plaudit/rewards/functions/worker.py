@@ -132,7 +132,13 @@ class Code:
             result = self._functions[request["function"]](*positional, **keywords, **self._start["arguments"])
             if inspect.isawaitable(result):
                 result = _event_loop().run_until_complete(result)
-            return _as_answer(result) if self._start["returns"] == "score" else _as_entries(result)
+            match self._start["returns"]:
+                case "score":
+                    return _as_answer(result)
+                case "scores":
+                    return _as_entries(result, lambda i, entry: _as_answer(entry, f"entry {i} is"))
+                case _:
+                    return _as_entries(result, lambda _, entry: _as_entry(entry))
         except BaseException as error:  # sys.exit() too: an exception fails this call and nothing else
             return {"cause": "exception", "message": _describe(error, self._file)}
 
@@ -140,11 +146,11 @@ class Code:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def _as_entries(result: Any) -> dict:
-    """`entries`: for each entry of the returned list, `text` or `messages`, or an answer."""
+def _as_entries(result: Any, convert: Callable[[int, Any], dict]) -> dict:
+    """`entries`: each entry of the returned list, converted. A set is no list: its order means nothing."""
     if isinstance(result, str | bytes | Mapping | Set) or not hasattr(result, "__iter__"):
         return {"cause": "bad_result", "message": f"it returned {_short(result)[:300]}, not a list"}
-    return {"entries": [_as_entry(entry) for entry in result]}
+    return {"entries": [convert(i, entry) for i, entry in enumerate(result)]}
 
 
 def _as_entry(entry: Any) -> dict:
@@ -162,13 +168,13 @@ def _event_loop() -> Any:
     return asyncio.new_event_loop()  # one for all calls: objects that the function keeps may be bound to it
 
 
-def _as_answer(result: Any) -> dict:
+def _as_answer(result: Any, subject: str = "the function returned") -> dict:
     if not isinstance(result, Mapping):
         value = _number(result)
-        return {"value": value} if value is not None else _not_a_number("the function returned", result)
+        return {"value": value} if value is not None else _not_a_number(subject, result)
     if "score" not in result:
         keys = ", ".join(map(str, result)) or "nothing"
-        return {"cause": "bad_result", "message": f"the function returned a dict without 'score' (it has: {keys})"[:LONGEST_TEXT]}
+        return {"cause": "bad_result", "message": f"{subject} a dict without 'score' (it has: {keys})"[:LONGEST_TEXT]}
     value = _number(result["score"])
     if value is None:
         return _not_a_number("'score' is", result["score"])

@@ -47,8 +47,8 @@ class UserCode:
     """The one of these that the function must take."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments, the same in every call."""
-    returns: Literal["score", "list"] = "score"
-    """One result, or a list with one entry for each input."""
+    returns: Literal["score", "scores", "list"] = "score"
+    """One score; a list of scores; or a list of texts, messages or scores."""
     tokenizer: str | None = None
     """Loaded in the process, for calls that pass it on."""
     trust_remote_code: bool = False
