@@ -52,8 +52,10 @@ test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
-test-all: test lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
-	$(BIN)/pytest -m slow $(ARGS)
+# Lint and the installs take one core each. The slow tests of a group (vLLM's) run one after another.
+test-all: test
+	$(MAKE) -j 2 lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

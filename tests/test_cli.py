@@ -19,6 +19,7 @@ from plaudit.models.memory import MemoryPlan, plan_memory
 from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
 from plaudit.recipe import ModelSettings
+from support.processes import Command
 from support.recipes import sft_recipe, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
 
@@ -525,13 +526,13 @@ def test_no_secret_is_written_or_shown(tmp_path, recipe):
     names = ["WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MY_SERVICE_SECRET"]
     secrets = {name: f"{number}" + "made0up1value2" * 3 for number, name in enumerate(names)}
     elsewhere = {name: str(tmp_path / "wandb") for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
-    code, out, err = real_command("sft", recipe, "run.trackers=[wandb, tensorboard]", WANDB_MODE="offline", **secrets, **elsewhere)
-    assert code == 0, err
-    assert out.splitlines()[0] == f"trained model: {tmp_path / 'run/model'}"
+    command = Command("sft", recipe, "run.trackers=[wandb, tensorboard]", WANDB_MODE="offline", **secrets, **elsewhere)
+    assert command.wait() == 0, command.output
+    assert f"trained model: {tmp_path / 'run/model'}" in command.output.splitlines()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(b"optim.lr" in path.read_bytes() for path in files if path.suffix == ".wandb"), "or there is nothing to find"
     for name, secret in secrets.items():
-        assert secret not in out + err, name
+        assert secret not in command.output, name
         for path in files:
             assert secret.encode() not in path.read_bytes(), (name, path)
 

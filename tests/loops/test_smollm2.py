@@ -24,11 +24,11 @@ def test_grpo_on_smollm2(tmp_path, monkeypatch):
         REPOSITORY / "recipes/smollm2/grpo.yaml",
         f"model.path={model}", "model.dtype=bfloat16", "run.device=cpu", f"run.dir={tmp_path / 'run'}",
         f"data.train={tmp_path / 'data/train.parquet'}", f"data.val={tmp_path / 'data/val.parquet'}",
-        "train.prompts_per_step=4", "rollout.n=4", "run.max_steps=4", "run.validate_every=4", "run.save_every_minutes=null",
+        "train.prompts_per_step=4", "rollout.n=4", "run.max_steps=2", "run.validate_every=2", "run.save_every_minutes=null",
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["val/reward"] > 0.3, "it can add small numbers"
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["mismatch"] < 0.05 for row in rows[1:])
     assert not [name for row in rows for name in row if name.startswith("failures/")]
     assert all(0 < row["length"] <= 24 and row["grad_norm"] > 0 for row in rows[1:] if row["groups_without_signal"] < 1)

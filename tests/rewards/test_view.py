@@ -159,7 +159,7 @@ def test_any_text_is_seen_or_malformed(text):
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_a_megabyte_of_anything_is_looked_at_once(piece):
-    text = piece * (1_000_000 // len(piece))
+def test_a_long_text_of_anything_is_looked_at_once(piece):
+    text = piece * (400_000 // len(piece))
     for view in VIEWS:
         see(view, text)  # what is quadratic would take hours

@@ -73,16 +73,30 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def whole_logits(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray) -> Tensor:
-    """Logits [t, V] of every token of a response, by one forward pass of transformers over all of it."""
-    tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+def reference_logits(model: PreTrainedModel, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Tensor]:
+    """Logits [t, V] of the response of each (prompt, response), by one forward pass of transformers, padded on the right."""
+    tokens = torch.zeros(len(sequences), max(len(prompt) + len(response) for prompt, response in sequences), dtype=torch.int64)
+    for row, (prompt, response) in zip(tokens, sequences, strict=True):
+        row[: len(prompt) + len(response)] = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with attention(model, "eager"):
-        return model(input_ids=tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return [
+        row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
+        for row, (prompt, response) in zip(logits, sequences, strict=True)
+    ]
+
+
+def logprobs_from(logits: Tensor, response: np.ndarray, temperature: float) -> np.ndarray:
+    chosen = torch.from_numpy(response.astype(np.int64))[:, None]
+    return (logits / temperature).log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+
+
+def whole_logits(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray) -> Tensor:
+    return reference_logits(model, [(prompt, response)])[0]
 
 
 def whole_logprobs(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
-    logits = whole_logits(model, prompt, response) / temperature
-    return logits.log_softmax(-1).gather(-1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
+    return logprobs_from(whole_logits(model, prompt, response), response, temperature)
 
 
 def greedy(model: PreTrainedModel, prompt: np.ndarray, max_new_tokens: int) -> list[int]:
@@ -101,11 +115,12 @@ def requests_of(lengths: Sequence[int], n: int = 1, **settings) -> list[Request]
     return [Request(f"p{i}", prompt_of(length, i), n, **settings) for i, length in enumerate(lengths)]
 
 
-def assert_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float, close: float = CLOSE) -> None:
+def assert_logprobs(sample: Sample, logits: Tensor, temperature: float, close: float = CLOSE) -> None:
+    """`logits`: the reference's."""
     assert len(sample.sampler_logprobs) == len(sample.untempered_logprobs) == len(sample.tokens) == len(sample)
-    tempered = whole_logprobs(model, prompt, sample.tokens, temperature or 1.0)
+    tempered = logprobs_from(logits, sample.tokens, temperature or 1.0)
     np.testing.assert_allclose(sample.sampler_logprobs, tempered, rtol=0, atol=close)
-    np.testing.assert_allclose(sample.untempered_logprobs, whole_logprobs(model, prompt, sample.tokens, 1.0), rtol=0, atol=close)
+    np.testing.assert_allclose(sample.untempered_logprobs, logprobs_from(logits, sample.tokens, 1.0), rtol=0, atol=close)
 
 
 def same(a: Sequence[Sample], b: Sequence[Sample]) -> bool:
@@ -222,8 +237,9 @@ class EngineContract:
         requests, sampling = requests_of(LENGTHS, n=2), Sampling(max_new_tokens=24, **how)
         samples = subject.sample(requests, sampling)
         prompts = {r.prompt_id: r.tokens for r in requests}
-        for sample in samples:
-            assert_logprobs(subject.model, prompts[sample.prompt_id], sample, sampling.temperature)
+        logits = reference_logits(subject.model, [(prompts[sample.prompt_id], sample.tokens) for sample in samples])
+        for sample, expected in zip(samples, logits, strict=True):
+            assert_logprobs(sample, expected, sampling.temperature)
         assert any(len(s) > 10 for s in samples)
 
     # Greedy
@@ -233,7 +249,7 @@ class EngineContract:
         samples = subject.sample(requests, Sampling(max_new_tokens=20, temperature=0.0))
         for request, sample in zip(requests, samples, strict=True):
             assert sample.tokens.tolist() == greedy(subject.model, request.tokens, 20)
-            assert_logprobs(subject.model, request.tokens, sample, temperature=0.0)
+            assert_logprobs(sample, whole_logits(subject.model, request.tokens, sample.tokens), temperature=0.0)
         assert len({tuple(s.tokens) for s in samples}) > 1
 
     def test_greedy_samples_of_a_prompt_are_equal(self, subject):
@@ -431,7 +447,7 @@ class EngineContract:
             assert {s.version for s in after} == {version}
             for request, a, b in zip(requests, before, after, strict=True):
                 assert b.tokens.tolist() == greedy(subject.model, request.tokens, 16) != a.tokens.tolist()
-                assert_logprobs(subject.model, request.tokens, b, temperature=0.0)
+                assert_logprobs(b, whole_logits(subject.model, request.tokens, b.tokens), temperature=0.0)
         assert same(subject.sample(requests, sampling), before)
 
     def test_sleep_and_wake_change_nothing(self, subject):

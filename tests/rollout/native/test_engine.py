@@ -46,7 +46,9 @@ from support.engine_contract import (
     CLOSE,
     assert_logprobs,
     greedy,
+    logprobs_from,
     prompt_of,
+    reference_logits,
     requests_of,
     same,
     sharpen,
@@ -89,9 +91,15 @@ def sample(engine: NativeEngine, requests: Sequence[Request], sampling: Sampling
 
 def assert_right(policy: TrainableModel, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
     """Log-probs are those of a whole forward pass, and tokens those of their keys."""
-    for request, s in sample(engine, requests, sampling):
-        assert_logprobs(policy.model, request.tokens, s, sampling.temperature)
-        assert_tokens_of_keys(policy.model, request, s, sampling)
+    for request, s, logits in with_reference(policy, sample(engine, requests, sampling)):
+        assert_logprobs(s, logits, sampling.temperature)
+        assert_tokens_of_keys(request, s, logits, sampling)
+
+
+def with_reference(policy: TrainableModel, drawn: list[tuple[Request, Sample]]) -> list[tuple[Request, Sample, Tensor]]:
+    """Each with the logits of a whole forward pass."""
+    logits = reference_logits(policy.model, [(request.tokens, s.tokens) for request, s in drawn])
+    return [(request, s, expected) for (request, s), expected in zip(drawn, logits, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +117,9 @@ def llama(policies) -> TrainableModel:
     return policies["llama"]
 
 
-@pytest.fixture(params=["whole rows", "blocks of 8", "few blocks"])
+@pytest.fixture(params=["whole rows", "few blocks"])
 def layout(request, monkeypatch) -> dict:
-    """How an engine keeps keys and values: a block for each row, small ones, and small ones that are enough for one sequence."""
+    """How an engine keeps keys and values: a block for each row, or small ones that are enough for one sequence."""
     if request.param == "few blocks":
         monkeypatch.setitem(native.CACHE_SHARE, "cpu", 0.0)
     return {} if request.param == "whole rows" else {"block_tokens": 8}
@@ -124,16 +132,16 @@ def is_scarce() -> bool:
 # What noise and logits say -------------------------------------------------------------------------------------------
 
 
-def perturbed_logits(model: PreTrainedModel, request: Request, s: Sample, sampling: Sampling) -> torch.Tensor:
+def perturbed_logits(request: Request, s: Sample, logits: Tensor, sampling: Sampling) -> Tensor:
     """[t, V]: what each token of the sample must be the argmax of, from a whole forward pass and the sample's key."""
     key = stable_seed(sampling.seed, sampling.step, request.prompt_id, s.index)
     key = torch.tensor(key - (1 << 64) if key >> 63 else key)
     keys = position_keys(key.expand(len(s)), torch.arange(len(s)))
-    return draw_scores(whole_logits(model, request.tokens, s.tokens), keys, sampling)
+    return draw_scores(logits, keys, sampling)
 
 
-def assert_tokens_of_keys(model: PreTrainedModel, request: Request, s: Sample, sampling: Sampling, close: float = CLOSE) -> None:
-    perturbed = perturbed_logits(model, request, s, sampling)
+def assert_tokens_of_keys(request: Request, s: Sample, logits: Tensor, sampling: Sampling, close: float = CLOSE) -> None:
+    perturbed = perturbed_logits(request, s, logits, sampling)
     short_of_best = perturbed.max(-1).values - perturbed.gather(-1, torch.from_numpy(s.tokens).long()[:, None])[:, 0]
     assert short_of_best.max() <= close, f"{s.prompt_id}/{s.index}: {short_of_best}"
 
@@ -146,7 +154,8 @@ def assert_same_tokens(
         return
     at = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), None)
     assert at is not None, "one ends where the other goes on"
-    best = perturbed_logits(model, request, replace(a, tokens=a.tokens[: at + 1]), sampling)[at].topk(2)
+    begun = replace(a, tokens=a.tokens[: at + 1])
+    best = perturbed_logits(request, begun, whole_logits(model, request.tokens, begun.tokens), sampling)[at].topk(2)
     assert set(best.indices.tolist()) == {int(a.tokens[at]), int(b.tokens[at])}
     assert best.values[0] - best.values[1] < close, f"{request.prompt_id}/{a.index}: other tokens from {at} on"
 
@@ -155,7 +164,7 @@ def test_that_check_itself(llama):
     """It takes a second-best token for a bad one, unless it is as good as the best."""
     request, sampling = Request("p", prompt_of(9)), Sampling(max_new_tokens=12)
     ((_, s),) = sample(engine_of(llama), [request], sampling)
-    best = perturbed_logits(llama.model, request, s, sampling)[4].topk(3)
+    best = perturbed_logits(request, s, whole_logits(llama.model, request.tokens, s.tokens), sampling)[4].topk(3)
     second, third = (replace(s, tokens=np.array([*s.tokens[:4], best.indices[i], *s.tokens[5:]])) for i in (1, 2))
     gap = (best.values[0] - best.values[1]).item()
     assert_same_tokens(llama.model, request, s, second, sampling, close=gap * 1.01)
@@ -168,10 +177,9 @@ def test_that_check_itself(llama):
 # Architectures -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_and_tokens(policy, temperature, layout):
+def test_logprobs_and_tokens(policy, layout):
     """Four rows for 14 samples: they leave, move and start all the time."""
-    sampling = Sampling(max_new_tokens=16, temperature=temperature, seed=1, step=3)
+    sampling = Sampling(max_new_tokens=16, temperature=0.6, seed=1, step=3)
     engine = engine_of(policy, max_sequences=4, **layout)
     assert_right(policy, engine, mixed_requests(), sampling)
     assert (engine.preempted > 0) == is_scarce()
@@ -179,9 +187,10 @@ def test_logprobs_and_tokens(policy, temperature, layout):
 
 def test_greedy_is_what_generate_writes(policy, layout):
     engine = engine_of(policy, max_sequences=3, **layout)
-    for request, s in sample(engine, requests_of(LENGTHS), Sampling(max_new_tokens=16, temperature=0.0)):
+    drawn = sample(engine, requests_of(LENGTHS), Sampling(max_new_tokens=16, temperature=0.0))
+    for request, s, logits in with_reference(policy, drawn):
         assert s.tokens.tolist() == greedy(policy.model, request.tokens, 16)
-        assert_logprobs(policy.model, request.tokens, s, temperature=0.0)
+        assert_logprobs(s, logits, temperature=0.0)
 
 
 @pytest.fixture
@@ -386,16 +395,15 @@ def test_weights_that_move_are_noticed(tiny_models, policy):
     engine, requests, sampling = engine_of(own, max_sequences=4), mixed_requests(), Sampling(max_new_tokens=16)
     assert_right(own, engine, requests, sampling)
     own.model.to(torch.bfloat16)
-    for request, s in sample(engine, requests, sampling):
-        off = np.abs(whole_logprobs(own.model, request.tokens, s.tokens, 1.0) - s.sampler_logprobs)
-        assert off.max() < 0.3
+    for _, s, logits in with_reference(own, sample(engine, requests, sampling)):
+        assert np.abs(logprobs_from(logits, s.tokens, 1.0) - s.sampler_logprobs).max() < 0.3
     assert engine.forward.shape.dtype == torch.bfloat16
     own.model.float()
     assert_right(own, engine, requests, sampling)
     assert engine.forward.shape.dtype == torch.float32
     own.model.double()
-    for request, s in sample(engine, requests, sampling):
-        assert_logprobs(own.model, request.tokens, s, 1.0, close=1e-5)
+    for _, s, logits in with_reference(own, sample(engine, requests, sampling)):
+        assert_logprobs(s, logits, 1.0, close=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +453,7 @@ def test_bf16(tiny_models):
     assert engine_of(policy).forward.shape.dtype == torch.bfloat16
 
     def off() -> np.ndarray:
-        whole = [whole_logprobs(policy.model, request.tokens, s.tokens, 0.8) for request, s in drawn]
+        whole = [logprobs_from(logits, s.tokens, 0.8) for _, s, logits in with_reference(policy, drawn)]
         return np.abs(np.concatenate([s.sampler_logprobs for _, s in drawn]) - np.concatenate(whole))
 
     near = off()
@@ -508,7 +516,7 @@ def assert_samples_agree(
         assert_same_tokens(policy.model, request, one, other, sampling)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_tokens_do_not_depend_on_how_many_run_beside(llama, rows, layout):
     sampling = Sampling(max_new_tokens=16, temperature=0.9, top_p=0.95, seed=4)
     many = sample(engine_of(llama), mixed_requests(), sampling)
@@ -559,18 +567,18 @@ def test_blocks_of_any_size(llama, block_tokens):
     assert_right(llama, engine_of(llama, max_sequences=4, block_tokens=block_tokens), mixed_requests(), Sampling(max_new_tokens=16))
 
 
-@pytest.mark.parametrize(("rows", "budget"), [(3, 7), (100, 1000)])
-def test_sequences_that_give_up_their_memory_go_on_later(policy, monkeypatch, rows, budget):
+@pytest.mark.parametrize(("kind", "rows", "budget"), [("llama", 3, 7), ("qwen3", 100, 1000)])
+def test_sequences_that_give_up_their_memory_go_on_later(policies, monkeypatch, kind, rows, budget):
     """Memory is for one sequence of the longest: all samples come, as if there were plenty."""
     monkeypatch.setitem(native.CACHE_SHARE, "cpu", 0.0)
     monkeypatch.setitem(native.PREFILL_TOKENS, "cpu", budget)
     requests, sampling = requests_of((40, 33, 8, 57, 3, 70), n=3), Sampling(max_new_tokens=40, temperature=0.9)
-    engine = engine_of(policy, max_sequences=rows, block_tokens=8)
+    engine = engine_of(policies[kind], max_sequences=rows, block_tokens=8)
     drawn = sample(engine, requests, sampling)
     assert engine.preempted > 0
-    for request, s in drawn:
-        assert_logprobs(policy.model, request.tokens, s, 0.9)
-        assert_tokens_of_keys(policy.model, request, s, sampling)
+    for request, s, logits in with_reference(policies[kind], drawn):
+        assert_logprobs(s, logits, 0.9)
+        assert_tokens_of_keys(request, s, logits, sampling)
         assert len(s) == 40 or s.tokens[-1] in engine.end_tokens
     again = [s for _, s in sample(engine, requests, sampling)]
     assert same(again, [s for _, s in drawn]), "the same sequences, side by side"
@@ -774,8 +782,8 @@ def test_packed_weights_are_those_of_now(tiny_models, monkeypatch):
     packed = sample(engine, requests, sampling)
     monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 0)
     assert same([s for _, s in packed], [s for _, s in sample(engine, requests, sampling)])
-    for request, s in packed:
-        assert np.abs(whole_logprobs(policy.model, request.tokens, s.tokens, 1.0) - s.sampler_logprobs).max() < 0.3
+    for _, s, logits in with_reference(policy, packed):
+        assert np.abs(logprobs_from(logits, s.tokens, 1.0) - s.sampler_logprobs).max() < 0.3
 
 
 def test_full_precision_is_not_packed(llama, monkeypatch):
@@ -825,7 +833,7 @@ def logprobs_of(model: PreTrainedModel) -> Tensor:
     return target_logprobs(model, batch_of(60, 100, 33)).logprobs_N
 
 
-@pytest.mark.parametrize(("kind", "larger", "margin"), [*((kind, 1.0, 1.4) for kind in KINDS), ("llama", 8.0, 2.0)])
+@pytest.mark.parametrize(("kind", "larger", "margin"), [("llama", 1.0, 1.4), ("qwen3", 1.0, 1.4), ("llama", 8.0, 2.0)])
 def test_a_precise_residual_stream_is_nearer_to_the_truth(tmp_path, rows_file, kind, larger, margin):
     """The truth: the same half-precision weights in fp32. More so where what layers add is small beside what they add to.
     (Measured: 1.8 to 2.0 times nearer, and 4.1 times.)"""
@@ -904,14 +912,15 @@ def test_engine_and_trainer_agree_in_half_precision(tiny_models, policy, decoder
     """Both keep the residual stream in fp32: what is left is rounding within layers."""
     own = load(tiny_models[policy.model.config.model_type], dtype="bfloat16")
     engine = engine_of(own, max_sequences=4, block_tokens=8) if decoder == "fused" else unfused(own, max_sequences=4)
-    off = []
-    for request, s in sample(engine, mixed_requests(), Sampling(max_new_tokens=16)):
+    drawn, rows = sample(engine, mixed_requests(), Sampling(max_new_tokens=16)), []
+    for request, s in drawn:
         tokens = np.concatenate([request.tokens, s.tokens])
-        batch = pack([Example(tokens, np.arange(len(tokens)) >= len(request.tokens))], torch.device("cpu"))
-        with torch.no_grad():
-            off.append(np.abs(target_logprobs(own.model, batch).logprobs_N.numpy() - s.sampler_logprobs))
-    assert np.concatenate(off).mean() < 0.01
-    assert np.concatenate(off).max() < 0.15
+        rows.append(Example(tokens, np.arange(len(tokens)) >= len(request.tokens)))
+    with torch.no_grad():
+        trained = target_logprobs(own.model, pack(rows, torch.device("cpu"))).logprobs_N.numpy()
+    off = np.abs(trained - np.concatenate([s.sampler_logprobs for _, s in drawn]))
+    assert off.mean() < 0.01
+    assert off.max() < 0.15
 
 
 @pytest.mark.parametrize("make", [engine_of, unfused], ids=["fused", "modules"])
@@ -925,7 +934,9 @@ def test_the_engine_keeps_the_residual_stream_precise_too(tmp_path, rows_file, m
                 policy.model.get_input_embeddings().weight.mul_(8.0)
         truth.model.float()
         drawn = sample(make(half), mixed_requests(), Sampling(max_new_tokens=16))
-        errors = [np.abs(whole_logprobs(truth.model, request.tokens, s.tokens, 1.0) - s.sampler_logprobs) for request, s in drawn]
+        errors = [
+            np.abs(logprobs_from(logits, s.tokens, 1.0) - s.sampler_logprobs) for _, s, logits in with_reference(truth, drawn)
+        ]
         off.append(np.concatenate(errors).mean())
     assert off[1] > 2.0 * off[0] > 0
 

@@ -272,8 +272,7 @@ class Tokens:
 
 
 @both
-@each_dtype
-@pytest.mark.parametrize("seed", range(10))
+@shapes_of_each_dtype(5)
 def test_rotate_and_write(ops, dtype, seed):
     """Queries and keys turned, values as they are, keys and values in their places, and nothing else changed anywhere."""
     tokens, g, with_norms = Tokens(seed, dtype), generator(seed), seed % 2 == 1
@@ -495,12 +494,13 @@ def test_a_token_alone_attends_as_among_others(seed):
     """The sampler's kernel and training's: to the bit on a GPU; the interpreter's products add up in numpy's order."""
     g, dtype = generator(seed), torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
     size, group = (64, 7) if seed % 2 else (128, 4)
-    heads, length = Heads(2 * group, 2, size), (300, 40, 257, 511, 64, 1)[seed]
+    lengths = (300, 40, 257, 511, 64, 1) if DEVICE.type == "cuda" else (150, 40, 129, 255, 64, 1)  # an interpreter takes its time
+    heads, length = Heads(2 * group, 2, size), lengths[seed]
     block = block_tokens(size)
     qkv = torch.randn(length, heads.query + 4, size, generator=g).to(DEVICE, dtype)
     query, key, value = qkv.split([heads.query, 2, 2], 1)
     starts = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
-    others = length if DEVICE.type == "cuda" else min(length, 20)  # an interpreter takes its time
+    others = length if DEVICE.type == "cuda" else min(length, 20)
     few = torch.tensor([0, others], dtype=torch.int32, device=DEVICE)
     among, _ = shared.attend(query[-others:], key, value, few, starts, others, size**-0.5)
     cache = cache_of(heads, block, 1, -(-length // block), dtype, seed)
@@ -524,7 +524,7 @@ def test_parts_are_joined_as_norms_join_them(dtype, parts):
 
 
 @each_dtype
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (600, 64), (4, 2050)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (70, 64), (4, 2050)])
 @pytest.mark.parametrize("added", [False, True])
 def test_norm_backward(dtype, tokens, width, added, monkeypatch):
     monkeypatch.setattr(shared.layers, "PROGRAMS", 4)  # each has several tokens
@@ -555,9 +555,7 @@ def test_swiglu_backward(dtype, tokens, half):
     close(found, expected, dtype)
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpointed"), [("llama", True), ("llama", False), ("mistral", False), ("qwen2", False), ("qwen3", False)]
-)
+@pytest.mark.parametrize(("kind", "checkpointed"), [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", False)])
 def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     """Hidden states and every gradient are those of the model's own modules; also of one whose weights lie apart again."""
     from plaudit.data.pack import pack
@@ -873,7 +871,7 @@ def test_batches_do_not_matter(settings, monkeypatch):
 def test_kernels_draw_what_plain_draws(monkeypatch):
     """Over as many rows as the interpreter has time for; the noise itself is compared above, for thousands."""
     monkeypatch.setattr(sampler, "TILE", 128)
-    logits, state = logits_of(500, ["usual", "nearly flat", "ties"] * 40, 9), state_of(120, 9)
+    logits, state = logits_of(500, ["usual", "nearly flat", "ties"] * 14, 9), state_of(42, 9)
     state[:, POSITION] = 3
     ours, theirs = (
         drawn(ops, logits, state, Sampling(max_new_tokens=1, temperature=0.9), END_TOKENS) for ops in (kernels, torch_ops)
@@ -894,13 +892,14 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings
     from plaudit.rollout.native import forward
     from plaudit.rollout.native.engine import NativeEngine
 
-    requests = [Request(f"p{i}", np.arange(length) % 300, n=2, max_new_tokens=2 + i) for i, length in enumerate((18, 1, 5))]
+    sizes = [(18, 2, 2), (1, 1, 4), (5, 1, 3)]  # of the prompt, how many samples, how many new tokens
+    requests = [Request(f"p{i}", np.arange(length) % 300, n=n, max_new_tokens=new) for i, (length, n, new) in enumerate(sizes)]
     sampling = Sampling(max_new_tokens=8, seed=3, **settings)
     monkeypatch.setattr(sampler, "TILE", 64)
 
     def samples(device: torch.device) -> dict:
         model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="float32"), device)
-        engine = NativeEngine(model, None, max_sequences=4, block_tokens=16)
+        engine = NativeEngine(model, None, max_sequences=2, block_tokens=16)
         return {(s.prompt_id, s.index): s for s in engine.generate(requests, sampling)}
 
     expected = samples(torch.device("cpu"))
@@ -914,7 +913,7 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("mistral", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)],
+    [("mistral", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.bfloat16)],
     ids=str,
 )
 def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
@@ -927,7 +926,7 @@ def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
     from plaudit.types import Example
 
     model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype=str(dtype).removeprefix("torch.")), DEVICE).get_decoder()
-    sequences = [np.arange(length) % 300 for length in (20, 1, 37)]
+    sequences = [np.arange(length) % 300 for length in (20, 1, 7)]
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
     with torch.no_grad():
         expected = model(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
