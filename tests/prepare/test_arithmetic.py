@@ -158,7 +158,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
 def test_another_gguf_is_refused(tmp_path):
     (tmp_path / "other.gguf").write_bytes(b"GGUF and more")
     begin = hashlib.sha256(b"GGUF and more").hexdigest()[:12]
-    with pytest.raises(PlauditError, match=f"SHA-256 {begin}….*Fetch it again"):
+    with pytest.raises(PlauditError, match=f"SHA-256 {begin}….*Download it again"):
         make_smollm2(tmp_path / "out", tmp_path / "other.gguf")
     with pytest.raises(PlauditError, match=f"SHA-256 {begin}…"):
         make_smollm2(tmp_path / "out", wheel(tmp_path / "a.whl", b"GGUF and more"))
