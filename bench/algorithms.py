@@ -1,15 +1,15 @@
-"""Every RL algorithm on one small task that can be checked, several seeds each: does it learn, and how steadily?
+"""Learning curves of every RL algorithm on one small verifiable task, over several seeds.
 
     python bench/algorithms.py --out runs/algorithms               # all × three seeds, two at a time: half an hour on two cores
     python bench/algorithms.py --out runs/algorithms --only GRPO,PPO --seeds 0,1 --jobs 1
     python bench/algorithms.py --out runs/algorithms --report --plot docs/algorithms.png
 
-The task is the demo's (recipes/demo): a small Llama learns to sort letters from careless demonstrations by SFT, then by trying. All
-algorithms start from the same SFT model of a seed and differ in the settings below, which are tuned by nobody but for the learning
-rate where the table says so: they show that an algorithm works, not which is best. The number is the share of right answers among
-four samples to each of 200 prompts that training never saw, at temperature 1.
+The task is the demo's (recipes/demo): a small Llama learns to sort letters by SFT on noisy demonstrations, then by RL. All
+algorithms start from a seed's SFT model and differ only in the settings below, which are untuned except for the learning rate
+where the table gives one: they show that an algorithm works, not which is best. The metric is the share of right answers among
+four samples to each of 200 held-out prompts, at temperature 1.
 
-A run that is there is not made again; one that was killed goes on. Each is a process of its own on one core.
+Finished runs are kept, interrupted ones resumed. Each run is a separate process on one core.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def plaudit(*arguments: str | Path) -> list[str]:
 
 
 def start(out: Path, seed: int) -> Path:
-    """The data and the SFT model that all algorithms of a seed begin with."""
+    """The data and SFT model shared by all algorithms of a seed."""
     folder = out / f"start-{seed}"
     if not (folder / "sft" / "model").exists():
         data, base = folder / "data", folder / "base"
@@ -148,10 +148,10 @@ def draw(curves: dict[str, list[dict[int, float]]], plot: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", help="names, with commas between them")
+    parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="the table of what is there")
+    parser.add_argument("--report", action="store_true", help="only print the table of existing runs")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     names, seeds = args.only.split(",") if args.only else list(ALGORITHMS), [int(seed) for seed in args.seeds.split(",")]

@@ -1,14 +1,13 @@
-"""PPO's critic on a task whose returns can be foreseen: how much of their variance does it explain, as a model of its own and as a
-head on the policy's layers?
+"""Explained variance of PPO's critic on a task with predictable returns: a separate model against a head on the policy's layers.
 
     python bench/critic.py --out runs/critic                       # two critics × three seeds, two at a time
-    python bench/critic.py --out runs/critic --report              # the table of what is there
+    python bench/critic.py --out runs/critic --report              # only the table of existing runs
 
-The task is the demo's (bench/algorithms.py), with questions of two kinds. Demonstrations are of 3 to 6 letters, a fifth of them
-careless, so that the policy sorts those right most of the time. RL asks for 3 to 5 letters in half of its prompts, for 9 to 11 in
-the others: longer answers than were ever shown are next to never right. What a response will be paid can therefore be told from its
-prompt, and from the mistakes made so far; the rest is chance. All start from the same SFT model of a seed. Explained variance is of
-a step's tokens before the critic learns from them.
+The task is the demo's (bench/algorithms.py), with two kinds of prompts. Demonstrations have 3 to 6 letters, a fifth of them with
+mistakes, so that the policy sorts these right most of the time. Half of the RL prompts have 3 to 5 letters, the others 9 to 11:
+answers longer than any demonstration are almost never right. So a response's reward can be predicted from its prompt and from the
+mistakes made so far; the rest is chance. All runs of a seed start from the same SFT model. Explained variance is measured on a
+step's tokens before the critic trains on them.
 """
 
 import argparse
@@ -29,7 +28,7 @@ CRITICS = {
 
 
 def start(out: Path, seed: int) -> Path:
-    """The data and the SFT model that both critics of a seed begin with."""
+    """The data and SFT model shared by both critics of a seed."""
     folder = out / f"start-{seed}"
     if (folder / "sft" / "model").exists():
         return folder
@@ -74,7 +73,7 @@ def curve(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def report(out: Path, seeds: list[int]) -> None:
-    """Explained variance in the mean over twenty steps, then over seeds; the validation's reward before and after."""
+    """Explained variance, averaged over twenty steps and then over seeds; validation reward before and after."""
     starts = range(0, STEPS, 20)
     print(f"| critic | {' | '.join(f'{begin + 1}–{begin + 20}' for begin in starts)} | reward after SFT | after RL | seeds |")
     print("| --- " * (len(starts) + 4) + "|")
@@ -97,7 +96,7 @@ def main() -> None:
     parser.add_argument("--only", choices=CRITICS, help="one of the critics")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="the table of what is there")
+    parser.add_argument("--report", action="store_true", help="only print the table of existing runs")
     args = parser.parse_args()
     seeds, names = [int(seed) for seed in args.seeds.split(",")], [args.only] if args.only else list(CRITICS)
     if not args.report:

@@ -1,12 +1,12 @@
-"""What each setting that saves memory saves on a GPU, and what it costs; and that the numbers stay what they were.
+"""Memory saved and time cost of each memory-saving setting on a GPU, with a check that losses do not change.
 
     python bench/gpu_memory.py [--sizes 0.5B 7B] [--steps 4] [--tokens 16384]
-    python bench/gpu_memory.py --device cpu --sizes tiny --steps 2 --tokens 512         # does the script work? Seconds on a CPU
+    python bench/gpu_memory.py --device cpu --sizes tiny --steps 2 --tokens 512         # smoke test: seconds on a CPU
 
-Random weights of Qwen2.5 shapes, bf16 with fp32 masters, 64 rows a step of 64…4096 tokens. First training: each row of the table is
-a fresh model that makes the same steps on the same rows. Every loss must be that of the first row that fitted, to the bit; Liger's
-rounding is its own, so there to a hundredth. Then what leaves while the policy is sampled: a critic with its trained weights and a
-reference, each brought in and sent away three times.
+Random weights of Qwen2.5 shapes, bf16 with fp32 master weights, 64 rows per step of 64…4096 tokens. First, training: each table row
+is a fresh model that makes the same steps on the same data. Every loss must be bitwise equal to the first setting that fits;
+within one per cent for Liger, which rounds differently. Then, offloading during sampling: a critic with trained weights and a
+reference, each loaded and offloaded three times.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def recipe_of(folder: Path, device: torch.device, tokens: int, *, checkpointing:
 
 
 def settings_to_try() -> dict[str, dict[str, Any]]:
-    """Each as what differs from nothing."""
+    """Each setting as overrides of the defaults."""
     tried: dict[str, dict[str, Any]] = {
         "nothing": {},
         "optim.offload": {"offload": True},
@@ -88,7 +88,7 @@ def settings_to_try() -> dict[str, dict[str, Any]]:
 
 
 def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tuple[list[float], float]:
-    """The losses, and the median seconds of a step after the first."""
+    """The losses, and the median seconds per step after the first."""
     model = build(size, device, liger=recipe.model.liger)
     checkpoint_layers(model, recipe.model)
     policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
@@ -137,7 +137,7 @@ def training(size: str, folder: Path, device: torch.device, steps: int, tokens: 
 
 
 def leaving(size: str, device: torch.device) -> bool:
-    """A critic, whose weights change while it is there, and a reference, whose weights do not."""
+    """Offload a critic, whose weights change while on the device, and a reference, whose weights do not."""
     print(f"\n## Away while the policy is sampled, {size}")
     print("| who | GB there | GB away | s in | s out | weights |\n| --- | --- | --- | --- | --- | --- |")
     well = True
@@ -188,7 +188,7 @@ def report(who: str, there: str, away: str, came: list[float], went: list[float]
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[Callable[[], str]]:
-    """From nothing to nothing; inside, the peak so far."""
+    """Measure from an empty device to an empty device; yields the peak so far."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

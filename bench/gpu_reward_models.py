@@ -1,20 +1,20 @@
-"""Reward models on one GPU: coming and going between steps, and packed scoring next to vLLM's pooling runner.
+"""Reward models on one GPU: offloading between steps, and packed scoring compared with vLLM's pooling runner.
 
     python bench/gpu_reward_models.py                                      # both sections
     python bench/gpu_reward_models.py --sections scoring --vllm-path SITE  # vLLM from a folder with unpacked wheels
     python bench/gpu_reward_models.py --report --out DIR                   # the tables again
-    python bench/gpu_reward_models.py --device cpu --tiny --out DIR        # tries the script; its numbers mean nothing
+    python bench/gpu_reward_models.py --device cpu --tiny --out DIR        # smoke test; its numbers mean nothing
 
 Sequence classifiers of Qwen2.5 shapes with random weights in bf16. Every number is written to DIR/gpu_reward_models.json as soon as
-it is measured; each side is a process of its own.
+it is measured; each side runs in a separate process.
 
-    offload   A 7B reward model with placement: offload beside a 0.5B policy that samples. 20 times: sample, load, score 32
-              conversations, unload. Seconds of each, the device's memory as the driver sees it, the host's memory, and the scores,
-              which must not change.
+    offload   A 7B reward model with placement: offload next to a 0.5B policy that samples. 20 times: sample, load, score 32
+              conversations, unload. Seconds of each, device memory as reported by the driver, host memory, and the scores, which
+              must not change.
     scoring   1.5B, 1,024 sequences of 128…2048 tokens (log-uniform), all different: tokens/s of plaudit's packed passes with the
-              engine's fused layers (also group by group, as run.deterministic asks) and with transformers' modules, of transformers
+              engine's fused layers (also group by group, under run.deterministic) and with transformers' modules, of transformers
               padded (sorted by length, sdpa, three batch sizes), and of vLLM's pooling runner (`classify` without activation,
-              prefix caching off, two sizes of a pass). One run to warm up, then --runs. And how far everyone's scores are from
+              prefix caching off, two pass sizes). One warm-up run, then --runs. Also the distance of all scores from those of
               the same weights in fp32.
 """
 
@@ -56,7 +56,7 @@ def sequences_of(job: dict) -> list[list[int]]:
 
 
 def make_folder(job: dict) -> dict:
-    """A classifier with random weights and a tokenizer that fits."""
+    """A classifier with random weights and a matching tokenizer."""
     import torch
     from transformers import AutoModelForSequenceClassification, Qwen2Config
 
@@ -169,7 +169,7 @@ def packed(job: dict) -> dict:
 
 
 def padded(job: dict) -> dict:
-    """transformers as it is: batches of sequences of about the same length, padded to the longest."""
+    """Unmodified transformers: batches of similar lengths, padded to the longest."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -248,7 +248,7 @@ def _has(package: str) -> bool:
 
 
 def timed(job: dict, sequences: list[list[int]], score) -> tuple[list[float], np.ndarray]:
-    """Tokens a second of each run, after one to warm up."""
+    """Tokens/s of each run, after one warm-up run."""
     found, tokens, rates = score(), sum(map(len, sequences)), []
     for _ in range(job["runs"]):
         began = time.perf_counter()
@@ -275,7 +275,7 @@ SIDES = {"folder": make_folder, "offload": offload, "packed": packed, "padded": 
 
 
 def run_side(args: argparse.Namespace, side: str, **more) -> dict | None:
-    """What a side found; None if it failed, after its last lines were printed."""
+    """A side's results; None if it failed, after printing its last lines."""
     print(f"{side} {more.get('model', '')}", flush=True)
     job = {"device": args.device, "tiny": args.tiny, "runs": args.runs, **more}
     with tempfile.TemporaryDirectory() as folder:
@@ -365,13 +365,13 @@ def scoring_table(entries: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", default="offload,scoring")
-    parser.add_argument("--sides", default="packed,padded,pooled", help="of scoring")
+    parser.add_argument("--sides", default="packed,padded,pooled", help="sides of the scoring section")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "results")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--models", type=Path, help="where to put the models of random weights; default: a temporary folder")
+    parser.add_argument("--models", type=Path, help="folder for the random models; default: a temporary folder")
     parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable))
     parser.add_argument("--vllm-path", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)

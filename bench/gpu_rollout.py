@@ -1,43 +1,42 @@
-"""Rollouts on one GPU: tokens a second next to vLLM's, how close log-probs are to the trainer's, how steady, how soon.
+"""Rollouts on one GPU: throughput compared with vLLM, log-prob mismatch with the trainer, stability and start-up time.
 
     python bench/gpu_rollout.py                                            # every section, both engines
     python bench/gpu_rollout.py --sections grid,mix --engines native --models 0.5B,1.5B --out DIR
-    python bench/gpu_rollout.py --sections sweep --missing --out DIR       # only what DIR does not have yet
+    python bench/gpu_rollout.py --sections sweep --missing --out DIR       # only what DIR lacks
     python bench/gpu_rollout.py --report --out DIR                         # tables and plot again, without a GPU
-    python bench/gpu_rollout.py --sections check                           # is what the native engine samples right?
-    python bench/gpu_rollout.py --device cpu --tiny --out DIR              # tries the whole script; its numbers mean nothing
+    python bench/gpu_rollout.py --sections check                           # correctness of the native engine
+    python bench/gpu_rollout.py --device cpu --tiny --out DIR              # smoke test; its numbers mean nothing
 
-Every number is written to DIR/gpu_rollout.json as soon as it is measured, under a key that says what it is; measuring a thing again
-replaces it and nothing else. So the sections can be run one by one, in minutes each, and a run that is cut
-short loses what it was measuring and no more. Each engine and model has a process of its own, with its output in DIR/logs; one that
-fails is said to have failed and the others go on.
+Every number is written to DIR/gpu_rollout.json under its own key as soon as it is measured; measuring it again replaces only that
+number. So sections can be run one by one, a few minutes each, and an interrupted run loses only the measurement in progress. Each
+engine and model runs in a separate process, with its output in DIR/logs; a failure is reported and the others continue.
 
-vLLM is whichever `--vllm-python` imports; `--vllm-path` (a folder with unpacked wheels, say) is put on PYTHONPATH for its processes
-alone. Without vLLM its columns stay empty. Settings in the environment (VLLM_USE_V2_MODEL_RUNNER=1, …) reach it and are recorded.
+vLLM is whichever `--vllm-python` imports; `--vllm-path` (for example a folder with unpacked wheels) is added to the PYTHONPATH of
+its processes only. Without vLLM its columns stay empty. Its environment (VLLM_USE_V2_MODEL_RUNNER=1, …) is passed on and recorded.
 
 Random weights of Qwen2.5 shapes in bf16; temperature 1; the log-prob of every sampled token; no text on either side.
 
-    grid      256-token prompts, all different, 512 new tokens, no end token: all new tokens over the time of the whole call,
-              reading the prompts included. native: one run of the same shape to warm up, then --runs: median, lowest and highest;
-              vLLM: a short one to warm up, then --runs with the faster of two ways to return log-probs. Floor: decode steps that
+    grid      256-token prompts, all different, 512 new tokens, no end token: new tokens divided by the time of the call,
+              including prefill. native: one warm-up run of the same shape, then --runs: median, lowest and highest;
+              vLLM: a short warm-up run, then --runs with the faster of two ways to return log-probs. Floor: decode steps that
               read every weight once, and keys and values of all sequences at their mean length, at a copy's bandwidth.
     mix       256 prompts of 32…2048 tokens × 8 samples, limits of 16…2048 new tokens (all log-uniform), and end tokens that end a
-              response with probability 1/500 a token. Each run has prompts of its own. vLLM: with prefix caching; a short run to
-              warm up, one with half of the prompts for each of two ways to end responses, then --runs with the faster way.
+              response with probability 1/500 per token. Each run has different prompts. vLLM: with prefix caching; a short warm-up
+              run, one with half of the prompts for each of two ways to end responses, then --runs with the faster one.
     sweep     native, 0.5B: decoding alone by batch and length, from the difference of two calls. A plot.
     mismatch  native: mean |sampler's log-prob − trainer's log-prob| for random weights, after 30 steps of SFT, and for --model.
-              vLLM, 0.5B: the same for what it samples from the same random weights and prompts, against plaudit's trainer. And how
-              far sampler and trainer are from the same weights in fp32, which is bf16's own rounding.
+              vLLM, 0.5B: the same for its samples of the same random weights and prompts, against plaudit's trainer. Also the
+              distance of sampler and trainer from the same weights in fp32, which is bf16 rounding.
     cycles    native, 0.5B: 50 × (32 prompts × 8 samples × 128 tokens, then a GRPO update on all of them with random rewards):
-              seconds and memory of the last five against the first five, after 10 to warm up.
+              seconds and memory of the last five against the first five, after 10 warm-up cycles.
     start     from the start of the process `plaudit sample` to its first line (8 prompts, one token each) with empty compilation
-              caches, and again with those filled; vLLM: a process that makes an LLM with default settings for the same folder.
-    check     native (not among the default sections): tiny models of four kinds, with LoRA and as plain modules, in fp32 and bf16:
-              greedy tokens against `generate`, log-probs against whole passes, sampling twice, stop strings, little memory,
-              training in between. A line for each; the exit code is 1 if one failed.
+              caches, and again with warm ones; vLLM: a process that makes an LLM with default settings for the same folder.
+    check     native (not a default section): tiny models of four kinds, with LoRA and as plain modules, in fp32 and bf16:
+              greedy tokens against `generate`, log-probs against full passes, repeatability, stop strings, little memory,
+              training in between. One line per check; the exit code is 1 if any failed.
 
-`start` and vLLM's `mismatch` need a model folder on disk. The first native process makes it besides, or one that does nothing else
-(and sees to it that the process timed by `start` is not the first to read torch from the disk).
+`start` and vLLM's `mismatch` need a model folder on disk. The first native process also makes it, or a separate one does (which
+also ensures that the process timed by `start` is not the first to read torch from disk).
 """
 
 import argparse
@@ -102,7 +101,7 @@ class Results:
 
 
 def environment_of(args: argparse.Namespace, engine: str, more: dict[str, str] | None = None) -> dict[str, str]:
-    """What a process of that engine is started with."""
+    """The environment of an engine's process."""
     environment = dict(os.environ)
     if engine == "vllm":
         environment |= VLLM_ENVIRONMENT | (VLLM_EAGER if args.device == "cpu" else {})
@@ -113,7 +112,7 @@ def environment_of(args: argparse.Namespace, engine: str, more: dict[str, str] |
 def follow(
     command: list[str], environment: dict[str, str], log: Path, timeout_s: float, look: Callable[[], bool]
 ) -> str | None:  # fmt: skip
-    """Run a command and call `look` all the while, until it ends or `look` says it has seen everything; returns why it failed."""
+    """Run a command, polling `look`, until it ends or `look` returns true; returns the reason of a failure."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began, seen = time.monotonic(), None
     with log.open("w") as output:
@@ -141,7 +140,7 @@ def follow(
 
 
 def measure(args: argparse.Namespace, results: Results, engine: str, model: str, sections: list[str], **more) -> str | None:
-    """The sections of one model in a process of that engine; its numbers go into the results as they come."""
+    """Run the sections of one model in a process of that engine; numbers are added to the results as they arrive."""
     began = time.monotonic()
     print(f"{NAMES[engine]} {model}: {', '.join(sections)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,12 +178,12 @@ def measure(args: argparse.Namespace, results: Results, engine: str, model: str,
 
 
 def has_folder(args: argparse.Namespace, results: Results, folder: Path) -> bool:
-    """There is a model folder, now if not before."""
+    """Make sure that the model folder exists."""
     return folder.exists() or not measure(args, results, "native", FOLDER_OF, ["folder"], folder=str(folder))
 
 
 def mismatch_of_vllm(args: argparse.Namespace, results: Results, folder: Path) -> None:
-    """vLLM samples the folder's model; another process says what the trainer makes of these samples."""
+    """vLLM samples the folder's model; another process computes the trainer's log-probs of these samples."""
     given = {"folder": str(folder), "samples": str(folder.with_name("samples.json"))}
     if has_folder(args, results, folder) and not measure(args, results, "vllm", FOLDER_OF, ["mismatch"], **given):
         measure(args, results, "native", FOLDER_OF, ["judge"], **given)
@@ -235,7 +234,7 @@ def start(args: argparse.Namespace, results: Results, folder: Path) -> None:
 
 
 def about_of(results: Results, engine: str) -> str:
-    """Machine and versions, as that engine's other entries say."""
+    """Machine and versions, from that engine's other entries."""
     latest = sorted((e for e in results.entries.values() if e.get("engine") == engine and e.get("about")), key=lambda e: e["when"])
     return latest[-1]["about"] if latest else ""
 
@@ -278,16 +277,16 @@ def main() -> int:
     )
     parser.add_argument("--engines", type=names(("native", "vllm")), default=["native", "vllm"], help="of native,vllm")
     parser.add_argument("--models", type=names(tuple(FULL.grid)), default=list(FULL.grid), help="of 0.5B,1.5B,7B")
-    parser.add_argument("--model", type=Path, help="a model folder: its mismatch too, and its tokenizer in start")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results", help="where results and plot go")
-    parser.add_argument("--missing", action="store_true", help="measure only what --out does not have")
-    parser.add_argument("--report", action="store_true", help="only tables and plot of what --out has")
+    parser.add_argument("--model", type=Path, help="a model folder: also measured in mismatch, its tokenizer used in start")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results", help="folder for results and plot")
+    parser.add_argument("--missing", action="store_true", help="measure only what --out lacks")
+    parser.add_argument("--report", action="store_true", help="only print tables and plot of the results in --out")
     parser.add_argument("--vllm-python", default=sys.executable, help="a Python with vLLM")
     parser.add_argument("--vllm-path", help="folders to put on its PYTHONPATH")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes and counts, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes and counts, for a smoke test")
     parser.add_argument("--runs", type=int, default=3, help="timed runs in grid and mix")
-    parser.add_argument("--timeout-s", type=float, default=1800, help="for each process")
+    parser.add_argument("--timeout-s", type=float, default=1800, help="time limit per process")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends with it
     work, results, began = TINY if args.tiny else FULL, Results(args.out, args.tiny), time.monotonic()

@@ -1,10 +1,10 @@
-"""Supervised training on one GPU: is packed attention right there, does a step repeat, and how fast is it?
+"""Supervised training on one GPU: correctness of packed attention, determinism of a step, and speed.
 
     python bench/gpu_sft.py [--sizes 0.5B 1.5B] [--steps 5]
 
-Random weights of Qwen2.5 shapes, bf16 with fp32 masters, rows of 64…4096 tokens (seeded log-normal, median 600). The peer is the
-same transformers model on padded batches with SDPA and whole logits, rows sorted by length within a step so that it pads as little
-as it can, under the same optimiser and token budget, with the kind of gradient checkpointing that is faster for it.
+Random weights of Qwen2.5 shapes, bf16 with fp32 master weights, rows of 64…4096 tokens (seeded log-normal, median 600). The peer is
+the same transformers model on padded batches with SDPA and full logits, rows sorted by length within a step to minimise padding,
+with the same optimiser and token budget and the kind of gradient checkpointing that is faster for it.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def packed_step(trainer: Trainer, examples: list[Example]) -> dict[str, float]:
 
 
 def padded_batches(examples: list[Example]) -> list[list[Example]]:
-    """Rows of similar length together, each batch within the token budget, padding counted."""
+    """Batches of similar lengths within the token budget, including padding."""
     batches: list[list[Example]] = []
     for example in sorted(examples, key=len):
         if batches and len(example) * (len(batches[-1]) + 1) <= TOKENS_PER_MICRO_BATCH:

@@ -1,13 +1,13 @@
-"""How many calls a second a judge's client makes: plaudit's, beside httpx and the openai client.
+"""Calls per second of a judge's HTTP client: plaudit's compared with httpx and the openai client.
 
     python bench/judges.py                 512 calls in flight, a server that takes 200 ms, both on this machine
 
-The server (tests/support/fault_server.py) has a process of its own, and so has each client. Ideal: every call takes the latency and
-nothing else, so `in flight / latency` calls a second. httpx and openai come from .venv-clients if it is there:
+The server (tests/support/fault_server.py) and each client run in separate processes. Ideal: every call takes exactly the latency,
+so `in flight / latency` calls per second. httpx and openai come from .venv-clients if it exists:
 
     python3 -m venv .venv-clients && .venv-clients/bin/pip install -r bench/requirements-clients.txt
 
-Each client does the same: the same chat questions, at most so many in flight, and the answer's text out of the JSON. httpx and
+Each client does the same work: the same chat requests, the same number in flight, and the answer's text parsed from JSON. httpx and
 openai have their connection limits raised to the calls in flight; with their defaults they are slower.
 """
 
@@ -34,7 +34,7 @@ Ask = Callable[[str], Awaitable[str]]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--in-flight", type=int, default=512)
-    parser.add_argument("--latency", type=float, default=0.2, help="of the server, in seconds")
+    parser.add_argument("--latency", type=float, default=0.2, help="the server's latency in seconds")
     parser.add_argument("--calls", type=int, default=10240)
     parser.add_argument("--clients", default="plaudit,httpx,openai")
     parser.add_argument("--repeat", type=int, default=3)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace, url: str, server: "psutil.Process") -> None:
-    """A table. Calls a second mean little where other work has the cores (the load says so); processor time a call still does."""
+    """Print the table. On a busy machine (see the load) calls per second mean little, but CPU time per call still does."""
     ideal = arguments.in_flight / arguments.latency
     print(f"{arguments.in_flight} calls in flight, {arguments.latency * 1000:.0f} ms latency, ideal {ideal:,.0f} calls/s, ", end="")
     print(f"{os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f}, best of {arguments.repeat}\n")
@@ -99,7 +99,7 @@ def run(client: str, url: str, arguments: argparse.Namespace) -> dict | None:
 
 
 async def measure(client: str, url: str, in_flight: int, calls: int) -> dict:
-    """A few calls to open the connections, then all of them."""
+    """A few calls to open connections, then the timed ones."""
     ask, version = await CLIENTS[client](url, in_flight)
     await ask([QUESTION] * in_flight)
     began, processor = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""plaudit's side of gpu_rollout.py, in a process of its own: the sections of one model, handed over as they are measured."""
+"""plaudit's side of gpu_rollout.py, run in a separate process: the sections of one model, reported as they are measured."""
 
 import copy
 import gc
@@ -115,7 +115,7 @@ def memory() -> dict[str, float]:
 
 
 def bandwidth(job: dict, work: Work, report) -> None:
-    """Bytes read and written a second when one half of the memory in question is copied to the other."""
+    """Bytes read and written per second when one half of a buffer is copied to the other."""
     source = torch.ones(work.copy_bytes, dtype=torch.uint8, device=job["device"])
     target = torch.empty_like(source)
     seconds = []
@@ -173,7 +173,7 @@ def mix(job: dict, work: Work, report) -> None:
 
 
 def sweep(job: dict, work: Work, report) -> None:
-    """Decoding alone: the second of two calls with the same prompts makes more tokens, and the difference in time is theirs."""
+    """Decoding alone: of two calls with the same prompts, the second generates more tokens; the time difference is for these."""
     model = build(job["model"], work, job["device"])
     few, many = work.sweep_new
     for sequences in work.sweep_sequences:
@@ -430,7 +430,7 @@ class Subject:
 def subject_of(
     folder: Path, dtype: str, device: torch.device, *, lora: bool = False, modules: bool = False, ends: int = 5, **settings
 ) -> Subject:
-    """Fresh weights hardly look at what they read, and seldom end: larger ones, and more tokens that end a response."""
+    """Freshly initialised weights hardly depend on the input and rarely end: scale them up and add end tokens."""
     recipe = ModelSettings(path=str(folder), dtype=dtype, lora=LoraSettings(rank=4, alpha=8.0, dropout=0.5) if lora else None)  # pyright: ignore
     policy = load_policy(recipe, load_template(load_tokenizer(str(folder)), None), device)
     torch.manual_seed(1)
@@ -465,7 +465,7 @@ def prompts_of(lengths: Sequence[int], n: int = 1) -> list[Request]:
 
 @torch.no_grad()
 def right_logits(right: PreTrainedModel, request: Request, tokens: np.ndarray) -> Tensor:
-    """[t, V], by one pass over prompt and response."""
+    """[t, V], from one pass over prompt and response."""
     whole = torch.from_numpy(np.concatenate([request.tokens, tokens]).astype(np.int64)).to(right.device)
     return right(input_ids=whole[None], use_cache=False).logits[0, len(request.tokens) - 1 : -1].float().cpu()  # pyright: ignore
 
@@ -475,14 +475,14 @@ def at(values_TV: Tensor, tokens: np.ndarray) -> Tensor:
 
 
 def race(right: PreTrainedModel, request: Request, index: int, tokens: np.ndarray, sampling: Sampling) -> Tensor:
-    """[t, V]: what each token must have been the largest of, noise included."""
+    """[t, V]: logits plus noise, whose argmax each token must be."""
     key = stable_seed(sampling.seed, sampling.step, request.prompt_id, index)
     keys = torch.tensor(key - (1 << 64) if key >> 63 else key).expand(len(tokens))
     return draw_scores(right_logits(right, request, tokens), position_keys(keys, torch.arange(len(tokens))), sampling)
 
 
 def off(subject: Subject, drawn: list[tuple[Request, Sample]], sampling: Sampling, right: PreTrainedModel | None = None) -> Verdict:
-    """Are log-probs those of a whole pass, and tokens those of their keys?"""
+    """Check log-probs against a full pass, and tokens against their keyed noise."""
     errors, short, truncated = [], [], bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
     for request, s in drawn:
         logits = right_logits(right or subject.right, request, s.tokens)
@@ -504,7 +504,7 @@ def off(subject: Subject, drawn: list[tuple[Request, Sample]], sampling: Samplin
 def other_tokens(
     subject: Subject, request: Request, index: int, a: np.ndarray, b: np.ndarray, sampling: Sampling
 ) -> tuple[bool, bool]:
-    """Do two responses differ; and more than rounding explains, where they first do?"""
+    """Whether two responses differ, and whether rounding explains their first difference."""
     if np.array_equal(a, b):
         return False, False
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
@@ -521,7 +521,7 @@ def alike(subject: Subject, pairs: Sequence[tuple[Request, int, np.ndarray, np.n
 
 
 def check_right(make: Callable[..., Subject]) -> Verdict:
-    """Greedy tokens against `generate`; log-probs of sampled ones against a whole pass."""
+    """Greedy tokens against `generate`; log-probs of sampled tokens against a full pass."""
     subject, requests = make(max_sequences=7), prompts_of(LENGTHS, n=2)
     greedy, pairs = Sampling(max_new_tokens=20, temperature=0.0), []
     drawn = subject.sample(requests, greedy)
@@ -540,7 +540,7 @@ def check_right(make: Callable[..., Subject]) -> Verdict:
 
 
 def check_repeats(make: Callable[..., Subject], how: dict) -> Verdict:
-    """The same tokens and log-probs, to the bit, when asked again and by another engine."""
+    """Bitwise equal tokens and log-probs on a second call and from another engine."""
     torch.use_deterministic_algorithms(True)
     try:
         requests, sampling, subject = prompts_of(LENGTHS, n=3), Sampling(max_new_tokens=24, temperature=0.9, **how), make()
@@ -561,7 +561,7 @@ def check_repeats(make: Callable[..., Subject], how: dict) -> Verdict:
 
 
 def check_stops(make: Callable[..., Subject]) -> Verdict:
-    """Responses end with the token that completes a stop string, and those beside them go on."""
+    """Responses end with the token that completes a stop string; others in the batch continue."""
     subject, requests, sampling = make(max_sequences=5), prompts_of(LENGTHS, n=2), Sampling(max_new_tokens=40, temperature=0.8)
     tokenizer, whole = subject.policy.template.tokenizer, subject.sample(requests, sampling)
     pieces = [[s.text[i : i + size] for _, s in whole for i in range(3, len(s.text) - size)] for size in (1, 2)]
@@ -583,7 +583,7 @@ def check_stops(make: Callable[..., Subject]) -> Verdict:
 
 
 def check_preempted(make: Callable[..., Subject]) -> Verdict:
-    """With memory for the longest sequence and no more, the same responses."""
+    """The same responses with memory for only the longest sequence."""
     requests, sampling = prompts_of((40, 33, 8, 57, 3, 70), n=3), Sampling(max_new_tokens=150, temperature=0.9)
     subject = make(ends=0)
     plenty, before = subject.sample(requests, sampling), subject.engine.preempted
@@ -597,7 +597,7 @@ def check_preempted(make: Callable[..., Subject]) -> Verdict:
 
 
 def check_training(make: Callable[..., Subject]) -> Verdict:
-    """Sample, learn, sample, …: always with the weights of the last update."""
+    """Alternate sampling and updates: samples always come from the latest weights."""
     subject, requests = make(max_sequences=7), prompts_of(LENGTHS, n=2)
     trainer = Trainer(subject.policy, OptimSettings(lr=3e-3), seed=0, max_skipped_steps=0)
     model, passed, words = subject.policy.model, True, []
@@ -643,7 +643,7 @@ def checks(folder: Path, device: torch.device) -> Iterator[tuple[str, Callable[[
 
 
 def check(job: dict, work: Work, report) -> None:
-    """Tiny models of every kind: is what the engine samples right on this device?"""
+    """Correctness of the engine's samples on this device, for tiny models of every kind."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused where torch must be deterministic
     sampler.TILE = 128  # so that these small vocabularies have several, as large ones have
     with tempfile.TemporaryDirectory() as name:

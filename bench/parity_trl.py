@@ -1,4 +1,4 @@
-"""plaudit computes what TRL's trainers compute: SFT, DPO and reward models step by step, GRPO by its first step's gradients.
+"""Parity with TRL's trainers: SFT, DPO and reward models step by step, GRPO by the gradients of its first step.
 
     make .venv-trl/installed                  # or: a venv with bench/requirements-trl.txt
     python bench/parity_trl.py                # four minutes on two CPU cores
@@ -6,23 +6,22 @@
 
 **SFT, DPO, reward models.** plaudit trains a tiny fp32 model on single- and multi-turn conversations or pairs of them, with
 weight decay, clipping at some steps, a cosine schedule and several epochs; SFT's last step is a short one. TRL, in its own
-environment, gets the same tokens (plaudit's; which tokens are learnt is not what is compared here), row by row in plaudit's
-order. What differs on purpose: plaudit packs a step's rows into micro-batches by tokens, TRL pads them two by two (or all of a
-step, where its loss is a mean over a micro-batch's tokens). SFT also with warm-up, for which TRL is given plaudit's formula, as
-its own starts at a rate of 0. Reward models start from the same head. Compared at each step: loss and margin (absolute), gradient
-norm and learning rate (relative). The largest difference of the trained weights is shown.
+environment, gets the same tokens (plaudit's; loss masks are not compared here), row by row in plaudit's order. Intended
+differences: plaudit packs a step's rows into micro-batches by tokens, TRL pads them two by two (or all of a step, where its loss
+is a mean over a micro-batch's tokens). SFT is also run with warm-up, for which TRL gets plaudit's formula, because its own starts
+at a rate of 0. Reward models start from the same head. Compared at each step: loss and margin (absolute), gradient norm and
+learning rate (relative). The largest difference of the trained weights is shown.
 
-**GRPO.** plaudit samples four answers to each of six prompts and scores them; TRL gets these samples and rewards, and does the
-rest: advantages, the reference's log-probs, the loss. The reference is another model than the policy, so that KL is not 0; with
-`older` samples come from a third one, so that ratios are not 1 and some are clipped. Compared: the loss, and every parameter's
-gradient of the whole step, before clipping, absolutely and relative to the greatest of them.
+**GRPO.** plaudit samples four answers to each of six prompts and scores them; TRL gets these samples and rewards and computes
+the rest: advantages, the reference's log-probs, the loss. The reference differs from the policy, so that KL is not 0; with
+`older`, samples come from a third model, so that ratios are not 1 and some are clipped. Compared: the loss, and every parameter's
+gradient over the step, before clipping, absolute and relative to the largest one.
 
-What differs on purpose and is set to be the same: TRL adds 1e-4 to the deviation that advantages are divided by, plaudit 1e-6
-(plaudit is given TRL's); TRL weighs the KL term by the ratio unless `use_bias_correction_kl` is false (it is); its bound for
-negative advantages, `delta`, is off unless given (it is given plaudit's `dual_clip`); its CISPO has no lower bound (plaudit's is
-0.001).
+Differences in defaults that are aligned: TRL adds 1e-4 to the standard deviation of advantages, plaudit 1e-6 (TRL's is used); TRL
+weights the KL term by the ratio unless `use_bias_correction_kl` is false (it is); its bound for negative advantages, `delta`, is
+off by default (set to plaudit's `dual_clip`); its CISPO has no lower bound (plaudit's is 0.001).
 
-A difference over the tolerance, and the exit code is 1.
+The exit code is 1 if a difference exceeds the tolerance.
 """
 
 import argparse
@@ -88,7 +87,7 @@ OPTIM = {
 
 @dataclass(frozen=True)
 class Case:
-    """The same thing, as each of the two is told of it."""
+    """The same settings in plaudit's and in TRL's names."""
 
     stage: str
     ours: dict = field(default_factory=dict)
@@ -150,7 +149,7 @@ LOSSES = {
 
 
 def grpo_cases() -> dict[str, Case]:
-    """Every loss with ratios of 1 and with others, with and without KL; then what else both have."""
+    """Every loss with ratios of 1 and others, with and without KL; then further settings that both have."""
     cases = {}
     for name, (ours, theirs, rows) in LOSSES.items():
         for older in (False, True):
@@ -169,7 +168,7 @@ def grpo_cases() -> dict[str, Case]:
 
 
 def run_trl(python: Path, jobs: list[dict], folder: Path) -> dict:
-    """What TRL logs at each step of each job, and the versions it ran with. Its output is shown only if it fails."""
+    """TRL's log of each step of each job, and its versions. Its output is shown only on failure."""
     jobs_file, log_file = folder / "jobs.json", folder / "log.json"
     jobs_file.write_text(json.dumps(jobs))
     command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(jobs_file), str(log_file)]
@@ -196,7 +195,7 @@ def load_model_template(model: Path) -> ChatTemplate:
 
 
 def tiny_model(kind: str, rows: Sequence[dict], folder: Path) -> Path:
-    """Its tokenizer is learnt from the rows: conversations, or pairs."""
+    """A tiny model with a tokenizer trained on the rows (conversations or pairs)."""
     talks = [{"messages": r.get("messages") or [*r["prompt"], {"role": "assistant", "content": r["chosen"]}]} for r in rows]
     make_tiny_model([write_rows(folder / "texts.jsonl", talks)], folder / "model", kind=kind, hidden_size=64, vocabulary=320)  # pyright: ignore
     return folder / "model"
@@ -234,7 +233,7 @@ def pairs() -> list[dict]:
 
 
 def recipe_of(case: Case, kind: str, folder: Path) -> dict:
-    """With its model and rows made."""
+    """The case's recipe; also creates its model and rows."""
     rows = conversations() if case.stage == "sft" else pairs()
     model = tiny_model(kind, rows, folder)
     if case.stage == "reward-model":
@@ -296,7 +295,7 @@ def pair_for_trl(pair: Pair, recipe: dict) -> dict:
 
 
 def compare_steps(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
-    """Train with both, print the tables; says whether they agree."""
+    """Train with both and print the tables; returns whether they agree."""
     jobs, recipes, ours = [], [], []
     for name in names:
         case, place = STEP_BY_STEP[name], folder / str(len(jobs))
@@ -360,7 +359,7 @@ def print_steps(ours: list[dict], theirs: list[dict], tolerance: float, folder: 
 
 
 def weight_difference(folder: Path) -> float:
-    """The largest one between the two trained models."""
+    """The largest weight difference between the two trained models."""
     ours, theirs = (load_file(folder / model / "model.safetensors") for model in ("run/model", "trl_model"))
     assert ours.keys() == theirs.keys()
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
@@ -370,7 +369,7 @@ def weight_difference(folder: Path) -> float:
 
 
 def moved(model: Path, folder: Path, by: float, seed: int) -> Path:
-    """The same model, each weight moved at random by so many of its matrix's deviations."""
+    """The same model with Gaussian noise of `by` times each matrix's standard deviation."""
     policy = load_policy(ModelSettings(path=str(model), dtype="float32"), load_model_template(model), CPU)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -392,7 +391,7 @@ def sampled(model: Path, prompts: Path) -> list[Group]:
 
 
 def scored(group: Group) -> ScoredGroup:
-    """By the share of letters and digits: it differs from sample to sample."""
+    """Scored by the share of letters and digits, which differs between samples."""
     values = [sum(c.isalnum() for c in sample.text) / (1 + len(sample.text)) for sample in group.samples]
     return ScoredGroup(group, tuple(map(Score, values)), {})
 
@@ -400,7 +399,7 @@ def scored(group: Group) -> ScoredGroup:
 def first_gradients(
     case: Case, policy: Path, reference: Path, groups: Sequence[ScoredGroup]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Of plaudit's first step on these groups: its metrics, and the gradients as clipping would find them."""
+    """Metrics and gradients (before clipping) of plaudit's first step on these groups."""
     recipe = RLRecipe.model_validate(
         {
             "model": {"path": str(policy), "dtype": "float32"},
@@ -431,7 +430,7 @@ def first_gradients(
 
 
 def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
-    """The gradients of both, a line for each case; says whether they agree."""
+    """Compare the gradients of both, one line per case; returns whether they agree."""
     rows = conversations()
     # Far from uniform, or all gradients would be small; then each a little further.
     reference = moved(tiny_model(kind, rows, folder), folder / "reference", by=4.0, seed=1)
@@ -503,8 +502,8 @@ def main() -> int:
     parser.add_argument("--trl-python", type=Path, default=REPOSITORY / ".venv-trl/bin/python", help="Python of TRL's environment")
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--stage", choices=[*TRAIN, "grpo"], nargs="+", default=[*TRAIN, "grpo"])
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of losses, norms and rates, step by step")
-    parser.add_argument("--gradient-tolerance", type=float, default=1e-5, help="of GRPO's loss and gradients")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="for losses, norms and rates, step by step")
+    parser.add_argument("--gradient-tolerance", type=float, default=1e-5, help="for GRPO's loss and gradients")
     args = parser.parse_args()
     if not args.trl_python.exists():
         sys.exit(f"{args.trl_python} does not exist: make .venv-trl/installed")

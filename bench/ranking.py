@@ -1,21 +1,21 @@
-"""A generative ranking reward model: untrained, after SFT, after RL with the `ranking` rule, several seeds. What does each bring?
+"""Accuracy of a generative ranking reward model untrained, after SFT and after RL with the `ranking` rule, over several seeds.
 
-    python bench/ranking.py --out runs/ranking --plot docs/ranking.png                    # a small model from nothing, on a CPU
+    python bench/ranking.py --out runs/ranking --plot docs/ranking.png                    # a small model from scratch, on a CPU
     python bench/ranking.py --out runs/ranking-smollm2 --model models/smollm2 --device cuda --jobs 3 --plot docs/ranking_smollm2.png
-    python bench/ranking.py --out runs/ranking --report                                   # the table of what is there
-    python bench/ranking.py --constants                                                   # what the rule pays for knowing nothing
+    python bench/ranking.py --out runs/ranking --report                                   # only the table of existing runs
+    python bench/ranking.py --constants                                                   # rewards of constant answers
 
-The rows are groups of translations that experts scored (mt_ranking_ende_*.parquet, in --data). What is counted is on the groups of
-the test file alone, in their own order, over four answers at temperature 0.4 and top-p 0.7 (as GRRM is evaluated):
+The rows are groups of expert-scored translations (mt_ranking_ende_*.parquet, in --data). Metrics are computed on the groups of the
+test file only, in their original order, over four answers at temperature 0.4 and top-p 0.7 (as GRRM is evaluated):
 
-    share        mean over groups of the share of pairs whose relation (>, =, <) is the truth's: the rule's own ranking part
-    differing    the same over pairs whose true scores differ; a tie that is predicted counts half. Chance is 0.5
-    readable     share of answers that have the format; one that has not counts 0 in both
-    commonest    share of the readable answers that give the commonest ranking: 1 is a judge that always says the same
+    share        mean over groups of the share of pairs with the true relation (>, =, <): the rule's own ranking part
+    differing    the same over pairs whose true scores differ; a predicted tie counts half. Chance is 0.5
+    readable     share of answers in the right format; others count 0 in both
+    commonest    share of the readable answers with the most frequent ranking: 1 is a judge that always answers the same
 
-Beside them stand answers that read nothing: the best constant ranking, chosen on the training groups; all tied; a random order.
-Without --model the recipes are recipes/grrm/mini_*.yaml as they are, with a model for each seed; with it, the settings below
-replace theirs. A run that is there is not made again; one that was killed goes on.
+Baselines that ignore the input: the best constant ranking, chosen on the training groups; all tied; a random order.
+Without --model, recipes/grrm/mini_*.yaml are used unchanged, with one model per seed; with it, the settings below override them.
+Finished runs are kept, interrupted ones resumed.
 """
 
 import argparse
@@ -55,22 +55,22 @@ from plaudit.rewards.rules.ranking_lines import (
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = REPOSITORY / "recipes/grrm"
 MINI_ROWS = ["--max-characters", "800", "--template", str(RECIPES / "mini.jinja")]
-"""Short texts and a short prompt, for a model that begins with nothing."""
+"""Short texts and a short prompt, for a model trained from scratch."""
 ONE_ROW = 400
-"""Characters of a text and one candidate, where each is a row (docs/generative_reward_models.md, single answers)."""
+"""Characters of a text and one candidate, if each candidate is a row (docs/generative_reward_models.md, single answers)."""
 PRETRAINED_SFT = [
     "model.dtype=bfloat16", "data.max_tokens=2048", "train={rows_per_step: 32, tokens_per_micro_batch: 32768}",
     "optim={lr: 1e-4, schedule: cosine, warmup_ratio: 0.1}", "run.epochs=1", "run.max_steps=8",
 ]  # fmt: skip
-"""A cold start: about as many rows as there are groups, so that most answers can be read."""
+"""A cold start with about as many rows as groups, so that most answers are readable."""
 PRETRAINED_RL = [
     "model.dtype=bfloat16", "data.max_prompt_tokens=1536", "rollout={n: 8, max_new_tokens: 384}",
     "train={prompts_per_step: 32, tokens_per_micro_batch: 16384}", "optim={lr: 1e-5, warmup_steps: 5}", "run.max_steps=40",
 ]  # fmt: skip
 AUGMENT = ["--shuffle-augment", "23"]
-"""All orders of four. No parts of groups: a small model needs long to learn that there may be fewer letters."""
+"""All permutations of four. No subsets of groups: a small model takes long to learn that there may be fewer letters."""
 ANSWERS = ["-n", "4", "--temperature", "0.4", "--top-p", "0.7"]
-"""As `validation` in mini_rl.yaml."""
+"""Same as `validation` in mini_rl.yaml."""
 
 
 # Making --------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Bench:
     sft: list[str]
     rl: list[str]
     failed: threading.Event = field(default_factory=threading.Event)
-    """A seed's run: the others stop before their next one."""
+    """A seed's run failed: the others stop before their next run."""
 
     def run(self, *arguments: str | Path, log: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
@@ -142,7 +142,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Found:
-    """What some answers come to."""
+    """Metrics of a set of answers."""
 
     share: float
     differing: float
@@ -152,7 +152,7 @@ class Found:
 
 
 def found(answers: Iterable[tuple[Tiers | None, Tiers]]) -> Found:
-    """Rankings (None: unreadable), each with the true one."""
+    """Metrics of predicted rankings (None: unreadable), each paired with the true one."""
     answers = list(answers)
     share, differing = (statistics.fmean(column) for column in zip(*(agreement(*one) for one in answers), strict=True))
     read = [tiers for tiers, _ in answers if tiers is not None]
@@ -163,7 +163,7 @@ def found(answers: Iterable[tuple[Tiers | None, Tiers]]) -> Found:
 
 
 def agreement(tiers: Tiers | None, truth: Tiers) -> tuple[float, float]:
-    """Over all pairs, and over those that differ in truth."""
+    """Agreement over all pairs, and over those whose true scores differ."""
     if tiers is None:
         return 0.0, 0.0
     pairs = [(x, y) for x, y in permutations(sorted(letters_of(truth)), 2) if relation(truth, x, y) > 0]
@@ -172,7 +172,7 @@ def agreement(tiers: Tiers | None, truth: Tiers) -> tuple[float, float]:
 
 
 def answered(row: dict[str, Any], text: str) -> tuple[Tiers | None, Tiers]:
-    """What an answer says, and what is true."""
+    """The predicted and the true ranking."""
     truth, answer = true_ranking(row), read_ranked(text)
     return (answer.tiers if answer is not None and letters_of(answer.tiers) == letters_of(truth) else None), truth
 
@@ -184,12 +184,12 @@ def true_ranking(row: dict[str, Any]) -> Tiers:
 
 
 def of_samples(file: Path) -> Found:
-    """Of a validation's samples."""
+    """Metrics of a validation's samples."""
     return found(answered(row, row["response"]) for row in read_table(file, columns=["response", "reward_model"]).to_pylist())
 
 
 def of_lines(file: Path) -> Found:
-    """Of what `plaudit sample` wrote."""
+    """Metrics of the output of `plaudit sample`."""
     with file.open(encoding="utf-8") as lines:  # (splitlines would break texts at U+2028, too)
         rows = [json.loads(line) for line in lines]
     return found(answered(row, text) for row in rows for text in row["responses"])
@@ -200,7 +200,7 @@ def truths_of(file: Path) -> list[Tiers]:
 
 
 def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]:
-    """Answers that read nothing. The random order is the mean over all orders without ties."""
+    """Baselines that ignore the input. The random order is the mean over all orders without ties."""
     sizes = {len(letters_of(truth)) for truth in [*train, *test]}
     rankings = {
         size: list({rank(dict(zip(LETTERS, places, strict=False))): 0 for places in product(range(size), repeat=size)})
@@ -221,7 +221,7 @@ def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]
 
 
 def print_constants(data: Path) -> None:
-    """What three constant answers are paid, over all orders of the groups of four that the miniature sees; and ten to everyone."""
+    """Rewards of three constant answers, over all permutations of the mini recipe's groups of four; and of all tens."""
     train, test = (
         list(read_groups([data / f"mt_ranking_ende_{part}.parquet"], Columns(analysis=None), fewest=2, analysed=False))
         for part in ("train", "test")
@@ -323,10 +323,10 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=1, choices=range(1, 17), metavar="N",
                         help="seeds at a time: a GPU has room for all of a small model's")  # fmt: skip
-    parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further settings of SFT")
-    parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further settings of RL")
-    parser.add_argument("--report", action="store_true", help="the table of what is there")
-    parser.add_argument("--constants", action="store_true", help="what the same answer to every question is paid, by format")
+    parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further SFT overrides")
+    parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further RL overrides")
+    parser.add_argument("--report", action="store_true", help="only print the table of existing runs")
+    parser.add_argument("--constants", action="store_true", help="print the rewards of constant answers, by format")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]

@@ -1,12 +1,12 @@
-"""Math answers a second, and how many are judged right: plaudit's `kind: math`, verl's reward loop, TRL's `accuracy_reward`.
+"""Speed and accuracy of math rewards: plaudit's `kind: math`, verl's reward loop, TRL's `accuracy_reward`.
 
     make .venv-verl/installed .venv-trl/installed
-    python bench/rewards.py                    # some minutes on two cores; --parts plaudit,trl for less
+    python bench/rewards.py                    # a few minutes on two cores; --parts plaudit,trl for a subset
 
-All get the same 10,000 answers (bench/rewards_mix.py) and are timed after a start with a few of them. Peers run in environments of
-their own, one after the other. verl runs as its users run it: `RewardLoopManager`, ray actors, responses as token ids that its
-managers decode; with each of its math rewards, and with the number of workers that is best for it. TRL's function is called as its
-trainer calls it, in one process: it has no other way.
+All score the same 10,000 answers (bench/rewards_mix.py), timed after a warm-up on a few of them. Peers run in separate
+environments, one after the other. verl runs as in training: `RewardLoopManager`, ray actors, responses as token ids that its
+managers decode; with each of its math rewards and the number of workers that is best for it. TRL's function is called as its
+trainer calls it, in one process: it has no parallel mode.
 """
 
 import argparse
@@ -31,10 +31,10 @@ VERL = {
     ],
     "verl, its default for MATH (text only)": [{"function": "lighteval/MATH", "manager": "naive", "workers": n} for n in (1, 2)],
 }
-"""Its math rewards, with the settings to try: `naive` is its default manager, `remote` the one with a process for each worker.
+"""Its math rewards, with the settings to try: `naive` is its default manager, `remote` the one with a process per worker.
 prime_math forks for each answer, so it gets the first 2,000 only."""
 TRIAL = 300
-"""Answers for which each setting is tried."""
+"""Answers used to try each setting."""
 
 
 def measure_plaudit(mix: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def measure_plaudit(mix: Sequence[dict[str, Any]], workers: int) -> dict[str, An
 
 
 def run_aside(environment: str, script: str, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """A peer's script under its own Python; None where that is not installed."""
+    """Run a peer's script with its own Python; None if that is not installed."""
     python = REPOSITORY / environment / "bin/python"
     if not python.exists():
         print(f"{environment} is not there: make {environment}/installed")
@@ -69,7 +69,7 @@ def run_aside(environment: str, script: str, job: dict[str, Any], folder: Path) 
 
 
 def tokenizer_for(mix: Sequence[dict[str, Any]], folder: Path) -> str:
-    """A model folder with a tokenizer of the mix's own words, for verl, which gets token ids."""
+    """A model folder with a tokenizer trained on the mix, for verl, which takes token ids."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     rows = folder / "rows.jsonl"
@@ -101,7 +101,7 @@ def table(mix: Sequence[dict[str, Any]], measured: dict[str, dict[str, Any]]) ->
 def accepted(
     mix: Sequence[dict[str, Any]], scores: Sequence[float | None], *, right: bool, symbolic: bool = False, part: str = ""
 ) -> str:
-    """The share of right (or wrong) answers that are paid for."""
+    """The share of right (or wrong) answers that are accepted."""
     these = [
         score is not None and score > 0.5
         for row, score in zip(mix, scores, strict=False)  # one that is slow was asked about the first ones only
@@ -111,7 +111,7 @@ def accepted(
 
 
 def by_part(mix: Sequence[dict[str, Any]], measured: dict[str, dict[str, Any]]) -> None:
-    """What each says of each part of the mix: right ones accepted, wrong ones accepted."""
+    """Right and wrong answers accepted, by part of the mix."""
     print(f"\n| right, wrong accepted | answers | {' | '.join(measured)} |\n| --- | --- |{' --- |' * len(measured)}")
     for part, count in sorted(Counter(row["part"] for row in mix).items()):
         shares = [
@@ -123,12 +123,12 @@ def by_part(mix: Sequence[dict[str, Any]], measured: dict[str, dict[str, Any]]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="plaudit,trl,verl", help="which of them to measure")
+    parser.add_argument("--parts", default="plaudit,trl,verl", help="libraries to measure")
     parser.add_argument("--workers", type=int, default=2, help="plaudit's worker processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--answers", type=int, help="only so many of the 10,000: does the script work?")
+    parser.add_argument("--answers", type=int, help="use only this many of the 10,000, for a smoke test")
     parser.add_argument("--data", type=Path, default=os.environ.get("PLAUDIT_DATA", REPOSITORY.parent / "shared/data"))
-    parser.add_argument("--show", type=int, default=0, help="print so many answers that plaudit judges wrongly")
+    parser.add_argument("--show", type=int, default=0, help="print this many answers that plaudit misjudges")
     args = parser.parse_args()
     parts = args.parts.split(",")
 

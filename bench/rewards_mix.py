@@ -1,10 +1,10 @@
-r"""The answers that rewards.py asks about: 10,000 of which it is known whether they are right, a third of them formulas.
+r"""The answers scored by rewards.py: 10,000 with known correctness, a third of them formulas.
 
     2,600  GSM8K's test set: its worked solutions, with their own result or another row's
-    4,400  BigMath references (TinyV's rows): as they are, or another row's
+    4,400  BigMath references (TinyV's rows): unchanged, or another row's
     3,000  generated pairs of formulas: another form of the reference, or one that is not equal but looks like it
 
-All end in "The answer is $\boxed{…}$.". Without the data sets their places are taken by generated numbers. Same seed, same mix.
+All end in "The answer is $\boxed{…}$.". Missing data sets are replaced by generated numbers. The same seed gives the same mix.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from typing import Any
 
 GSM8K, BIGMATH, GENERATED = 2600, 4400, 3000
 SYMBOLIC_ONLY = 1000
-"""Of the answers that text and numbers cannot decide, how many peers are timed on alone; they are slow, and in no order."""
+"""Symbolic answers, in random order, on which the (slow) peers are timed separately."""
 Pair = tuple[str, str, str]
-"""A reference, another form of it, and something else that looks like it."""
+"""A reference, another form of it, and a different formula that looks like it."""
 
 
 def math_mix(data: Path, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with prompt, response, ground_truth, `right`, `part`, and whether it takes more than text and numbers to decide them."""
+    """Rows with prompt, response, ground_truth, `right`, `part`, and whether they need symbolic comparison."""
     draw = random.Random(seed)
     rows = [*_gsm8k(data / "gsm8k_test.jsonl", draw), *_bigmath(data / "bigmath_tinyv.parquet", draw), *_generated(draw)]
     draw.shuffle(rows)
@@ -34,7 +34,7 @@ def math_mix(data: Path, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def processor_s() -> float:
-    """Seconds of processor time of this process and all that it started, those that have ended too."""
+    """CPU seconds of this process and all its children, including finished ones."""
     import psutil
 
     me = psutil.Process()
@@ -47,7 +47,7 @@ def processor_s() -> float:
 
 
 def timed(score: Callable[[Any], Any], rows: Any) -> tuple[Any, dict[str, float]]:
-    """What it says, and what that took."""
+    """The scores, and the time they took."""
     before, start = processor_s(), time.perf_counter()
     result = score(rows)
     return result, {"seconds": time.perf_counter() - start, "processor_s": processor_s() - before, "answers": len(rows)}
@@ -70,13 +70,13 @@ NUMBER = re.compile(r"([-+]?)(?:(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}|(\d*\.?\d+|
 
 
 def bare(text: str) -> str:
-    """Without spaces, dollars, sizes of brackets, and commas between digits."""
+    """The text without spaces, dollars, bracket sizes, and commas between digits."""
     text = re.sub(r"\\left|\\right|\\[!,; ]|[\s$]|\.$", "", text).replace("dfrac", "frac").replace("tfrac", "frac")
     return re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
 
 
 def number(text: str) -> Fraction | None:
-    """A plain number: whole, decimal, or a fraction of whole numbers; percent signs are left to the rule that reads it."""
+    """A plain number: integer, decimal, or fraction of integers; percent signs are left to the rule."""
     found = NUMBER.fullmatch(bare(text))
     if found is None:
         return None
@@ -88,7 +88,7 @@ def number(text: str) -> Fraction | None:
 
 
 def decided_plainly(answer: str, truth: str) -> bool:
-    """Equal as text, or numbers both, or words both (which no algebra makes equal)."""
+    """Equal as text, or both numbers, or both words (which no algebra makes equal)."""
     both = (answer, truth)
     return (
         bare(answer) == bare(truth)
@@ -138,7 +138,7 @@ def _words(truth: str) -> str:
 
 
 def _surely_different(a: str, b: str) -> bool:
-    """Two rows' references that no rule about units, names or percents could make equal."""
+    """Whether two references differ under any rule about units, names or percents."""
     angles = [bool(re.search(r"\\pi|π|°|circ|degree", text)) for text in (a, b)]
     if all(angles):
         return False

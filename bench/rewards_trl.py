@@ -1,4 +1,4 @@
-"""TRL's half of rewards.py: the same answers through TRL's `accuracy_reward`. Run in .venv-trl: rewards_trl.py JOB OUT"""
+"""TRL's side of rewards.py: the same answers scored by TRL's `accuracy_reward`. Run in .venv-trl: rewards_trl.py JOB OUT"""
 
 import json
 import sys

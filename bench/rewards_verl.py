@@ -1,7 +1,7 @@
-"""verl's half of rewards.py: the same answers through verl 0.9.1's reward loop. Run in .venv-verl: rewards_verl.py JOB OUT
+"""verl's side of rewards.py: the same answers scored by verl 0.9.1's reward loop. Run in .venv-verl: rewards_verl.py JOB OUT
 
-As a verl user runs it: `RewardLoopManager` with ray actors, on a DataProto with token ids, which its managers decode. Also what
-tests/adapters/side_verl.py shares with it.
+As in verl's training: `RewardLoopManager` with ray actors, on a DataProto with token ids, which its managers decode. Shared with
+tests/adapters/side_verl.py.
 """
 
 import json

@@ -1,17 +1,17 @@
-"""Rollouts on two CPU cores: tokens a second of HF `generate`, of vLLM and of plaudit's native engine, in one table.
+"""Rollouts on two CPU cores: tokens/s of HF `generate`, vLLM and plaudit's native engine.
 
     make .venv-vllm/installed       # vLLM for the CPU, in its own environment
     plaudit prepare smollm2         # the model: models/smollm2
-    python bench/rollout_cpu.py     # about five minutes on two free cores; --quick: one setting for each engine
+    python bench/rollout_cpu.py     # about five minutes on two idle cores; --quick: one setting per engine
 
 Each engine samples 64 tokens for each of 16 chat prompts at temperature 1, with the log-prob of every sampled token, in the
-model's own dtype (bf16). The end token is ignored, so that all make the same number of tokens. The prompts are tokenised once,
-here; loading, tokenising and detokenising are not timed. Each run is a process of its own with its own environment, held to the
-same cores: one run to warm up, then the timed ones.
+model's own dtype (bf16). The end token is ignored, so that all generate the same number of tokens. Prompts are tokenised once,
+in this script; loading, tokenising and detokenising are not timed. Each run is a separate process in its own environment, pinned to
+the same cores: one warm-up run, then the timed ones.
 
-The baselines are tuned on the spot: every setting in `HF` and `VLLM` is measured, the one with the best median stands for its
-engine in the table and the others are printed below it. A busy machine makes these numbers meaningless (two threads that wait
-for each other at every layer suffer most), so each row shows the load it was measured under: other work, in cores.
+The baselines are tuned in the same run: every setting in `HF` and `VLLM` is measured; the one with the best median represents its
+engine in the table, the others are printed below. A busy machine makes these numbers meaningless (threads that wait for each other
+at every layer suffer most), so each row shows the other load it was measured under, in cores.
 """
 
 import argparse

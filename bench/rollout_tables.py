@@ -1,4 +1,4 @@
-"""What gpu_rollout.py has measured, as lines, tables and a plot."""
+"""Lines, tables and a plot of gpu_rollout.py's results."""
 
 import statistics
 from pathlib import Path

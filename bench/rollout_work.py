@@ -1,6 +1,6 @@
-"""What gpu_rollout.py asks of both engines (shapes, prompts, limits) and how their processes hand over what they find.
+"""The workload of gpu_rollout.py for both engines (shapes, prompts, limits) and how their processes report results.
 
-Only numpy is needed: vLLM's environment may have no plaudit.
+Needs only numpy: vLLM's environment may lack plaudit.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Which roundings of a bf16 model set its sampler and its trainer apart? Emulated in fp32 on a CPU.
+"""Which bf16 roundings make a sampler's log-probs differ from the trainer's; emulated in fp32 on a CPU.
 
     python bench/rounding.py [--tokens 512]             # a few minutes, 4 GB
 
-Random weights of Qwen2.5-0.5B's shape, random tokens. A pass rounds to bf16 at the places that its row of the table names. Three
-such passes differ as kernels do: every product's result is a little off (3e-7 of its size: another order of summing), and the
-probabilities of attention are rounded at another scale (a flash kernel's running maximum). What is printed is the mean absolute
-difference of the log-probs of sampled tokens: between two passes, and from fp32. Logits are fp32 always.
+Random weights of Qwen2.5-0.5B's shape, random tokens. A pass rounds to bf16 at the places named in its table row. Three
+such passes differ as kernels do: every matrix product is perturbed (3e-7 relative: another order of summation), and attention
+probabilities are rounded at another scale (a flash kernel's running maximum). Printed is the mean absolute difference of the
+log-probs of sampled tokens, between two passes and from fp32. Logits are always fp32.
 """
 
 import argparse

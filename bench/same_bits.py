@@ -1,13 +1,13 @@
-"""Does a refactoring change any number? Trains small recipes in two checkouts and compares them bit for bit.
+"""Check that a refactoring changes no number: train small recipes in two checkouts and compare them bit for bit.
 
     git worktree add ../before COMMIT
     python bench/same_bits.py ../before
 
-Both checkouts get the same data and models. Equal must be: every line of metrics.jsonl (all but `time/`), every sampled token and
-score, and every weight of the trained model and the critic. The cases are the demo's RL recipe, PPO with a critic of its own and
-with a shared one, ReMax, dynamic sampling, KL in the reward, several updates a step with LoRA, DPO and a reward model.
+Both checkouts get the same data and models. Compared for equality: every line of metrics.jsonl (except `time/`), every sampled
+token and score, and every weight of the trained model and the critic. The cases are the demo's RL recipe, PPO with a separate and
+with a shared critic, ReMax, dynamic sampling, KL in the reward, several updates per step with LoRA, DPO and a reward model.
 
-Recipes are written in this checkout's names. RENAMED lists settings that had another name in the other one.
+Recipes use this checkout's setting names. RENAMED lists settings with a different name in the other one.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""Several seeds of one RL recipe: a table of validation rewards before and after, and their curve with the spread.
+"""Several seeds of one RL recipe: a table of validation rewards before and after training, and their curve with spread.
 
     for seed in 0 1 2; do plaudit rl recipes/smollm2/grpo.yaml seed=$seed run.dir=runs/smollm2-$seed; done
     python bench/seeds.py runs/smollm2-0 runs/smollm2-1 runs/smollm2-2 --out docs/smollm2.png --title "SmolLM2-135M on arithmetic"
 
-An interval behind a share of right answers is Wilson's at 95 %, for the prompts that were asked; the spread over seeds is the
-standard deviation.
+Intervals of accuracies are 95 % Wilson intervals over prompts; the spread over seeds is the standard deviation.
 """
 
 import argparse

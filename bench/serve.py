@@ -1,4 +1,4 @@
-"""Requests a second of `plaudit serve` with two cheap rules, server and clients on this machine: python bench/serve.py"""
+"""Requests per second of `plaudit serve` with two cheap rules, server and clients on this machine: python bench/serve.py"""
 
 import argparse
 import asyncio

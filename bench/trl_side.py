@@ -1,6 +1,6 @@
-"""TRL's half of parity_trl.py: each job's rows by TRL's own trainer; what it logs at each step, and for GRPO its gradients.
+"""TRL's side of parity_trl.py: trains each job's rows with TRL's own trainer; logs each step and, for GRPO, the gradients.
 
-Run by the side environment's Python: python bench/trl_side.py JOBS.json LOG.json
+Run with the side environment's Python: python bench/trl_side.py JOBS.json LOG.json
 """
 
 import json

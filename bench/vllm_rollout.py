@@ -1,10 +1,9 @@
-"""vLLM's side of gpu_rollout.py, in a process of its own: `grid`, `mix`, `mismatch` or `start` of one model.
+"""vLLM's side of gpu_rollout.py, run in a separate process: `grid`, `mix`, `mismatch` or `start` of one model.
 
-Tuned for what it is asked: CUDA graphs up to the largest batch, a context no longer than needed, its own process for the engine,
-tokens in and out without a tokenizer. One thing is tried on the spot in each section and the faster way stands in the table: in
-`grid` `flat_logprobs` (fewer objects for the same log-probs; `mix` always has it), in `mix` how responses end: by `stop_token_ids`,
-which vLLM looks up in a list for every token, or by limits drawn from the same distribution, which cost it nothing. There half of
-the prompts are enough to choose.
+Tuned for the workload: CUDA graphs up to the largest batch, a context no longer than needed, a separate engine process, tokens in
+and out without a tokenizer. Each section tries one alternative and reports the faster one: in `grid` `flat_logprobs` (fewer objects
+for the same log-probs; `mix` always uses it), in `mix` how responses end: by `stop_token_ids`, which vLLM looks up in a list for
+every token, or by limits drawn from the same distribution, which cost nothing. Half of the prompts are enough to choose.
 """
 
 import json
