@@ -103,8 +103,8 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda seed: start(args.out, seed), seeds))
-            for told in pool.map(lambda job: train(args.out, *job), [(name, seed) for name in names for seed in seeds]):
-                print(told, flush=True)
+            for line in pool.map(lambda job: train(args.out, *job), [(name, seed) for name in names for seed in seeds]):
+                print(line, flush=True)
     report(args.out, seeds)
 
 

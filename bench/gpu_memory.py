@@ -101,10 +101,10 @@ def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tup
         wait(device)
         began = time.perf_counter()
         batches = micro_batches(examples, tokens, device)
-        told = trainer.update(batches, lambda b, n=targets: (nll(target_logprobs(model, b).logprobs_N, n), {}), 1e-5)
+        metrics = trainer.update(batches, lambda b, n=targets: (nll(target_logprobs(model, b).logprobs_N, n), {}), 1e-5)
         wait(device)
         seconds.append(time.perf_counter() - began)
-        losses.append(told["loss"])
+        losses.append(metrics["loss"])
     return losses, median(seconds[1:])
 
 

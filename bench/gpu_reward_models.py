@@ -33,7 +33,7 @@ from rollout_work import FULL, TINY, Work, config_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLICY, OFFLOADED, SCORER = "0.5B", "7B", "1.5B"
-CYCLES, ASKED = 20, 32
+CYCLES, CONVERSATIONS = 20, 32
 SEQUENCES, LENGTHS = 1024, (128, 2048)
 GROUP = 8
 VLLM_TOKENS = (16384, 32768)  # of a pass
@@ -105,7 +105,7 @@ def offload(job: dict) -> dict:
     requests = requests_of([random.integers(10, vocabulary - 10, 64).tolist() for _ in range(8)], n=8)
     talks = [
         [{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": f"{2 * i} " * (1 + i)}]
-        for i in range(ASKED)
+        for i in range(CONVERSATIONS)
     ]
     cycles: list[dict] = []
 

@@ -120,8 +120,8 @@ async def plaudit(url: str, in_flight: int):
     await client.open()
 
     async def ask(questions: list[str]) -> list[str | None]:
-        asked = [GenerationRequest([{"role": "user", "content": question}], key=question[:14]) for question in questions]
-        return [answer.text for answer in await client.generate(asked, SamplingParams(256))]
+        requests = [GenerationRequest([{"role": "user", "content": question}], key=question[:14]) for question in questions]
+        return [answer.text for answer in await client.generate(requests, SamplingParams(256))]
 
     return ask, __version__
 

@@ -162,9 +162,9 @@ def mix(job: dict, work: Work, report) -> None:
     engine = NativeEngine(model, None, max_sequences=work.max_sequences)
     rates, tokens = [], []
     for run in range(1 + job["runs"]):
-        asked = mix_of(model.config.vocab_size, work, run)
+        workload = mix_of(model.config.vocab_size, work, run)
         spent, samples = timed(
-            engine, requests_of(asked.prompts, work.mix_n, asked.limits), Sampling(max(asked.limits), seed=0, step=run)
+            engine, requests_of(workload.prompts, work.mix_n, workload.limits), Sampling(max(workload.limits), seed=0, step=run)
         )
         tokens.append(sum(map(len, samples)))
         rates.append(tokens[-1] / spent)
@@ -224,7 +224,7 @@ def mismatch(job: dict, work: Work, report) -> None:
     prompts = mismatch_prompts(vocabulary, work)
     measure_mismatch(model, engine, prompts, work, report, name, RANDOM)
 
-    # A few tokens are most of the text, as in language: so what is learnt in a few steps is a distribution with peaks.
+    # A few tokens are most of the text, as in language: so a few steps of training give a peaked distribution.
     whole = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
     rows_ST = (np.random.default_rng(5).zipf(2.0, (64, whole)) - 1) % vocabulary
     examples = [Example(row.astype(np.int32), np.arange(whole) > 0) for row in rows_ST]
@@ -242,10 +242,10 @@ def mismatch(job: dict, work: Work, report) -> None:
 
 def measure_mismatch(model, engine: NativeEngine, prompts: list[list[int]], work: Work, report, *name: str, **more) -> None:
     requests = requests_of(prompts, work.mismatch_samples // len(prompts))
-    asked = {request.prompt_id: request.tokens for request in requests}
+    prompts = {request.prompt_id: request.tokens for request in requests}
     samples = list(engine.generate(requests, Sampling(work.mismatch_new_tokens, seed=0, step=0)))
-    learnt = [experience_of(asked[sample.prompt_id], sample.tokens, sample.sampler_logprobs) for sample in samples]
-    report("mismatch", "native", *name, **distances(model, learnt, work), **more)
+    training_samples = [experience_of(prompts[sample.prompt_id], sample.tokens, sample.sampler_logprobs) for sample in samples]
+    report("mismatch", "native", *name, **distances(model, training_samples, work), **more)
 
 
 def experience_of(prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> Experience:
@@ -254,12 +254,12 @@ def experience_of(prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) 
 
 
 @torch.no_grad()
-def distances(model: PreTrainedModel, learnt: list[Experience], work: Work) -> dict[str, float]:
+def distances(model: PreTrainedModel, training_samples: list[Experience], work: Work) -> dict[str, float]:
     """Between the sampler's log-probs, the trainer's, and those of the same weights in fp32."""
     model.eval()
     precise = in_fp32(model)
     columns: dict[str, list[Tensor]] = defaultdict(list)
-    for batch in micro_batches(learnt, work.tokens_per_micro_batch, model.device):
+    for batch in micro_batches(training_samples, work.tokens_per_micro_batch, model.device):
         logprobs_N, entropy_N = target_logprobs(model, batch, entropy="measured")
         assert batch.targets is not None
         assert entropy_N is not None
@@ -272,7 +272,7 @@ def distances(model: PreTrainedModel, learnt: list[Experience], work: Work) -> d
     return {
         "mean": apart_N.abs().mean().item(), "largest": apart_N.abs().max().item(), "bias": apart_N.mean().item(),
         "from_fp32": (sampler_N - fp32_N).abs().mean().item(), "trainer_from_fp32": (trainer_N - fp32_N).abs().mean().item(),
-        "entropy": entropy_N.mean().item(), "tokens": len(apart_N), "samples": len(learnt),
+        "entropy": entropy_N.mean().item(), "tokens": len(apart_N), "samples": len(training_samples),
     }  # fmt: skip
 
 
@@ -291,23 +291,23 @@ def judge(job: dict, work: Work, report) -> None:
     own = build(job["model"], work, job["device"]).state_dict()
     same = all(torch.equal(weight, own[name]) for name, weight in model.state_dict().items())  # as native was measured with
     given = json.loads(Path(job["samples"]).read_text())
-    learnt = [
+    training_samples = [
         experience_of(np.array(prompt), np.array(sample["tokens"]), np.array(sample["logprobs"], dtype=np.float32))
         for prompt, sample in zip(given["prompts"], given["samples"], strict=True)
     ]
     more = {name: given[name] for name in ("about", "settings", "start_s")}
-    found = distances(model, learnt, work)
-    found["from_transformers"] = from_transformers(job["folder"], learnt, job["device"])
+    found = distances(model, training_samples, work)
+    found["from_transformers"] = from_transformers(job["folder"], training_samples, job["device"])
     report("mismatch", "vllm", job["model"], RANDOM, **found, same_weights=same, **more)
 
 
 @torch.no_grad()
-def from_transformers(folder: str, learnt: list[Experience], device: str) -> float:
+def from_transformers(folder: str, training_samples: list[Experience], device: str) -> float:
     """Mean abs. difference from transformers' own model and logits in bf16: what a trainer has that does nothing about it."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     plain.to(device)  # pyright: ignore[reportArgumentType]
     apart = []
-    for one in learnt:
+    for one in training_samples:
         tokens_T = torch.tensor(one.tokens, dtype=torch.long, device=device)
         logits_TV = plain(tokens_T[None]).logits[0, :-1].float()
         logprobs_T = torch.log_softmax(logits_TV, -1).gather(1, tokens_T[1:, None])[:, 0]
@@ -317,7 +317,7 @@ def from_transformers(folder: str, learnt: list[Experience], device: str) -> flo
 
 
 def cycles(job: dict, work: Work, report) -> None:
-    """Sample, learn, sample, …: does a cycle take longer, or more memory, as they go on?"""
+    """Whether time and memory per cycle of sampling and training grow over many cycles."""
     bare = memory()
     model = build(job["model"], work, job["device"], training=True)
     recipe = RLRecipe.model_validate(
@@ -421,7 +421,7 @@ class Subject:
         return CLOSE[self.dtype][1]
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[Request, Sample]]:
-        """By request, then by index, each beside its request."""
+        """(request, sample) pairs, by request and then by index."""
         samples = {(s.prompt_id, s.index): s for s in self.engine.generate(requests, sampling)}
         assert len(samples) == sum(request.n for request in requests), "samples are missing"
         return [(request, samples[request.prompt_id, index]) for request in requests for index in range(request.n)]
@@ -611,10 +611,10 @@ def check_training(make: Callable[..., Subject]) -> Verdict:
         sampling = Sampling(max_new_tokens=24, step=step)
         drawn = subject.sample(requests, sampling)
         near, found = off(subject, drawn, sampling, right_of(subject.policy))
-        learnt = [experience_of(request.tokens, s.tokens, s.sampler_logprobs) for request, s in drawn]
-        targets = sum(e.num_targets for e in learnt)
+        training_samples = [experience_of(request.tokens, s.tokens, s.sampler_logprobs) for request, s in drawn]
+        targets = sum(e.num_targets for e in training_samples)
         for _ in range(3):
-            batches = micro_batches(learnt, 512, model.device)
+            batches = micro_batches(training_samples, 512, model.device)
             trainer.update(batches, lambda b, n=targets: (nll(target_logprobs(model, b).logprobs_N, n), {}), 3e-3)
         changed = (logprobs_now() - at_first).abs().mean().item()
         subject.engine.sync(step + 1, Weights(model))

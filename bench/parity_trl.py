@@ -283,7 +283,7 @@ def pair_for_trl(pair: Pair, recipe: dict) -> dict:
     if recipe["stage"] == "reward-model":
         row = {"chosen_ids": pair.chosen.tokens.tolist(), "rejected_ids": pair.rejected.tokens.tolist()}
         return row | ({"margin": pair.margin} if "margin_column" in recipe["data"] else {})
-    # All behind the prompt is learnt there; what plaudit does not learn behind the end token changes no other log-prob.
+    # TRL trains on everything after the prompt; text after the end token, which plaudit masks, changes no other log-prob.
     begin = int(pair.chosen.loss_mask.argmax())
     sides = {}
     for name, example in (("chosen", pair.chosen), ("rejected", pair.rejected)):
@@ -471,9 +471,9 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
     print(f"\ngrpo, {kind}: the gradients of the first step")
     print(f"  plaudit   {listed({package: version(package) for package in ('transformers', 'torch')})}")
     print(f"  TRL       {listed(log['versions'])}")
-    asked = [len(sample["prompt_ids"]) for sample in samples]
-    print(f"  samples   {NUM_PROMPTS} prompts of {min(asked)} to {max(asked)} tokens, {SAMPLES_PER_PROMPT} answers each ", end="")
-    print(f"of {min(lengths)} to {max(lengths)}")
+    prompt_lengths = [len(sample["prompt_ids"]) for sample in samples]
+    print(f"  samples   {NUM_PROMPTS} prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens, ", end="")
+    print(f"{SAMPLES_PER_PROMPT} answers each of {min(lengths)} to {max(lengths)}")
     print("case                       loss  difference  largest gradient  difference  relative  clipped  dual-clipped        KL")
     agree = True
     for job, (name, case), (step,) in zip(jobs, cases.items(), log["steps"], strict=True):

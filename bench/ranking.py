@@ -257,8 +257,8 @@ def report(out: Path, seeds: Sequence[int], plot: Path | None) -> None:
     curves = [curve(out / f"seed-{seed}") for seed in seeds]
     ends = {seed: max(found, default=0) for seed, found in zip(seeds, curves, strict=True)}
     if len(set(ends.values())) > 1 or not min(ends.values()):
-        told = ", ".join(f"seed {seed} at {end}" for seed, end in ends.items())
-        sys.exit(f"{out}: not all seeds have come to the same step of RL: {told} (--seeds names those to report)")
+        ends_by_seed = ", ".join(f"seed {seed} at {end}" for seed, end in ends.items())
+        sys.exit(f"{out}: not all seeds have reached the same RL step: {ends_by_seed} (select seeds with --seeds)")
     fixed = constants(truths_of(out / "data/train.parquet"), truths_of(out / "data/val.parquet"))
     stages = {
         "untrained": [of_lines(out / f"seed-{seed}/untrained.jsonl") for seed in seeds],
@@ -343,8 +343,8 @@ def main() -> None:
         bench = Bench(args.out.resolve(), args.data, args.model, args.device, [*sft, *args.sft], [*rl, *args.rl])
         bench.rows()
         with ThreadPoolExecutor(args.jobs) as pool:
-            for told in pool.map(bench.seed, seeds):
-                print(told, flush=True)
+            for line in pool.map(bench.seed, seeds):
+                print(line, flush=True)
     report(args.out, seeds, args.plot)
 
 

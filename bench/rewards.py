@@ -104,7 +104,7 @@ def accepted(
     """The share of right (or wrong) answers that are accepted."""
     these = [
         score is not None and score > 0.5
-        for row, score in zip(mix, scores, strict=False)  # one that is slow was asked about the first ones only
+        for row, score in zip(mix, scores, strict=False)  # a slow one scores only the first rows
         if row["right"] == right and (row["symbolic"] or not symbolic) and part in ("", row["part"])
     ]
     return f"{sum(these) / len(these):.2%}" if these else "–"

@@ -118,16 +118,16 @@ def _bigmath(file: Path, draw: random.Random) -> Iterator[dict[str, Any]]:
     if file.is_file():
         from plaudit.data.rows import read_rows
 
-        asked = [(row["extra_info"]["question"], row["reward_model"]["ground_truth"]) for row in read_rows(file)]
+        problems = [(row["extra_info"]["question"], row["reward_model"]["ground_truth"]) for row in read_rows(file)]
         # Some references are cut off inside a brace, or say nothing: no answer could be called right.
-        whole = [
-            (q, truth) for q, truth in asked if truth.count("{") == truth.count("}") and re.search(r"\d|[A-Za-z]", _words(truth))
+        complete = [
+            (q, truth) for q, truth in problems if truth.count("{") == truth.count("}") and re.search(r"\d|[A-Za-z]", _words(truth))
         ]
-        asked = [(question.split(" Let's think step by step")[0], truth) for question, truth in whole]
+        problems = [(question.split(" Let's think step by step")[0], truth) for question, truth in complete]
     else:
-        asked = [(f"Divide {n} by 7.", f"\\frac{{{n}}}{{7}}") for n in range(1, BIGMATH + 1)]
-    truths = [truth for _, truth in asked]
-    for question, truth in draw.sample(asked, BIGMATH // 2):
+        problems = [(f"Divide {n} by 7.", f"\\frac{{{n}}}{{7}}") for n in range(1, BIGMATH + 1)]
+    truths = [truth for _, truth in problems]
+    for question, truth in draw.sample(problems, BIGMATH // 2):
         yield _row("bigmath", question, question, truth, truth, right=True)
         other = next(x for x in draw.choices(truths, k=200) if _surely_different(x, truth))
         yield _row("bigmath", question, question, other, truth, right=False)
@@ -186,8 +186,8 @@ def _rationalised(draw: random.Random) -> Pair:
 
 def _fractions_added(draw: random.Random) -> Pair:
     x, y = Fraction(draw.randint(1, 20), draw.randint(2, 15)), Fraction(draw.randint(1, 20), draw.randint(2, 15))
-    told = f"\\frac{{{x.numerator}}}{{{x.denominator}}}"
-    return _fraction(x + y), f"{told} + {_fraction(y)}", f"{told} + {_fraction(y + Fraction(1, 60))}"
+    fraction = f"\\frac{{{x.numerator}}}{{{x.denominator}}}"
+    return _fraction(x + y), f"{fraction} + {_fraction(y)}", f"{fraction} + {_fraction(y + Fraction(1, 60))}"
 
 
 def _exponentials(draw: random.Random) -> Pair:
@@ -230,8 +230,8 @@ def _set(draw: random.Random) -> Pair:
     other = [*values[:2], values[2] + 1]
     while len({*values}) < 3 or other[2] in values:
         return _set(draw)
-    told = [", ".join(map(_fraction, one)) for one in (values, values[::-1], other[::-1])]
-    return f"\\{{{told[0]}\\}}", f"\\{{{told[1]}\\}}", f"\\{{{told[2]}\\}}"
+    lists = [", ".join(map(_fraction, one)) for one in (values, values[::-1], other[::-1])]
+    return f"\\{{{lists[0]}\\}}", f"\\{{{lists[1]}\\}}", f"\\{{{lists[2]}\\}}"
 
 
 def _point(draw: random.Random) -> Pair:

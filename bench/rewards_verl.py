@@ -113,13 +113,13 @@ def best_of(job: dict[str, Any], settings: Sequence[dict[str, Any]]) -> dict[str
     scores, whole = timed(loop.score, loop.batch(job["samples"][: setting.get("answers")]))
     _, symbolic = timed(loop.score, loop.batch([sample for sample in job["samples"] if sample["symbolic"]][:SYMBOLIC_ONLY]))
     loop.close()
-    told = [{**one, "answers/s": round(rate, 1)} for rate, one in tried]
-    return {**setting, "tried": told, "scores": scores, "all": whole, "symbolic": symbolic}
+    trials = [{**one, "answers/s": round(rate, 1)} for rate, one in tried]
+    return {**setting, "tried": trials, "scores": scores, "all": whole, "symbolic": symbolic}
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)  # as many actors as asked for
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)  # room for all actors
     results = {}
     for name, settings in job["settings"].items():
         results[name] = best_of(job, settings)

@@ -19,7 +19,7 @@ Entries = dict[str, dict]
 
 
 def line_of(entry: dict) -> str:
-    """One entry in a line, for whoever watches."""
+    """One entry as a line of progress output."""
     name = " ".join(part for part in (entry["section"], NAMES[entry["engine"]], entry["model"], entry["case"]) if part)
     match entry["section"]:
         case "grid" | "mix":

@@ -228,7 +228,7 @@ def wanted(job: dict, *key: str) -> bool:
 
 
 def keys_of(section: str, engine: str, model: str, work: Work) -> list[str]:
-    """Of the entries that a section of an engine and model comes to."""
+    """Keys of the entries of a section, engine and model."""
     mismatch = [RANDOM, f"after {work.mismatch_sft_steps} steps of SFT"] if engine == "native" else [RANDOM]
     cases = {
         "grid": [str(sequences) for sequences in work.grid.get(model, ())],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, SIZE, MLP, VOCABULARY = 896, 24, 14, 2, 64, 4864, 151936
 INPUTS = {"normed", "heads", "probabilities", "attended", "gated"}
-"""Of matrix products: nobody who multiplies in bf16 can leave these out."""
+"""Roundings of matrix products, which any bf16 implementation has."""
 OUTPUTS = {"qkv", "out", "gate_up", "silu", "down"}
 """Of matrix products, and of what stands between two."""
 TRIED: dict[str, tuple[set[str], set[str]]] = {

@@ -16,7 +16,7 @@ ITEM = {"prompt": "2 + 2 =", "responses": ["4", "5"], "ground_truth": "4"}
 
 
 async def press(url: str, connections: int, items: int, seconds: float) -> str:
-    """What so many connections get, each asking again as soon as it is answered."""
+    """Throughput of this many connections, each sending its next request as soon as the last is answered."""
     body, took = {"items": [ITEM] * items}, []
     end = time.perf_counter() + seconds
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -40,7 +40,7 @@ class TokenisedDPOTrainer(DPOTrainer):
 
 
 class OlderSamplesGRPOTrainer(GRPOTrainer):
-    """TRL's trainer, told that the policy was another one when it sampled: its ratios are taken against the sampler's log-probs."""
+    """TRL's trainer with samples from another policy: ratios are taken against the sampler's log-probs."""
 
     def _generate_and_score_completions(self, inputs):
         prepared = super()._generate_and_score_completions(inputs)
@@ -58,7 +58,7 @@ class KeepGradients(TrainerCallback):
 
 
 def settings_of(job: dict, folder: Path) -> dict:
-    """What all trainers are told: the job's rows are one epoch, already in order."""
+    """Arguments of all trainers: the job's rows are one epoch, already in order."""
     return {
         "output_dir": str(folder / "trl"),
         "num_train_epochs": 1,

@@ -124,13 +124,17 @@ def mix(job: dict, work: Work, report) -> None:
 
     def measure(way: str, run: int, count: int | None = None, longest: int | None = None) -> tuple[float, int]:
         """Tokens a second, and how many they were; of the first prompts, and of responses up to a length, if it is said."""
-        asked = mix_of(vocabulary, work, run)
+        load = mix_of(vocabulary, work, run)
         if way == "drawn limits":
-            pairs = [(prompt, length) for prompt, drawn in zip(asked.prompts, asked.drawn, strict=True) for length in drawn]
+            pairs = [(prompt, length) for prompt, drawn in zip(load.prompts, load.drawn, strict=True) for length in drawn]
             pairs = pairs[: count and count * work.mix_n]
             prompts, limits, more = [prompt for prompt, _ in pairs], [length for _, length in pairs], {}
         else:
-            prompts, limits, more = asked.prompts[:count], asked.limits[:count], {"n": work.mix_n, "stop_token_ids": asked.ends}
+            prompts, limits, more = (
+                load.prompts[:count],
+                load.limits[:count],
+                {"n": work.mix_n, "stop_token_ids": load.ends},
+            )
         spent, made = timed(llm, prompts, [params(True, max_tokens=min(limit, longest or limit), **more) for limit in limits])
         print(f"{way}: {made} tokens of {len(prompts)} requests in {spent:.1f} s", flush=True)  # to the log
         return made / spent, made
