@@ -22,32 +22,32 @@ install: .venv/installed
 demo: .venv/installed
 	$(BIN)/plaudit demo $(ARGS)
 
-# The TRL baseline has its own environment: its pins must not become ours.
+# The TRL baseline has its own environment: its pins must not become ours. (Compiling what is never imported takes a minute.)
 .venv-trl/installed: bench/requirements-trl.txt
 	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/pip install --quiet $(TORCH)
-	.venv-trl/bin/pip install --quiet --requirement bench/requirements-trl.txt
+	.venv-trl/bin/pip install --quiet --no-compile $(TORCH)
+	.venv-trl/bin/pip install --quiet --no-compile --requirement bench/requirements-trl.txt
 	@touch $@
 
 # So has vLLM. Its image and sound packages are not needed and must fit the torch build, or importing vllm fails.
 .venv-vllm/installed: bench/requirements-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet $(TORCH)
-	.venv-vllm/bin/pip install --quiet --requirement bench/requirements-vllm.txt
+	.venv-vllm/bin/pip install --quiet --no-compile $(TORCH)
+	.venv-vllm/bin/pip install --quiet --no-compile --requirement bench/requirements-vllm.txt
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # And verl, of which only the reward loop is used: without its dependencies, which are for GPUs.
 .venv-verl/installed: bench/requirements-verl.txt
 	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/pip install --quiet $(TORCH)
-	.venv-verl/bin/pip install --quiet --requirement bench/requirements-verl.txt
-	.venv-verl/bin/pip install --quiet --no-deps verl==0.9.1
+	.venv-verl/bin/pip install --quiet --no-compile $(TORCH)
+	.venv-verl/bin/pip install --quiet --no-compile --requirement bench/requirements-verl.txt
+	.venv-verl/bin/pip install --quiet --no-compile --no-deps verl==0.9.1
 	@touch $@
 
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
 # Then half of the files for each core (worksteal), so that most of what the tests of a file share is made once.
-QUICK := tests/test_config.py tests/test_rooms.py
+QUICK := tests/test_rooms.py
 test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)

@@ -467,7 +467,7 @@ recipes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=recipes)
 def test_every_recipe_reads_back(tree, tmp_path):
     try:
@@ -477,7 +477,7 @@ def test_every_recipe_reads_back(tree, tmp_path):
     assert_reads_back(LoadedRecipe(recipe, tmp_path / "r.yaml", {}), tmp_path)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.fixed_dictionaries(
         {},

@@ -131,6 +131,7 @@ def test_the_first_recipe_learns(tmp_path, monkeypatch):
     assert min(losses) < 0.6
 
 
+@pytest.mark.slow
 def test_the_recipes_of_preferences_learn(tmp_path, monkeypatch):
     """docs/preferences.md, top to bottom: a reward model and a policy that know better on pairs they have never seen."""
     from plaudit.prepare.tiny_model import make_tiny_model

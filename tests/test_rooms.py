@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def room(module: Path) -> str:
     return module.relative_to(REPOSITORY / "plaudit").parts[0].removesuffix(".py")
 
 
+@cache
 def imports(module: Path) -> list[str]:
     """Every module that a file imports, at its top or inside a function."""
     found = []

@@ -180,6 +180,7 @@ torch.save([logprobs.detach(), hidden.grad, weight.grad], sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_memory_is_a_small_part_of_the_whole_logits(tmp_path, record_property):
     """4,096 tokens × 151,936 words: whole logits are 2.5 GB, held three times over; in chunks at least 8 times less."""
     if not sys.platform.startswith("linux"):

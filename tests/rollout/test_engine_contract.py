@@ -29,8 +29,7 @@ def native_on_a_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 ENGINES = {
     "native": native(),
     "native on a copy": native_on_a_copy,
-    "native in three rows": native(max_sequences=3),
-    "native in blocks of 8": native(block_tokens=8),
+    "native in three rows and blocks of 8": native(max_sequences=3, block_tokens=8),
 }
 
 

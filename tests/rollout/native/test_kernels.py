@@ -883,7 +883,11 @@ def test_kernels_draw_what_plain_draws(monkeypatch):
 # The engine with kernels ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("qwen2", {}), ("qwen3", {"temperature": 0.8, "top_p": 0.9})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("qwen2", {}), pytest.param("qwen3", {"temperature": 0.8, "top_p": 0.9}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings):
     """As on a GPU, but for graphs: the samples that torch gives, with rows that come and go and blocks that are shared."""
     from plaudit.models.trainable import load_model
