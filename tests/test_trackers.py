@@ -262,10 +262,10 @@ def test_a_tracker_that_cannot_start_closes_the_others(tmp_path, recipe, monkeyp
     monkeypatch.setattr(TRACKERS["tensorboard"], "close", lambda self: closed.append(self.writer.close()))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2000@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(RunError, match=r"^run\.trackers: mlflow could not start: .*take it out of run\.trackers\.$") as told:
+    with pytest.raises(RunError, match=r"^run\.trackers: mlflow could not start: .*remove it from run\.trackers\.$") as raised:
         train_sft(recipe("tensorboard", "mlflow"))
-    assert "hunter2000" not in str(told.value)
-    assert len(str(told.value).splitlines()) == 1
+    assert "hunter2000" not in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
     assert closed == [None]
     assert metrics_of(tmp_path / "run") == []
 
