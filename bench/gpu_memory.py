@@ -30,13 +30,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from plaudit.data.pack import micro_batches
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
-from plaudit.models.fused import ready_layers
+from plaudit.models.fused import prepare_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel
 from plaudit.models.weights import OffloadableWeights, OffloadedModule
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import OptimSettings, SFTRecipe
-from plaudit.train.memory_plan import plan_policy, settle_checkpointing
+from plaudit.train.memory_plan import plan_policy, resolve_checkpointing
 from plaudit.train.trainer import Trainer, compute_repeatably
 
 VOCABULARY = {"tiny": 4096}
@@ -55,7 +55,7 @@ def build(size: str, device: torch.device, *, liger: bool = False) -> PreTrained
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16, attn_implementation=attention.NAME)
-    ready_layers(model, liger=liger)
+    prepare_layers(model, liger=liger)
     return model.train()
 
 
@@ -115,7 +115,7 @@ def training(size: str, folder: Path, device: torch.device, steps: int, tokens: 
     well = True
     for name, settings in settings_to_try().items():
         recipe = recipe_of(folder, device, tokens, **{"checkpointing": False, "offload": False, "liger": False} | settings)
-        recipe = settle_checkpointing(recipe, tell=lambda line: None)
+        recipe = resolve_checkpointing(recipe, tell=lambda line: None)
         plan, wanted = plan_policy(recipe), recipe.model.gradient_checkpointing
         shown = f"| {name} | {plan.layers if wanted is True else int(wanted)} of {plan.layers} |"  # pyright: ignore (settled)
         with measured(device) as peak:

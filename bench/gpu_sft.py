@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from plaudit.data.pack import micro_batches, pack
 from plaudit.models import attention
-from plaudit.models.fused import ready_layers
+from plaudit.models.fused import prepare_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel
 from plaudit.models.verify import verify_packed
@@ -50,7 +50,7 @@ def build(size: str, *, attn: str, dtype: torch.dtype = torch.bfloat16, checkpoi
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn)
     if attn == attention.NAME:
-        ready_layers(model)  # as plaudit's own loading does
+        prepare_layers(model)  # as plaudit's own loading does
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": attn != attention.NAME})  # the peer is a third faster with it
     return model.train()

@@ -41,7 +41,7 @@ from plaudit.data.pack import micro_batches
 from plaudit.data.templates import load_model_template, load_template, load_tokenizer
 from plaudit.files import text_digest
 from plaudit.models import attention
-from plaudit.models.fused import ready_layers
+from plaudit.models.fused import prepare_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import merged_weights
 from plaudit.models.trainable import TrainableModel, load_model, load_policy
@@ -71,7 +71,7 @@ def build(model: str, work: Work, device: str, *, training: bool = False) -> Pre
             Qwen2Config(**config_of(model, work)), dtype=torch.bfloat16, attn_implementation=attention.NAME
         )
     made.generation_config = GenerationConfig(eos_token_id=None)
-    ready_layers(made)  # as plaudit's own loading does
+    prepare_layers(made)  # as plaudit's own loading does
     # Sampling alone needs no room for gradients and moments; vLLM leaves none either.
     return made.train() if training else made.eval().requires_grad_(False)
 
@@ -260,7 +260,7 @@ def distances(model: PreTrainedModel, training_samples: list[Experience], work: 
     precise = in_fp32(model)
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for batch in micro_batches(training_samples, work.tokens_per_micro_batch, model.device):
-        logprobs_N, entropy_N = target_logprobs(model, batch, entropy="measured")
+        logprobs_N, entropy_N = target_logprobs(model, batch, entropy="value")
         assert batch.targets is not None
         assert entropy_N is not None
         columns["trainer"].append(logprobs_N.float().cpu())

@@ -37,7 +37,7 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import has_reward
 from plaudit.rewards.judges.model_rewards import models_of
-from plaudit.train.memory_plan import plan_devices, settle_checkpointing
+from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 
 
@@ -203,7 +203,7 @@ class _Checkup:
 
     def _memory(self, recipe: RLRecipe | ScoreRecipe) -> Iterator[Finding]:
         if isinstance(recipe, RLRecipe):
-            recipe = settle_checkpointing(recipe, tell=lambda line: None)  # reported by check_training
+            recipe = resolve_checkpointing(recipe, tell=lambda line: None)  # reported by check_training
         self.budgets = plan_devices(recipe)
         yield from memory.check_budgets(recipe, self.budgets)
 

@@ -18,7 +18,7 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_m
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.train.memory_plan import RESIDENT, models_asked, plan_critic, plan_policy, settle_checkpointing
+from plaudit.train.memory_plan import RESIDENT, local_reward_models, plan_critic, plan_policy, resolve_checkpointing
 
 VLLM_SHARE = 0.9
 """Share of a GPU's memory that vLLM takes by default."""
@@ -42,7 +42,7 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
     messages: list[str] = []
     try:
-        recipe = settle_checkpointing(recipe, messages.append)
+        recipe = resolve_checkpointing(recipe, messages.append)
         plan = plan_policy(recipe)
     except PlauditError:
         raise
@@ -108,7 +108,7 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
                 yield "!", f"{text}: tight; when memory runs short, sequences queue for cache space. {advice}"
             case _:
                 yield "✓", text
-    for name, reward in models_asked(recipe):
+    for name, reward in local_reward_models(recipe):
         if reward.model.placement == "launch":
             yield _launched(name, reward, budgets)
 

@@ -27,7 +27,7 @@ from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe, PairDataSettings
 from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
-from plaudit.train.memory_plan import settle_checkpointing
+from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
 
@@ -51,7 +51,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
 
-        settled = settle_checkpointing(recipe)
+        settled = resolve_checkpointing(recipe)
         policy = load_policy(settled.model, template, device, seed=recipe.seed)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # as long as the policy is what it starts as
         pairs, validation = known[: len(pairs)], known[len(pairs) :]

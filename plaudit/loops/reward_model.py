@@ -28,7 +28,7 @@ from plaudit.preference.losses import answer_scores, measure, reward_model_loss,
 from plaudit.recipe import RewardModelDataSettings, RewardModelRecipe
 from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
-from plaudit.train.memory_plan import settle_checkpointing
+from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
 
@@ -48,7 +48,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 
-        settled = settle_checkpointing(recipe)
+        settled = resolve_checkpointing(recipe)
         classifier = load_classifier(settled.model, template, device, seed=recipe.seed)
         set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)

@@ -33,7 +33,7 @@ from plaudit.rl.collect import Collector, check_capabilities, require_context, v
 from plaudit.rl.learner import Learner
 from plaudit.rollout.engine import EngineSetup, build_engine
 from plaudit.run import Run
-from plaudit.train.memory_plan import settle_checkpointing
+from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import compute_repeatably
 from plaudit.types import ScoredGroup
 from plaudit.world import World
@@ -65,7 +65,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        learner = Learner.build(settle_checkpointing(recipe), template, total_steps=total_steps, world=world)
+        learner = Learner.build(resolve_checkpointing(recipe), template, total_steps=total_steps, world=world)
         _require_contexts(learner, recipe, prompts, val_prompts)
         engine = build_engine(
             EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)

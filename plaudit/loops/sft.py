@@ -26,7 +26,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTDataSettings, SFTRecipe
 from plaudit.report.progress import print_line, show_progress
 from plaudit.run import Run
-from plaudit.train.memory_plan import settle_checkpointing
+from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Example
 
@@ -45,7 +45,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 
-        settled = settle_checkpointing(recipe)
+        settled = resolve_checkpointing(recipe)
         policy = load_policy(settled.model, template, device, seed=recipe.seed)
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 

@@ -1,1 +1,1 @@
-"""Loading and saving, LoRA, attention for packed batches, log-probs without whole logits."""
+"""Loading and saving, LoRA, attention for packed batches, log-probs without materialising all logits."""

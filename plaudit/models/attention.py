@@ -1,11 +1,10 @@
 """Attention that keeps packed sequences apart, as a transformers attention implementation.
 
-Any model that goes through transformers' attention interface (Llama, Qwen, Mistral and their kin) runs on packed batches with it,
-unchanged: the batch's sequence starts travel through the model's keyword arguments. On a GPU in half precision all sequences go
-through one kernel, which adds up in the order of the sampler's, with the backward pass of torch's flash attention; with a sliding
-window, or heads of odd sizes, through torch's variable-length flash attention. Elsewhere each goes through
-`scaled_dot_product_attention` on its own.
-What this does not compute (soft caps, attention sinks) is refused, never computed wrong.
+Any model that uses transformers' attention interface (Llama, Qwen, Mistral and similar) runs on packed batches with it, unchanged:
+sequence starts are passed through the model's keyword arguments. On a GPU in half precision, all sequences run in one kernel, which
+sums in the sampler's order and has the backward pass of torch's flash attention; with a sliding window, or unusual head sizes, in
+torch's variable-length flash attention. Otherwise each sequence runs through `scaled_dot_product_attention`.
+Unsupported features (soft caps, attention sinks) are refused, never computed wrong.
 """
 
 import inspect
@@ -25,7 +24,7 @@ NAME = "plaudit_packed"
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:
-    """What a model's forward needs to be told about a packed batch."""
+    """Keyword arguments of a model's forward pass for a packed batch."""
     return {
         "input_ids": batch.tokens_T[None],
         "position_ids": batch.positions_T[None],
@@ -36,8 +35,8 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
     }
 
 
-class OwnAttention(Protocol):
-    """Takes over from here: the rollout engine, which has more keys than those of the pass."""
+class AttentionOverride(Protocol):
+    """Replaces attention: the rollout engine, whose keys are in a cache."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
@@ -56,7 +55,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    kv: OwnAttention | None = None,
+    kv: AttentionOverride | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv heads, T, d] → [1, T, heads, d]."""
@@ -69,7 +68,7 @@ def packed_attention(
         return kv.attend(module.layer_idx, query, key, value, scaling, sliding_window), None  # pyright: ignore
     if cu_seq_lens_q is None or max_length_q is None:
         raise NotImplementedError(
-            f"{type(module).__name__} does not hand sequence starts on to its attention, so packed sequences would see each other"
+            f"{type(module).__name__} does not pass sequence starts to its attention: packed sequences would attend to each other"
         )
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     starts, longest = cu_seq_lens_q, max_length_q
@@ -79,10 +78,10 @@ def packed_attention(
 
 
 def window_of(attention: Any) -> int | None:
-    """Of a Llama's, Mistral's or Qwen's attention module: Qwen's know it, Mistral's ask the config; Llama's have none, whatever the
-    config says."""
-    asks = type(attention).__name__ == "MistralAttention"
-    return attention.config.sliding_window if asks else getattr(attention, "sliding_window", None)
+    """Sliding window of a Llama, Mistral or Qwen attention module: an attribute in Qwen, from the config in Mistral, none in Llama
+    whatever its config says."""
+    from_config = type(attention).__name__ == "MistralAttention"
+    return attention.config.sliding_window if from_config else getattr(attention, "sliding_window", None)
 
 
 def attend_packed(
@@ -98,18 +97,18 @@ def attend_packed(
     window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention within each of the packed sequences. One with more keys than queries has its queries at the end."""
-    # A window only matters to sequences longer than it.
+    """Causal attention within each packed sequence. If a sequence has more keys than queries, the queries are its last tokens."""
+    # A window only affects sequences longer than itself.
     window = window if window and window < longest_k else None
     if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        if window is None and _in_order_fits(query_THD, key_UKD, value_UKD):
+        if window is None and _is_supported(query_THD, key_UKD, value_UKD):
             scale = query_THD.shape[-1] ** -0.5 if scale is None else scale
-            return _InOrder.apply(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale)  # pyright: ignore
+            return _BatchInvariantAttention.apply(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale)  # pyright: ignore
         return _flash(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale, window)
-    return _one_by_one(query_THD, key_UKD, value_UKD, starts_q.tolist(), starts_k.tolist(), scale, dropout, window)
+    return _per_sequence(query_THD, key_UKD, value_UKD, starts_q.tolist(), starts_k.tolist(), scale, dropout, window)
 
 
-def _one_by_one(
+def _per_sequence(
     query: Tensor, key: Tensor, value: Tensor, starts_q: list[int], starts_k: list[int],
     scale: float | None, dropout: float, window: int | None,
 ) -> Tensor:  # fmt: skip
@@ -135,19 +134,19 @@ def _one_by_one(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """The last query stands at the last key. Each sees keys up to and with its own, `window` of them if there is one."""
+    """The last query is at the last key. Each attends to the keys up to its own, or the last `window` of those."""
     behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     return (behind >= 0) & (behind < (window or keys))
 
 
-def _in_order_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """What the kernel computes, and flash attention's backward pass."""
+def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether both the kernel and flash attention's backward pass support these shapes."""
     size = query.shape[-1]
     alike = all(x.shape[-1] == size and x.stride(-1) == 1 for x in (query, key, value))
     return alike and 16 <= size <= 256 and size % 8 == 0
 
 
-class _InOrder(torch.autograd.Function):
+class _BatchInvariantAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
@@ -179,14 +178,14 @@ def _flash(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
-    if query.shape[1] != key.shape[1] and _must_say_gqa():
+    if query.shape[1] != key.shape[1] and _needs_gqa_flag():
         options["enable_gqa"] = True
     return varlen_attn(query, key, value, starts_q, starts_k, longest_q, longest_k, **options)  # pyright: ignore
 
 
 @cache
-def _must_say_gqa() -> bool:
-    """torch 2.11 just does it."""
+def _needs_gqa_flag() -> bool:
+    """torch 2.11 needs no flag."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

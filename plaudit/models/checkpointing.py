@@ -1,7 +1,7 @@
-"""Gradient checkpointing: layers that keep only what they were given, and compute the rest again in the backward pass.
+"""Gradient checkpointing: layers that keep only their inputs and recompute the rest in the backward pass.
 
-The first layers are the ones to take: the backward pass comes to them last, when those behind them have given their activations
-back. So what one of them takes while it is computed again stands where the others' was.
+The first layers are checkpointed, because the backward pass reaches them last: a recomputed layer reuses the memory that later
+layers have freed.
 """
 
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from plaudit.recipe import ModelSettings
 
 
 def checkpoint_layers(model: PreTrainedModel, recipe: ModelSettings) -> None:
-    """As many as the recipe says. `auto` is for whoever trains to decide before (train/memory_plan.py), and means none here."""
+    """Checkpoint as many layers as the recipe says. `auto` is resolved earlier (train/memory_plan.py) and means none here."""
     wanted = recipe.gradient_checkpointing
     if wanted is False or wanted == "auto":
         return

@@ -19,7 +19,7 @@ from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
-from plaudit.models.fused import ready_layers
+from plaudit.models.fused import prepare_layers
 from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
 from plaudit.models.trainable import TrainableModel, load_pretrained, resolve_dtype
@@ -73,9 +73,9 @@ def load_classifier(
         )
     head.float()
     if not goes_on:
-        _begin_head(head, recipe.path, seed, head_std)
+        _init_head(head, recipe.path, seed, head_std)
     model = model.to(device)
-    ready_layers(model.get_decoder(), liger=recipe.liger)
+    prepare_layers(model.get_decoder(), liger=recipe.liger)
     verify_packed_states(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)
@@ -97,7 +97,7 @@ def is_classifier(path: str, config: PretrainedConfig) -> bool:
 
 
 @torch.no_grad()
-def _begin_head(head: nn.Linear, path: str, seed: int, std: float) -> None:
+def _init_head(head: nn.Linear, path: str, seed: int, std: float) -> None:
     """A value head that lies beside the model (without its bias, which no pair can tell, and a critic soon finds again); else
     w ~ N(0, std² / (D + 1)), so that scores of normalised hidden states begin about `std` from 0 (Stiennon et al. 2020: 1)."""
     known = read_value_head(path, head.in_features)

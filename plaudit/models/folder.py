@@ -1,4 +1,4 @@
-"""A model's folder, looked at before any weights are read: is it one, what is in it, is it complete."""
+"""Checks of a model folder before any weights are read: format, config, completeness, tokenizer."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from plaudit.data.templates import load_tokenizer
 from plaudit.errors import RecipeError, nearest_path, redact
 
 INDEX = "model.safetensors.index.json"
-# Tokens that may be other ones in the tokenizer of a model that reads the policy's: names given to reserved places. More, and it
-# reads another language.
+# Share of tokens that may differ between the policy's tokenizer and that of a model that reads the policy's tokens: reserved slots
+# that were given names. With more, it is another tokenizer.
 RENAMED_SHARE = 0.01
 
 
@@ -36,7 +36,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
 
 
 def require_weights(folder: Path) -> None:
-    """All files of the weights are there, as safetensors."""
+    """Raise unless all weight files exist, as safetensors."""
     needed = ["model.safetensors"]
     if (folder / INDEX).exists():
         needed = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
@@ -46,33 +46,33 @@ def require_weights(folder: Path) -> None:
     if any(folder.glob("*.bin")) and needed == ["model.safetensors"]:
         raise RecipeError(f"{folder}: its weights are pickled (.bin), which plaudit does not load; save them as safetensors")
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    raise RecipeError(f"{folder}: its weights are not complete: {', '.join(missing[:3])}{more} missing (found: {_names(folder)})")
+    raise RecipeError(f"{folder}: incomplete weights: {', '.join(missing[:3])}{more} missing (found: {_names(folder)})")
 
 
 def architecture(config: PretrainedConfig) -> str:
-    """LlamaForCausalLM, …; empty if the config does not say."""
+    """LlamaForCausalLM, …; empty if the config has none."""
     return next(iter(config.architectures or ()), "")
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """How many tokens the model takes at most."""
+    """The model's maximum sequence length."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def require_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, role: str, *, trust_remote_code: bool = False) -> list[str]:
-    """Of a model that reads the policy's tokens by number (`role`: what it is), so that they have to be its own. Returns those that
-    have another name there, if they are few."""
+    """Raise unless the model at `path` (a `role`: critic, …) has the policy's token ids, which it reads. Returns the few tokens
+    that have another name there."""
     config = read_config(path, trust_remote_code=trust_remote_code)
     require_matching_tokenizer(path, config, tokenizer)
     try:
         own: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
     except RecipeError:
-        return []  # it has none, and is used with the policy's
+        return []  # no tokenizer of its own: it uses the policy's
     theirs, known = tokenizer.get_vocab(), {number: token for token, number in own.get_vocab().items()}
     renamed = sorted(token for token, number in theirs.items() if known.get(number, token) != token)
     if len(renamed) > RENAMED_SHARE * len(theirs):
         raise RecipeError(
-            f"{path}: its tokenizer is another than the policy's ({len(renamed):,} of {len(theirs):,} tokens have other numbers), "
+            f"{path}: its tokenizer differs from the policy's ({len(renamed):,} of {len(theirs):,} tokens have other ids), "
             f"and a {role} reads the policy's tokens; choose a {role} of the policy's family"
         )
     return renamed
@@ -87,7 +87,7 @@ def require_matching_tokenizer(path: str, config: PretrainedConfig, tokenizer: P
 
 
 def _must_be_a_folder(path: str) -> bool:
-    """Names on the hub have one slash at most, and what stands before it is no folder here."""
+    """Hub names have at most one slash, and the part before it is not a local folder."""
     parent = Path(path).parent
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or (parent != Path() and parent.is_dir())
 

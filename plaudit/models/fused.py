@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 from plaudit.models.attention import attend_packed, window_of
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.liger import use_liger
-from plaudit.models.products import comes_in_parts, product, product_in_parts, side_by_side, weight_and_bias
-from plaudit.models.residual import is_known, is_precise, keep_residual_precise
+from plaudit.models.products import fused_view, fused_weight_and_bias, product, split_k_product, uses_split_k
+from plaudit.models.residual import has_fp32_residual, is_supported_family, keep_residual_fp32
 
 
-def ready_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
+def prepare_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
     """As plaudit trains them from here on; weights stay what they are, and are saved as they were. Layers are fused on a GPU, in
     half precision, if they are of a kind that we know, drop nothing of attention, and the recipe does not want Liger's kernels."""
-    keep_residual_precise(model)
+    keep_residual_fp32(model)
     if liger:
         use_liger(model, model.device)
-    elif model.device.type == "cuda" and can_train_fused(model) and is_precise(model):
+    elif model.device.type == "cuda" and can_train_fused(model) and has_fp32_residual(model):
         fuse_layers(model)
 
 
@@ -37,14 +37,14 @@ def fuse_layers(model: PreTrainedModel) -> None:
     decoder: Any = model.get_decoder()
     for layer in decoder.layers:
         for modules in linears_by_input(layer):
-            weight_and_bias(modules)
+            fused_weight_and_bias(modules)
         layer.__class__ = _with(_FusedLayer, type(layer))
     decoder.norm.__class__ = _with(_FusedNorm, type(decoder.norm))
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """The modules are those that we know, and nothing has been put in their place."""
-    if not is_known(model) or model.config.hidden_act != "silu":
+    if not is_supported_family(model) or model.config.hidden_act != "silu":
         return False
     return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
 
@@ -125,11 +125,11 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x_TD, *parameters)
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
-        whole, bias = side_by_side(weights), side_by_side(biases) if biases else None
-        if count == 1 and comes_in_parts(x_TD, weights[0], bias):
-            from plaudit.models.kernels import join_parts
+        whole, bias = fused_view(weights), fused_view(biases) if biases else None
+        if count == 1 and uses_split_k(x_TD, weights[0], bias):
+            from plaudit.models.kernels import sum_splits
 
-            return join_parts(product_in_parts(x_TD, weights[0]), x_TD.dtype)
+            return sum_splits(split_k_product(x_TD, weights[0]), x_TD.dtype)
         if whole is None or (biases and bias is None):  # somebody has moved them
             return torch.cat([product(x_TD, *one) for one in zip(weights, biases or [None] * count, strict=True)], -1)
         return product(x_TD, whole, bias)
@@ -142,7 +142,7 @@ class _Product(torch.autograd.Function):
         lengths = [len(weight) for weight in weights]
         grad_x_TD = None
         if needed[0]:
-            whole = side_by_side(weights)
+            whole = fused_view(weights)
             grad_x_TD = grad_TE @ (torch.cat(weights) if whole is None else whole)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(needed[2 : 2 + ctx.count]):

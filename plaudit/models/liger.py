@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
-from plaudit.models.residual import is_known
+from plaudit.models.residual import is_supported_family
 
 
 def require_liger(name: str, device: torch.device) -> Any:
@@ -30,7 +30,7 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     """From here on; no part of the model is saved differently."""
     decoder: Any = model.get_decoder()
     name = str(model.name_or_path)
-    if not is_known(decoder):
+    if not is_supported_family(decoder):
         raise RecipeError(f"{name}: Liger's kernels are used for Llama, Mistral, Qwen2 and Qwen3 models; set liger to false")
     if decoder.config.hidden_act not in ("silu", "swish"):
         raise RecipeError(f"{name}: Liger's MLP computes SiLU, and this model has {decoder.config.hidden_act}; set liger to false")

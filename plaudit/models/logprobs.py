@@ -24,7 +24,7 @@ from plaudit.types import Batch
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**27}
 
 
-Entropy = Literal["none", "measured", "learnt"]
+Entropy = Literal["none", "value", "with_gradient"]
 """Not computed; computed; or computed with its gradient, which takes longer."""
 
 
@@ -79,7 +79,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if entropy != "none":
                 entropy_N[at] = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, entropy_N)
-        ctx.temperature, ctx.learn_entropy, ctx.chunk = temperature, entropy == "learnt", chunk
+        ctx.temperature, ctx.learn_entropy, ctx.chunk = temperature, entropy == "with_gradient", chunk
         if not ctx.learn_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N

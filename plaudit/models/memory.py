@@ -42,7 +42,7 @@ Phase = Literal["sampling", "scoring", "training"]
 PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
 
 
-PART_ELEMENTS, PARTS_UNDER_WAY = 2**25, 3
+CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 2**25, 3
 """Of an optimiser's offloaded state, in passing through the device (train/offload.py): 128 MiB of each kind keep the bus busy."""
 SAFE_SHARE = 0.9
 """Of a device's memory, up to which an estimate is trusted to fit."""
@@ -120,8 +120,8 @@ def plan_memory(
 
 def _passing(trainable: int, state: float) -> float:
     """Whole parts of every kind of state."""
-    part = min(PART_ELEMENTS, trainable)
-    return min(PARTS_UNDER_WAY, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
+    part = min(CHUNK_ELEMENTS, trainable)
+    return min(CHUNKS_IN_FLIGHT, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
 
 
 def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:

@@ -19,13 +19,13 @@ FEWEST_ROWS, LONGEST_SURE = 64, 2048  # of a product that is not split, and the 
 PARTS = 2
 
 
-def comes_in_parts(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> bool:
+def uses_split_k(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> bool:
     """Whether the inner dimension is split. (Sampling and training must ask the same.)"""
     columns, inner = weight_DI.shape
     return _in_one_order(x_TI) and bias_D is None and inner > 2 * columns and inner % (PARTS * ALIGNED) == 0
 
 
-def product_in_parts(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
+def split_k_product(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
     """x Wᵀ over parts of the inner dimension, in fp32: [parts, T, D]."""
     x_PTI = x_TI.unflatten(1, (PARTS, -1)).transpose(0, 1)
     weight_PID = weight_DI.unflatten(1, (PARTS, -1)).permute(1, 2, 0)
@@ -47,16 +47,16 @@ def _in_one_order(x: Tensor) -> bool:
     return x.is_cuda and x.element_size() == 2
 
 
-def weight_and_bias(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def fused_weight_and_bias(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Of all of them, together."""
-    weight = together([module.weight for module in modules])
-    return weight, None if modules[0].bias is None else together([module.bias for module in modules])
+    weight = fuse_parameters([module.weight for module in modules])
+    return weight, None if modules[0].bias is None else fuse_parameters([module.bias for module in modules])
 
 
-def together(parameters: Sequence[Tensor]) -> Tensor:
+def fuse_parameters(parameters: Sequence[Tensor]) -> Tensor:
     """Weights of linear layers over the same input, or their biases, as one tensor. If they do not lie side by side, they are made
     to: each parameter becomes a view of it, which it stays for training, saving and everything else."""
-    whole = side_by_side(parameters)
+    whole = fused_view(parameters)
     if whole is None:
         with torch.inference_mode(False):  # training goes on with this tensor
             whole = torch.cat([parameter.detach() for parameter in parameters])
@@ -65,7 +65,7 @@ def together(parameters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
+def fused_view(parameters: Sequence[Tensor]) -> Tensor | None:
     """All of them as one tensor, if they lie so."""
     first, rows = parameters[0].detach(), sum(len(p) for p in parameters)
     at = first.data_ptr()

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 KNOWN = {f"{family}{head}" for family in ("Llama", "Mistral", "Qwen2", "Qwen3") for head in ("ForCausalLM", "Model")}
 
 
-def keep_residual_precise(model: PreTrainedModel) -> None:
+def keep_residual_fp32(model: PreTrainedModel) -> None:
     """From here on; no part of the model is changed or saved differently. Does nothing to models in fp32, or of other kinds."""
-    if model.dtype not in (torch.bfloat16, torch.float16) or not is_known(model) or is_precise(model):
+    if model.dtype not in (torch.bfloat16, torch.float16) or not is_supported_family(model) or has_fp32_residual(model):
         return
     decoder: Any = model.get_decoder()
     decoder.embed_tokens.register_forward_hook(_in_fp32)
@@ -25,15 +25,15 @@ def keep_residual_precise(model: PreTrainedModel) -> None:
     for norm in (*norms, decoder.norm):
         norm.register_forward_hook(_in_weight_dtype)
     decoder.rotary_emb.register_forward_hook(_InDtypeOf(decoder.norm))
-    model.residual_is_precise = True  # pyright: ignore
+    model.residual_is_fp32 = True  # pyright: ignore
 
 
-def is_known(model: PreTrainedModel) -> bool:
+def is_supported_family(model: PreTrainedModel) -> bool:
     return type(model).__name__ in KNOWN and type(model).__module__.split(".")[0] == "transformers"
 
 
-def is_precise(model: PreTrainedModel) -> bool:
-    return getattr(model, "residual_is_precise", False)
+def has_fp32_residual(model: PreTrainedModel) -> bool:
+    return getattr(model, "residual_is_fp32", False)
 
 
 class _InDtypeOf:

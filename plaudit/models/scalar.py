@@ -30,7 +30,7 @@ from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
 from plaudit.errors import DataError, RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
-from plaudit.models.residual import keep_residual_precise
+from plaudit.models.residual import keep_residual_fp32
 from plaudit.models.trainable import load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
@@ -99,7 +99,7 @@ def load_scalar(settings: RewardModel, device: torch.device) -> ScalarModel:
         head.weight.copy_(weight)
         head.bias.zero_() if bias is None else head.bias.copy_(bias)
     scalar = ScalarModel(decoder, head).to(device).eval().requires_grad_(False)
-    keep_residual_precise(decoder)
+    keep_residual_fp32(decoder)
     verify_packed_states(decoder)
     return scalar
 

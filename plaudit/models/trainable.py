@@ -20,7 +20,7 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
-from plaudit.models.fused import ready_layers
+from plaudit.models.fused import prepare_layers
 from plaudit.models.lora import attach_lora, merged_weights
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
@@ -33,7 +33,7 @@ UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scal
 
 # While it loads a model, transformers replaces methods of all of them. Reward models load in threads of their own: two at once
 # would leave tied weights untied for good.
-ONE_AT_A_TIME = threading.Lock()
+LOAD_LOCK = threading.Lock()
 
 
 @dataclass
@@ -86,7 +86,7 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
             f"{recipe.path}: the tokenizer has {known:,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
         )
     _stop_at_end_of_turn(model, template)
-    _mend_generation_config(model)
+    _fix_generation_config(model)
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)
     model.train()
@@ -98,7 +98,7 @@ def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
     model = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
     ).to(device)  # pyright: ignore
-    ready_layers(model, liger=recipe.liger)
+    prepare_layers(model, liger=recipe.liger)
     verify_packed(model)
     return model
 
@@ -112,7 +112,7 @@ def load_pretrained(
     own."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
-        with ONE_AT_A_TIME, _unreported(bool(new)):
+        with LOAD_LOCK, _quiet_loading(bool(new)):
             model, report = auto.from_pretrained(
                 path,
                 dtype=dtype,
@@ -147,7 +147,7 @@ def load_pretrained(
 
 
 @contextmanager
-def _unreported(quiet: bool) -> Iterator[None]:
+def _quiet_loading(quiet: bool) -> Iterator[None]:
     """Without transformers' table of the weights that a model lacks, where that is as it should be."""
     before = transformers_logging.get_verbosity()
     if quiet:
@@ -167,7 +167,7 @@ def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None
     config.eos_token_id = list(ends) if len(ends) > 1 else next(iter(ends), None)
 
 
-def _mend_generation_config(model: PreTrainedModel) -> None:
+def _fix_generation_config(model: PreTrainedModel) -> None:
     """Published models often set a temperature and yet no sampling, which transformers loads and then refuses to save."""
     config: Any = model.generation_config
     if not config.do_sample:

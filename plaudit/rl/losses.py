@@ -48,7 +48,7 @@ def policy_share(model: nn.Module, num_tokens: int, algorithm: AlgorithmSettings
     def share(hidden_ND: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = batch.targets
         assert targets is not None
-        entropy = "learnt" if algorithm.entropy_coefficient else "measured"
+        entropy = "with_gradient" if algorithm.entropy_coefficient else "value"
         logprobs_N, entropy_N = state_logprobs(model, hidden_ND, batch, temperature=temperature, entropy=entropy)
         assert entropy_N is not None
         # In a step's only update π_old is π itself, and the ratio is 1 with the gradient of log π.

@@ -43,7 +43,7 @@ def plan_devices(recipe: Recipe) -> dict[str, Budget]:
     needs: Needs = defaultdict(list)
     if not isinstance(recipe, ScoreRecipe):
         _policy(recipe, resolve_device(recipe.run.device), needs)
-    for name, reward in models_asked(recipe):
+    for name, reward in local_reward_models(recipe):
         if reward.model.placement in ("resident", "offload"):
             try:
                 _place(recipe, name, reward, needs)
@@ -83,7 +83,7 @@ def largest_micro_batch(recipe: TrainingRecipe) -> int:
     return max(recipe.train.tokens_per_micro_batch, longest)
 
 
-def models_asked(recipe: Recipe) -> list[tuple[str, ModelReward]]:
+def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     """Each with the names of all rewards that share it, and the first of those rewards."""
     rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
     found: dict[Any, tuple[str, ModelReward]] = {}
@@ -96,7 +96,7 @@ def models_asked(recipe: Recipe) -> list[tuple[str, ModelReward]]:
 # Checkpointing that fits ----------------------------------------------------------------------------------------------
 
 
-def settle_checkpointing(recipe: Trained, tell: Callable[[str], object] = print_line) -> Trained:
+def resolve_checkpointing(recipe: Trained, tell: Callable[[str], object] = print_line) -> Trained:
     """The recipe with a number of layers where it says auto: the fewest with which training fits; `tell` is told why."""
     critic = recipe.critic if isinstance(recipe, RLRecipe) else None
     if critic is not None and critic.gradient_checkpointing == "auto":

@@ -6,7 +6,7 @@
 
 All state lies end to end in one vector of each kind, so a part is one copy of each, whatever tensors it cuts through: AdamW knows
 no neighbours. The arithmetic is the device's, element by element that of a step without offload. Memory on the device is that of
-PARTS_UNDER_WAY parts, and only while a step is made.
+CHUNKS_IN_FLIGHT parts, and only while a step is made.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plaudit.models.memory import PART_ELEMENTS, PARTS_UNDER_WAY
+from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT
 from plaudit.models.weights import allocate_host_memory
 
 Event = torch.cuda.Event | torch.Event
@@ -23,7 +23,7 @@ ALIGNED = 64  # elements: kernels take tensors that begin there in their fast wa
 
 
 @dataclass(frozen=True)
-class Piece:
+class StateSlice:
     """A stretch of a parameter, on the device."""
 
     name: str
@@ -44,9 +44,9 @@ class HostState:
         others: Mapping[str, torch.Size],
         device: torch.device,
         *,
-        part_elements: int = PART_ELEMENTS,
+        chunk_elements: int = CHUNK_ELEMENTS,
     ):
-        assert part_elements % ALIGNED == 0
+        assert chunk_elements % ALIGNED == 0
         self._device = device
         self._shapes = {**followers, **others}
         self._begins: dict[str, int] = {}
@@ -56,10 +56,10 @@ class HostState:
             total += -(-shape.numel() // ALIGNED) * ALIGNED
             if name in followers:
                 self._masters_end = total
-        self._part = min(part_elements, total)
+        self._part = min(chunk_elements, total)
         sizes = [self._masters_end, total, total]
         self._vectors = allocate_host_memory(self, 4 * sum(sizes)).view(torch.float32).zero_().split(sizes)
-        self._in, self._out = _Lane(device), _Lane(device)
+        self._in, self._out = _CopyStream(device), _CopyStream(device)
 
     def master(self, name: str) -> Tensor:
         return self._of(name, self._vectors[0])
@@ -76,12 +76,12 @@ class HostState:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def pass_through(self, work: Callable[[Sequence[Piece]], None]) -> None:
+    def stream_through_device(self, work: Callable[[Sequence[StateSlice]], None]) -> None:
         """All of it, part by part: `work` changes in place what it is given."""
         total = len(self._vectors[1])
         parts = [slice(at, min(at + self._part, total)) for at in range(0, total, self._part)]
         kinds = self._vectors if self._masters_end else self._vectors[1:]
-        buffers = torch.empty(min(PARTS_UNDER_WAY, len(parts)), len(kinds), self._part, device=self._device)
+        buffers = torch.empty(min(CHUNKS_IN_FLIGHT, len(parts)), len(kinds), self._part, device=self._device)
         left: list[Event | None] = []
         begun = _mark(self._device)  # whoever had the buffers' memory before has done with it
         for i, part in enumerate(parts):
@@ -95,7 +95,7 @@ class HostState:
         for event in left[-len(buffers) :]:
             _wait_for(event, self._device)
 
-    def _pieces(self, part: slice, buffers: Sequence[Tensor]) -> Iterator[Piece]:
+    def _pieces(self, part: slice, buffers: Sequence[Tensor]) -> Iterator[StateSlice]:
         *masters, exp_avg, exp_avg_sq = buffers
         for name, shape in self._shapes.items():
             begin = self._begins[name]
@@ -103,10 +103,10 @@ class HostState:
             if first < end:
                 here = slice(first - part.start, end - part.start)
                 master = masters[0][here] if begin < self._masters_end else None
-                yield Piece(name, slice(first - begin, end - begin), master, exp_avg[here], exp_avg_sq[here])
+                yield StateSlice(name, slice(first - begin, end - begin), master, exp_avg[here], exp_avg_sq[here])
 
 
-class _Lane:
+class _CopyStream:
     """Copies in a stream of their own on a GPU; on a CPU, at once."""
 
     def __init__(self, device: torch.device):

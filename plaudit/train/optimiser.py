@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from plaudit.errors import RunError
 from plaudit.models.weights import has_device_memory
 from plaudit.recipe import OptimSettings
-from plaudit.train.offload import HostState, Piece
+from plaudit.train.offload import HostState, StateSlice
 from plaudit.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -92,7 +92,7 @@ class Optimiser:
             self._sums[name] = zeros
         return zeros
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         self._sums.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -136,7 +136,7 @@ class Optimiser:
         before = torch.stack([self._moments[name]["step"] for name in gradients]).to(device)
         places = {name: i for i, name in enumerate(gradients)}
 
-        def work(pieces: Sequence[Piece]) -> None:
+        def work(pieces: Sequence[StateSlice]) -> None:
             pieces = [piece for piece in pieces if piece.name in gradients]
             weights = [self.parameters[piece.name].detach().view(-1)[piece.at] for piece in pieces]
             masters = [weight if piece.master is None else piece.master for piece, weight in zip(pieces, weights, strict=True)]
@@ -154,7 +154,7 @@ class Optimiser:
             if following:
                 torch._foreach_copy_([weights[i] for i in following], [masters[i] for i in following])  # pyright: ignore
 
-        host.pass_through(work)
+        host.stream_through_device(work)
         for name in gradients:
             self._moments[name]["step"] += 1
 

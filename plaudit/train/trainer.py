@@ -95,7 +95,7 @@ class Trainer:
             self.optimiser.step(lr)
         else:
             self.skipped_steps += 1
-        self.optimiser.forget_gradients()
+        self.optimiser.clear_gradients()
         self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(

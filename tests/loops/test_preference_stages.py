@@ -269,7 +269,7 @@ def test_a_reference_of_another_tongue_is_refused(tmp_path, plaudit, tiny_model,
     other = with_other_tokens(tiny_model, tmp_path / "other")
     recipe = pair_recipe(tiny_model, pairs_file, tmp_path / "run", loss={"reference": str(other)})
     file = write_recipe(tmp_path / "r.yaml", recipe)
-    told = f"{other}: its tokenizer is another than the policy's"
+    told = f"{other}: its tokenizer differs from the policy's"
     with pytest.raises(RecipeError, match=re.escape(told)):
         train_dpo(file)
     assert not (tmp_path / "run").exists()

@@ -1030,7 +1030,7 @@ def test_what_the_context_cannot_hold_is_told_before_anything_is_sampled(tmp_pat
         train_rl(file)
     message = str(error.value)
     assert f"{rows}:11: 1," in message
-    assert "more than the 2,048 that the model takes" in message
+    assert "ones exceed the model's context of 2,048" in message
     assert "max_new_tokens" in message
     assert "\n" not in message
     assert not asked
@@ -1222,7 +1222,7 @@ def test_a_reward_that_is_only_measured_stops_nothing(tmp_path, recipe, reward_f
     broken = write_function(tmp_path / "broken.py", "def compute_score(solution_str): raise ValueError('always')")
     file = recipe(run={"max_steps": 1})
     tree = json.loads(file.read_text())
-    tree["rewards"] = [function(reward_file), function(broken, name="measured", weight=0)]
+    tree["rewards"] = [function(reward_file), function(broken, name="value", weight=0)]
     train_rl(write_recipe(file, tree))
     [row] = metrics_of(tmp_path / "run")
     assert (row["failures/measured/exception"], row["dropped"]) == (12, 0)

@@ -304,7 +304,7 @@ def test_prompts_that_are_too_long(tmp_path, sample, too_long):
 def test_more_than_the_context_holds_is_one_line(tmp_path, sample):
     code, _, err = sample(tokens=4000)
     assert code == 2
-    assert "more than the 2,048 that the model takes. Lower max_new_tokens, or leave out longer prompts." in err.splitlines()[-1]
+    assert "ones exceed the model's context of 2,048. Lower max_new_tokens, or leave out longer prompts." in err.splitlines()[-1]
     assert "Traceback" not in err
 
 

@@ -32,7 +32,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("entropy", ["none", "measured", "learnt"])
+@pytest.mark.parametrize("entropy", ["none", "value", "with_gradient"])
 @pytest.mark.parametrize("rows", [1, 5, 10**6], ids=["one row a chunk", "5 rows a chunk", "one chunk"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
@@ -51,9 +51,9 @@ def test_equals_log_softmax(dtype, tolerance, temperature, rows, entropy):
     else:
         assert ours.entropy_N is not None
         assert relative(ours.entropy_N, entropies) < tolerance
-        assert ours.entropy_N.requires_grad == (entropy == "learnt")
+        assert ours.entropy_N.requires_grad == (entropy == "with_gradient")
         loss = loss + weights[1] @ ours.entropy_N  # which has no gradient if it is only measured
-    if entropy == "learnt":
+    if entropy == "with_gradient":
         expected = expected + weights[1] @ entropies
     for our_gradient, gradient in zip(
         torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_finite_differences():
     hidden, weight, tokens = inputs(torch.float64, n=4)
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        return tuple(token_logprobs(hidden, weight, tokens, temperature=0.7, entropy="learnt", chunk_logits=3 * V))
+        return tuple(token_logprobs(hidden, weight, tokens, temperature=0.7, entropy="with_gradient", chunk_logits=3 * V))
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
 
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_finite_differences():
 def test_a_value_by_hand():
     """Logits 0 and log 3 are probabilities 1/4 and 3/4; at temperature 1/2 the odds are squared: 1/10 and 9/10."""
     hidden, weight, tokens = torch.tensor([[1.0]]), torch.tensor([[0.0], [torch.tensor(3.0).log()]]), torch.tensor([1])
-    one = token_logprobs(hidden, weight, tokens, entropy="learnt")
+    one = token_logprobs(hidden, weight, tokens, entropy="with_gradient")
     assert one.logprobs_N.exp().item() == pytest.approx(3 / 4)
     assert one.entropy_N.item() == pytest.approx(0.562335)  # −¼ log ¼ − ¾ log ¾
     assert token_logprobs(hidden, weight, tokens, temperature=0.5).logprobs_N.exp().item() == pytest.approx(9 / 10)
@@ -93,7 +93,7 @@ def test_frozen_inputs_get_no_gradient(frozen):
 
 def test_no_tokens_are_no_log_probs_and_zero_gradients():
     hidden, weight, tokens = inputs(n=0)
-    ours = token_logprobs(hidden, weight, tokens, entropy="learnt")
+    ours = token_logprobs(hidden, weight, tokens, entropy="with_gradient")
     assert ours.logprobs_N.shape == ours.entropy_N.shape == (0,)
     (ours.logprobs_N.sum() + ours.entropy_N.sum()).backward()
     assert hidden.grad.shape == (0, D)
@@ -104,7 +104,7 @@ def test_no_tokens_are_no_log_probs_and_zero_gradients():
 def test_bf16_is_close_to_fp32(rows):
     """bf16 keeps 8 bits: logits of about 2 are off by up to 1/128. Results are fp32, gradients come as the weights are."""
     hidden, weight, tokens = inputs(torch.bfloat16, n=512)
-    ours = token_logprobs(hidden, weight, tokens, entropy="learnt", chunk_logits=rows * V)
+    ours = token_logprobs(hidden, weight, tokens, entropy="with_gradient", chunk_logits=rows * V)
     assert ours.logprobs_N.dtype == ours.entropy_N.dtype == torch.float32
     ours.logprobs_N.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
@@ -132,7 +132,7 @@ def test_extreme_logits_are_finite_and_right(logits, dtype):
     hidden = torch.tensor(logits, dtype=dtype).requires_grad_()
     weight = torch.eye(3, dtype=dtype).requires_grad_()
     tokens = torch.tensor([0, 1, 2])
-    ours = token_logprobs(hidden, weight, tokens, entropy="learnt")
+    ours = token_logprobs(hidden, weight, tokens, entropy="with_gradient")
     logprobs, entropies = whole(hidden.detach().double(), weight.detach().double(), tokens)
     torch.testing.assert_close(ours.logprobs_N.double(), logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ours.entropy_N.double(), entropies, rtol=1e-6, atol=1e-6)
@@ -145,8 +145,8 @@ def test_logits_far_from_zero_keep_their_entropy():
     """softmax(z + c) = softmax(z): with c = 1,000 only z itself is rounded, by 3e-5."""
     torch.manual_seed(0)
     z, tokens, identity = torch.randn(8, V), torch.randint(V, (8,)), torch.eye(V)
-    near = token_logprobs(z, identity, tokens, entropy="learnt")
-    far = token_logprobs(z + 1000, identity, tokens, entropy="learnt")
+    near = token_logprobs(z, identity, tokens, entropy="with_gradient")
+    far = token_logprobs(z + 1000, identity, tokens, entropy="with_gradient")
     assert (far.logprobs_N - near.logprobs_N).abs().max() < 1e-4
     assert (far.entropy_N - near.entropy_N).abs().max() < 1e-4
 

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from plaudit.errors import RecipeError
-from plaudit.models.residual import is_precise
+from plaudit.models.residual import has_fp32_residual
 from plaudit.models.scalar import ScalarModel, load_scalar, transcript_of
 from plaudit.models.weights import RESIDENT_MODELS, HostCopies
 from plaudit.recipe.reward_models import RewardModel
@@ -196,7 +196,7 @@ def test_equal_conversations_have_equal_scores_to_the_bit(classifier):
 def test_in_bf16_the_sum_of_layers_stays_in_fp32(any_classifier):
     conversations = [talk(i) for i in range(8)]
     model, transcript = load_scalar(settings_of(any_classifier, dtype="bfloat16"), CPU), transcript_of(settings_of(any_classifier))
-    assert is_precise(model.decoder)
+    assert has_fp32_residual(model.decoder)
     assert model.head.weight.dtype == torch.float32
     scores = model.score([transcript.tokens(c) for c in conversations])
     expected = np.array(plain_scores(any_classifier, conversations))
@@ -666,7 +666,7 @@ def test_bad_folders_are_told_before_weights_are_read(classifier, tiny_models, t
 
     bare = shutil.copytree(classifier, tmp_path / "bare")
     (bare / "model.safetensors").unlink()
-    assert "its weights are not complete: model.safetensors missing" in why_not(bare)
+    assert "incomplete weights: model.safetensors missing" in why_not(bare)
     (bare / "pytorch_model.bin").touch()
     assert "its weights are pickled" in why_not(bare)
 

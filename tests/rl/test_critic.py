@@ -551,7 +551,7 @@ def test_models_that_are_no_critic_are_refused(recipe, tiny_model, tmp_path):
 def test_a_critic_of_another_tongue_is_refused(recipe, tiny_model, tmp_path):
     """Same size, same shapes, other tokens: nothing else would tell."""
     with_other_tokens(tiny_model, tmp_path / "other")
-    with pytest.raises(RecipeError, match="its tokenizer is another than the policy's"):
+    with pytest.raises(RecipeError, match="its tokenizer differs from the policy's"):
         train_rl(recipe(critic={"path": str(tmp_path / "other")}))
 
 
@@ -610,7 +610,7 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
     with_other_tokens(tiny_model, tmp_path / "other")
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "other")}))
     assert code == 1
-    assert "its tokenizer is another than the policy's" in " ".join(out.split())
+    assert "its tokenizer differs from the policy's" in " ".join(out.split())
     assert "Traceback" not in out
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "nowhere")}))
     assert code == 1

@@ -22,12 +22,12 @@ from plaudit.loops import rl
 from plaudit.models import residual
 from plaudit.models.liger import use_liger
 from plaudit.models.memory import Budget, plan_memory
-from plaudit.models.products import side_by_side, together
+from plaudit.models.products import fuse_parameters, fused_view
 from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
-from plaudit.train.memory_plan import plan_devices, settle_checkpointing
+from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
 from support.recipes import pair_recipe, rl_recipe, sft_recipe, train_dpo, train_rl, train_sft, write_recipe
@@ -42,7 +42,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 def apart(monkeypatch):
     """The CPU as if it were a GPU: state leaves it, and passes through in parts that cut tensors."""
     monkeypatch.setattr(optimiser, "has_device_memory", lambda device: True)
-    monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, part_elements=1024))
+    monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, chunk_elements=1024))
 
 
 # The optimiser's state ------------------------------------------------------------------------------------------------
@@ -102,11 +102,11 @@ def test_on_a_cpu_offload_is_nothing(tiny_model):
 def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
     """200 and 70 elements begin at 0 and 256, since pieces begin at multiples of 64; parts are of 128."""
     shapes = {"a": torch.Size([10, 20]), "b": torch.Size([70])}
-    state = HostState({"a": shapes["a"]}, {"b": shapes["b"]}, torch.device(device), part_elements=128)
+    state = HostState({"a": shapes["a"]}, {"b": shapes["b"]}, torch.device(device), chunk_elements=128)
     state.master("a").copy_(torch.arange(200.0).view(10, 20))
     passed = []
 
-    def work(pieces: list[offload.Piece]) -> None:
+    def work(pieces: list[offload.StateSlice]) -> None:
         for piece in pieces:
             passed.append((piece.name, piece.at.start, piece.at.stop))
             piece.exp_avg.add_(1)
@@ -115,7 +115,7 @@ def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
                 piece.master.mul_(2)
 
     for _ in range(2):
-        state.pass_through(work)  # pyright: ignore
+        state.stream_through_device(work)  # pyright: ignore
     state.settled()
     assert passed == 2 * [("a", 0, 128), ("a", 128, 200), ("b", 0, 70)]
     assert torch.equal(state.master("a"), 4 * torch.arange(200.0).view(10, 20))
@@ -138,7 +138,7 @@ def test_a_parameter_without_gradient_is_left_alone(apart):
 @pytest.mark.parametrize("how", TRAINED)
 def test_on_a_gpu_offloaded_state_makes_the_same_steps(tiny_models, monkeypatch, how):
     """To the bit, with parts that cut tensors and more of them than are under way; nothing is left on the GPU between updates."""
-    monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, part_elements=1024))
+    monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, chunk_elements=1024))
     results, kept = [], []
     for offloaded in (False, True):
         policy = load(tiny_models["qwen2"], **TRAINED[how])
@@ -164,11 +164,11 @@ def test_what_lies_side_by_side_comes_back_so(device):
     module = nn.ModuleDict({name: nn.Linear(5, rows) for name, rows in (("a", 3), ("b", 4))}).to(device)
     module.register_buffer("strided", torch.arange(12.0, device=device).view(3, 4).T[1:])
     weights = [module[name].weight for name in "ab"]
-    whole = together(weights).clone()
+    whole = fuse_parameters(weights).clone()
     offloaded = OffloadedModule(module, torch.device(device))
     for times in (1, 2, 4):
         with offloaded.on_device():
-            found = side_by_side(weights)
+            found = fused_view(weights)
             assert torch.equal(found, whole * times)
             found.mul_(2)
             assert torch.equal(module.strided.cpu(), torch.arange(12.0).view(3, 4).T[1:])
@@ -247,7 +247,7 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
     auto, told = sft_of(large, rows_file, tmp_path, gradient_checkpointing="auto"), []
     for there, expected in ((need(3) / 0.9, 3), (need(3) / 0.9 - 1, 4), (need(False) / 0.9, False), (need(7) / 2, 8)):
         monkeypatch.setattr(memory_plan, "total_memory", lambda _, there=there: there)
-        assert settle_checkpointing(auto, told.append).model.gradient_checkpointing == expected
+        assert resolve_checkpointing(auto, told.append).model.gradient_checkpointing == expected
     assert [line.split(" layers")[0].removeprefix("model.gradient_checkpointing: ") for line in told] == [
         "3 of 8", "4 of 8", "none of 8", "8 of 8",
     ]  # fmt: skip
@@ -291,12 +291,12 @@ def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):
 
     there = need(5, True) / 0.9
     monkeypatch.setattr(memory_plan, "total_memory", lambda _: there)
-    settled = settle_checkpointing(recipe("auto", "auto"), tell=lambda line: None)
+    settled = resolve_checkpointing(recipe("auto", "auto"), tell=lambda line: None)
     assert settled.model.gradient_checkpointing == 5
     assert need(5, settled.critic.gradient_checkpointing) == need(5, True)
     assert 0 < settled.critic.gradient_checkpointing <= 5
     with pytest.raises(RecipeError, match="no is no folder here"):
-        settle_checkpointing(
+        resolve_checkpointing(
             load_recipe(ppo("no", **NOTHING | {"critic": {"path": "no", "gradient_checkpointing": "auto"}})).recipe
         )
 

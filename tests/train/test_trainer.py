@@ -16,7 +16,7 @@ from plaudit.data.pack import micro_batches, pack
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.models import attention, logprobs
-from plaudit.models.residual import keep_residual_precise
+from plaudit.models.residual import keep_residual_fp32
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
@@ -195,7 +195,7 @@ def test_small_updates_add_up():
     for _ in range(25):
         parameter.sum().backward()
         optimiser.step(1e-4)
-        optimiser.forget_gradients()
+        optimiser.clear_gradients()
         values.append(parameter.flatten()[0].item())
     # Steps of 1e-4 reach 1 − 1/512 = 0.998046875, where bf16 rounds to its next number, with the twentieth.
     assert values == [1.0] * 19 + [1 - 1 / 256] * 6
@@ -365,7 +365,7 @@ def test_a_saved_model_is_a_plain_one(base_model, tmp_path, kind, how):
     policy.save(tmp_path / "saved")
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    keep_residual_precise(saved)  # as ours is: nothing of that is in the files
+    keep_residual_fp32(saved)  # as ours is: nothing of that is in the files
     ours, theirs = (logits_of(model, batches[0].tokens_T[None]) for model in (policy.model, saved))
     assert saved.dtype == policy.model.dtype
     if how == "lora":  # W + ΔW once, instead of two products
@@ -508,7 +508,7 @@ def test_the_probe_finds_a_model_that_loses_sequence_starts():
         layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
             *args, **{name: value for name, value in kwargs.items() if not name.startswith(("cu_seq", "max_length"))}
         )
-    with pytest.raises(RecipeError, match="LlamaAttention does not hand sequence starts on"):
+    with pytest.raises(RecipeError, match="LlamaAttention does not pass sequence starts"):
         verify_packed(model)
 
 

@@ -1,16 +1,16 @@
 """Causal attention within packed sequences, in the order in which the sampler computes it token by token.
 
-A query meets the keys before it in blocks, each with the running maximum m so far, and blocks in stretches:
+A query attends to its keys block by block with a running maximum m, and blocks are grouped into stretches:
 
     block:    m' = max(m, max s),   l' = l · 2^(m − m') + Σ 2^(s − m'),   o' = o · 2^(m − m') + Σ 2^(s − m') v
-    stretch:  begins with m = −∞, l = 0, o = 0; after it, the same sum of what was before it and of what it gave
+    stretch:  starts with m = −∞, l = 0, o = 0; its result is then merged into that of the stretches before by the same formula
 
-`attend_block` and `merge_stretch` are all that a query's result depends on: not on how many queries a program has, nor on
-whether one program has all stretches of a sequence or several share them (tensor cores add up in one order, whatever the tile). So
-`_attend` here and the sampler's (rollout/native/kernels/attention.py) give the same bits.
+A query's result depends on `attend_block` and `merge_stretch` alone: not on how many queries a program has, nor on whether a
+sequence's stretches are split among programs (tensor cores add up in one order, whatever the tile). So `_attend` here and the
+sampler's (rollout/native/kernels/attention.py) give the same bits.
 """
 
-# A launch takes more arguments than the kernel has.
+# A launch takes arguments that the kernel does not declare.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
@@ -19,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from plaudit.models.heads import block_tokens, next_power_of_2
-from plaudit.models.kernels.order import AS_WRITTEN
+from plaudit.models.kernels.compile_options import NO_FP_FUSION
 
 LOG2_E = 1.4426950408889634
 STRETCH = 256  # tokens
-FEWEST_COLUMNS = tl.constexpr(16)  # that a product has
-ROWS, WARPS, STAGES = 64, 4, 3  # of queries in a program
+FEWEST_COLUMNS = tl.constexpr(16)  # of a tl.dot
+ROWS, WARPS, STAGES = 64, 4, 3  # per program; rows are queries
 
 
 def attend(
@@ -40,7 +40,7 @@ def attend(
         query_THD, query_THD.stride(0), query_THD.stride(1), key_UKD, key_UKD.stride(0), key_UKD.stride(1),
         value_UKD, value_UKD.stride(0), value_UKD.stride(1), starts_q, starts_k, out_THD, logsum_HT, T, scale * LOG2_E, tiles,
         HEADS=heads, GROUP=heads // key_UKD.shape[1], D=size, WIDTH=next_power_of_2(size),
-        ROWS=rows, BLOCK=block_tokens(size), STRETCH=STRETCH, num_warps=WARPS, num_stages=STAGES, **AS_WRITTEN,
+        ROWS=rows, BLOCK=block_tokens(size), STRETCH=STRETCH, num_warps=WARPS, num_stages=STAGES, **NO_FP_FUSION,
     )  # fmt: skip
     return out_THD, logsum_HT
 
@@ -50,12 +50,12 @@ def attend_block(query, key, value, valid, scale, best, total, out):
     """Queries [rows, size], keys [size, tokens], values [tokens, size]; valid [rows or 1, tokens]."""
     score = tl.where(valid, tl.dot(query, key, input_precision="ieee") * scale, -float("inf"))
     new_best = tl.maximum(best, tl.max(score, 1))
-    # A block may hold nothing that a row may see.
+    # All keys of a block may be masked for a row.
     safe = tl.where(new_best == -float("inf"), 0.0, new_best)
     weight = tl.exp2(score - safe[:, None])
     fade = tl.exp2(best - safe)
     weight = weight.to(value.dtype)
-    # Tensor cores add up weights, too: threads would do it in an order that depends on how many there are.
+    # Tensor cores sum the weights, too: the order of a sum across threads would depend on their number.
     ones = tl.full([value.shape[0], FEWEST_COLUMNS], 1.0, value.dtype)
     total = tl.fma(total, fade, tl.max(tl.dot(weight, ones, input_precision="ieee"), 1))
     out = tl.dot(weight, value, out * fade[:, None], input_precision="ieee")
@@ -64,7 +64,7 @@ def attend_block(query, key, value, valid, scale, best, total, out):
 
 @triton.jit
 def merge_stretch(all_best, all_total, all_out, best, total, out):
-    """What came before a stretch, and the stretch."""
+    """Merge a stretch into the result of those before it."""
     new_best = tl.maximum(all_best, best)
     safe = tl.where(new_best == -float("inf"), 0.0, new_best)
     before = tl.exp2(all_best - safe)
@@ -81,7 +81,7 @@ def _attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some queries of one head of one sequence."""
+    """Each program: a tile of queries of one head of one sequence."""
     tl.static_assert(STRETCH % BLOCK == 0)
     first = (tiles - 1 - tl.program_id(0)) * ROWS  # the longest work first
     sequence = tl.program_id(1)
@@ -108,7 +108,7 @@ def _attend(
     for start in tl.range(0, tl.minimum(keys, keys - queries + first + ROWS), BLOCK):
         if (start > 0) & (start % STRETCH == 0):
             all_best, all_total, all_out = merge_stretch(all_best, all_total, all_out, best, total, out)
-            best = tl.full([ROWS], -float("inf"), tl.float32)  # with which nothing is left of total and out
+            best = tl.full([ROWS], -float("inf"), tl.float32)  # resets the sums: total and out are scaled by 0
         there = (start + token).to(tl.int64)
         key = tl.load(key_place + there[None, :] * key_stride, mask=(there[None, :] < keys) & (at[:, None] < D), other=0.0)
         value = tl.load(value_place + there[:, None] * value_stride, mask=(there[:, None] < keys) & (at[None, :] < D), other=0.0)

@@ -1,9 +1,9 @@
-"""What stands between a layer's matrix products: residual and norm, rotation, the gate of the MLP; forward and backward.
+"""The operations between a layer's matrix products: residual and norm, rotary embedding, SwiGLU; forward and backward.
 
-Forward, each rounds where the modules of transformers round.
+The forward passes round where the modules of transformers round.
 """
 
-# A launch takes more arguments than the kernel has.
+# A launch takes arguments that the kernel does not declare.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
-from plaudit.models.kernels.order import AS_WRITTEN
+from plaudit.models.kernels.compile_options import NO_FP_FUSION
 
 
 def add_norm(x_TD: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def add_norm(x_TD: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) -
     parts = 0 if delta is None else 1 if delta.dim() == 2 else len(delta)
     _add_norm[(T,)](
         x_TD, x_TD if delta is None else delta, weight_D, normed_TD, summed_TD, eps, T * D,
-        D=D, BLOCK=block, PARTS=parts, num_warps=4 if block <= 2048 else 16, **AS_WRITTEN,
+        D=D, BLOCK=block, PARTS=parts, num_warps=4 if block <= 2048 else 16, **NO_FP_FUSION,
     )  # fmt: skip
     return normed_TD, summed_TD
 
@@ -57,7 +57,7 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
     half = width // 2
     out_TI = torch.empty(T, half, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
     block = 1024
-    _swiglu[(T, -(-half // block))](gate_up_TI, out_TI, HALF=half, BLOCK=block, num_warps=4, **AS_WRITTEN)
+    _swiglu[(T, -(-half // block))](gate_up_TI, out_TI, HALF=half, BLOCK=block, num_warps=4, **NO_FP_FUSION)
     return out_TI
 
 
@@ -77,12 +77,12 @@ HEADS_AT_ONCE = 4
 
 
 def rotate(qkv_TE: Tensor, heads: Heads, rotation: Rotation, positions_T: Tensor) -> None:
-    """Queries and keys turned by their positions, in place, after their norms if there are any. A position below 0 is nobody's."""
+    """Rotary embedding of queries and keys, in place, after their norms if any. Negative positions (unused rows) are skipped."""
     norm_heads(qkv_TE, heads, rotation.query_norm, rotation.key_norm, rotation.eps)
     turned = heads.query + heads.kv
     _rotate[(len(qkv_TE), -(-turned // HEADS_AT_ONCE))](
         qkv_TE, qkv_TE.stride(0), rotation.cos, rotation.sin, positions_T, positions_T.stride(0),
-        TURNED=turned, D=heads.size, HALF=next_power_of_2(heads.size // 2), AT_ONCE=HEADS_AT_ONCE, num_warps=2, **AS_WRITTEN,
+        TURNED=turned, D=heads.size, HALF=next_power_of_2(heads.size // 2), AT_ONCE=HEADS_AT_ONCE, num_warps=2, **NO_FP_FUSION,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _rotate(
     qkv_ptr, qkv_stride, cos_ptr, sin_ptr, positions_ptr, positions_stride,
     TURNED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some heads of one token. A head's halves a, b → a cos − b sin, b cos + a sin, in place."""
+    """Each program: a few heads of one token. A head's halves a, b → a cos − b sin, b cos + a sin, in place."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token * positions_stride).to(tl.int64)
     if position < 0:
@@ -115,14 +115,14 @@ def _rotate(
 
 
 def norm_heads(qkv_TE: Tensor, heads: Heads, query_norm: Tensor | None, key_norm: Tensor | None, eps: float) -> None:
-    """Norms of queries and keys, in place, for models that have such."""
+    """Norms of queries and keys, in place, for models that have them."""
     if query_norm is None:
         return
     turned = heads.query + heads.kv
     _norm_heads[(len(qkv_TE), -(-turned // HEADS_AT_ONCE))](
         qkv_TE, qkv_TE.stride(0), query_norm, key_norm, eps,
         QUERY=heads.query, TURNED=turned, D=heads.size, WIDTH=next_power_of_2(heads.size), AT_ONCE=HEADS_AT_ONCE,
-        num_warps=2, **AS_WRITTEN,
+        num_warps=2, **NO_FP_FUSION,
     )  # fmt: skip
 
 
@@ -143,12 +143,12 @@ def _norm_heads(
     tl.store(place, ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
-def join_parts(parts_PTD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their sum, in order, as `add_norm` adds them up."""
+def sum_splits(parts_PTD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of split-K partial products, in the order of `add_norm`."""
     joined_TD = torch.empty(parts_PTD.shape[1:], dtype=dtype, device=parts_PTD.device)
     numbers, block = joined_TD.numel(), 1024
     _join_parts[(-(-numbers // block),)](
-        parts_PTD, joined_TD, numbers, PARTS=len(parts_PTD), BLOCK=block, num_warps=4, **AS_WRITTEN
+        parts_PTD, joined_TD, numbers, PARTS=len(parts_PTD), BLOCK=block, num_warps=4, **NO_FP_FUSION
     )
     return joined_TD
 
@@ -163,13 +163,13 @@ def _join_parts(parts_ptr, joined_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.c
     tl.store(joined_ptr + at, joined.to(joined_ptr.dtype.element_ty), mask=inside)
 
 
-PROGRAMS = 512  # that share the tokens of a norm's backward pass
+PROGRAMS = 512  # among which a norm's backward pass divides the tokens
 
 
 def norm_backward(
     grad_normed_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, grad_x_TD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight, in fp32. `grad_x_TD`: what x has from elsewhere, and is added.
+    """Gradients of x and weight, in fp32. `grad_x_TD`: another gradient of x, which is added.
 
     y = w · x r,  r = (mean x² + ε)^−½:      ∂x = r (g − x r · mean(g · x r)),  g = w ∂y      ∂w = Σ_t ∂y · x r
     """

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from plaudit.models.attention import window_of
 from plaudit.models.fused import linears_by_input
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
-from plaudit.models.products import comes_in_parts, product, product_in_parts, weight_and_bias
-from plaudit.models.residual import is_precise
+from plaudit.models.products import fused_weight_and_bias, product, split_k_product, uses_split_k
+from plaudit.models.residual import has_fp32_residual
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringStep
 from plaudit.rollout.native.cpu_linear import prepack_linear
 
@@ -55,7 +55,7 @@ class _Fused:
     """Linear layers over the same input, as one product."""
 
     def __init__(self, modules: Sequence[nn.Linear]):
-        self.weight, self.bias = weight_and_bias(modules)
+        self.weight, self.bias = fused_weight_and_bias(modules)
         self.prepacked: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class _Fused:
 
     def in_parts(self, x_TI: Tensor) -> Tensor:
         """Split-K partial sums in fp32 [parts, T, D], for a caller that adds them up; or the full product [T, D]."""
-        return product_in_parts(x_TI, self.weight) if comes_in_parts(x_TI, self.weight, self.bias) else self(x_TI)
+        return split_k_product(x_TI, self.weight) if uses_split_k(x_TI, self.weight, self.bias) else self(x_TI)
 
 
 class _Layer:
@@ -120,7 +120,7 @@ class FusedDecoder:
         ops, eps = step.ops, self.layers[0].eps
         assert self.rotation is not None
         x_TD, delta = nn.functional.embedding(step.tokens_T, self.embedding), None
-        if is_precise(self.model):
+        if has_fp32_residual(self.model):
             x_TD = x_TD.float()
         for index, layer in enumerate(self.layers):
             rotation = Rotation(*self.rotation, *layer.head_norms, eps)

@@ -25,7 +25,7 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models import fused
 from plaudit.models.attention import NAME, attend_packed, packed_attention
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.residual import is_precise, keep_residual_precise
+from plaudit.models.residual import has_fp32_residual, keep_residual_fp32
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import LoraSettings, ModelSettings
@@ -820,7 +820,7 @@ def deep_model(folder: Path, kind: str, rows_file: Path) -> Path:
 
 def load_imprecise(folder: Path, **model) -> TrainableModel:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "keep_residual_precise", lambda model: None)
+        patch.setattr(fused, "keep_residual_fp32", lambda model: None)
         return load_as_it_is(folder, **model)
 
 
@@ -839,8 +839,8 @@ def test_a_precise_residual_stream_is_nearer_to_the_truth(tmp_path, rows_file, k
     (Measured: 1.8 to 2.0 times nearer, and 4.1 times.)"""
     folder = deep_model(tmp_path / kind, kind, rows_file)
     precise, plain, truth = load_as_it_is(folder, dtype="bfloat16"), *(load_imprecise(folder, dtype="bfloat16") for _ in range(2))
-    assert is_precise(precise.model)
-    assert not is_precise(plain.model)
+    assert has_fp32_residual(precise.model)
+    assert not has_fp32_residual(plain.model)
     with torch.no_grad():
         for policy in (precise, plain, truth):
             policy.model.get_input_embeddings().weight.mul_(larger)
@@ -892,18 +892,18 @@ def test_models_that_keep_their_residual_stream(tiny_models, tokenizer):
     """In fp32 it is precise already, and of other kinds we know nothing."""
     for folder in tiny_models.values():
         model = load_as_it_is(folder, dtype="float32").model
-        assert not is_precise(model)
+        assert not has_fp32_residual(model)
         assert hooks(model) == 0
     other = made_from(AutoConfig.for_model("olmo2", **SMALL), tokenizer).model.to(torch.bfloat16)
-    keep_residual_precise(other)
-    assert not is_precise(other)
+    keep_residual_fp32(other)
+    assert not has_fp32_residual(other)
     assert hooks(other) == 0
 
 
 def test_twice_is_once(tiny_model):
     model = load_as_it_is(tiny_model, dtype="bfloat16").model
     before = hooks(model)
-    keep_residual_precise(model)
+    keep_residual_fp32(model)
     assert hooks(model) == before > 0
 
 

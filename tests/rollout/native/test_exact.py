@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from plaudit.data.pack import pack
 from plaudit.models.attention import NAME, packed_arguments
-from plaudit.models.fused import ready_layers
+from plaudit.models.fused import prepare_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import load_model
 from plaudit.recipe import ModelSettings
@@ -56,7 +56,7 @@ def test_they_agree_in_the_widths_of_large_models(count):
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
-    ready_layers(model)
+    prepare_layers(model)
     agrees(model, count, 90, 40)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plaudit.models import fused
 from plaudit.models.heads import Heads, Rotation, block_tokens
-from plaudit.models.products import PARTS, comes_in_parts, product_in_parts
+from plaudit.models.products import PARTS, split_k_product, uses_split_k
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native import sampler, torch_ops
 from plaudit.rollout.native.batch import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, device_sampling
@@ -177,12 +177,12 @@ def test_add_norm_of_parts(dtype, parts):
 def test_parts_of_a_product():
     g = generator(0)
     x, weight = (torch.randn(shape, generator=g).to(DEVICE, torch.float16) for shape in ((5, 160), (64, 160)))
-    parts = product_in_parts(x, weight)
+    parts = split_k_product(x, weight)
     assert parts.shape == (PARTS, 5, 64)
     close(parts.sum(0), exact(x) @ exact(weight).T, torch.float32, times=4)
-    assert comes_in_parts(x, weight, None) == (DEVICE.type == "cuda")
-    assert not comes_in_parts(x[:, :120], weight[:, :120], None), "not much longer than there are columns"
-    assert not comes_in_parts(x, weight, weight[:, 0]), "nobody adds a bias to parts"
+    assert uses_split_k(x, weight, None) == (DEVICE.type == "cuda")
+    assert not uses_split_k(x[:, :120], weight[:, :120], None), "not much longer than there are columns"
+    assert not uses_split_k(x, weight, weight[:, 0]), "nobody adds a bias to parts"
 
 
 @both
@@ -517,7 +517,7 @@ def test_a_token_alone_attends_as_among_others(seed):
 @pytest.mark.parametrize("parts", [2, 4])
 def test_parts_are_joined_as_norms_join_them(dtype, parts):
     parts_PTD = torch.randn(parts, 5, 301, generator=generator(parts)).to(DEVICE)
-    joined = shared.join_parts(parts_PTD, dtype)
+    joined = shared.sum_splits(parts_PTD, dtype)
     _, summed = kernels.add_norm(torch.zeros(5, 301, device=DEVICE), parts_PTD, torch.ones(301, device=DEVICE, dtype=dtype), 1e-6)
     assert torch.equal(joined.float(), summed)
     close(joined, exact(parts_PTD).sum(0), dtype)
@@ -592,7 +592,7 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
 
 
 def test_a_product_in_parts_learns(monkeypatch):
-    monkeypatch.setattr(fused, "comes_in_parts", lambda *product: True)
+    monkeypatch.setattr(fused, "uses_split_k", lambda *product: True)
     g = generator(1)
     x, weight = (torch.randn(shape, generator=g).to(DEVICE).requires_grad_() for shape in ((5, 160), (64, 160)))
     wanted = torch.randn(5, 64, generator=g).to(DEVICE)

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from plaudit.models.kernels import attention as packed, layers as shared
-from plaudit.models.kernels.order import AS_WRITTEN
+from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.rollout.native.kernels import attention, draw, layers
 
 WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "layer_offset", "value_offset", "qkv_stride",
@@ -59,25 +59,25 @@ for capability in (80, 90):
     for dtype, size, heads, kv in shapes if capability == 90 else shapes[:1]:
         shape = {"HEADS": heads, "GROUP": heads // kv, "D": size, "WIDTH": size, "BLOCK": 4096 // size, "STRETCH": 256}
         warps = attention.warps_for(16, size, 4 if dtype == "fp32" else 2)
-        tuned = {"num_warps": warps, "num_stages": attention.STAGES} | AS_WRITTEN
+        tuned = {"num_warps": warps, "num_stages": attention.STAGES} | NO_FP_FUSION
         for rotate, split, window in ((True, False, False), (True, True, True), (False, True, False)):
             constants = shape | {"KV": kv, "ROWS": 16, "ROTATE": rotate, "SPLIT": split, "WINDOW": window}
             parts = {"parts_ptr": "*fp32" if split else "*" + dtype, "sums_ptr": "*fp32" if split else "*" + dtype}
             compiled(attention._attend, dtype, capability, constants, tuned, **parts)
         combine = {"HEADS": heads, "D": size, "WIDTH": size, "STRETCH": 256, "WINDOW": False}
-        compiled(attention._combine, dtype, capability, combine, {"num_warps": 1} | AS_WRITTEN, parts_ptr="*fp32")
-        tuned = {"num_warps": packed.WARPS, "num_stages": packed.STAGES} | AS_WRITTEN
+        compiled(attention._combine, dtype, capability, combine, {"num_warps": 1} | NO_FP_FUSION, parts_ptr="*fp32")
+        tuned = {"num_warps": packed.WARPS, "num_stages": packed.STAGES} | NO_FP_FUSION
         compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS}, tuned)
         fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
-        compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, AS_WRITTEN, **fp32)
+        compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, NO_FP_FUSION, **fp32)
         compiled(shared._norm_backward, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True}, {}, **fp32)
-        compiled(shared._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, AS_WRITTEN)
+        compiled(shared._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, NO_FP_FUSION)
         compiled(shared._swiglu_backward, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
-        compiled(shared._join_parts, dtype, capability, {"PARTS": 2, "BLOCK": 1024}, AS_WRITTEN, parts_ptr="*fp32")
+        compiled(shared._join_parts, dtype, capability, {"PARTS": 2, "BLOCK": 1024}, NO_FP_FUSION, parts_ptr="*fp32")
         rotate = {"TURNED": heads + kv, "D": size, "HALF": size // 2, "AT_ONCE": 4}
-        compiled(shared._rotate, dtype, capability, rotate, {"num_warps": 2} | AS_WRITTEN)
+        compiled(shared._rotate, dtype, capability, rotate, {"num_warps": 2} | NO_FP_FUSION)
         norms = {"QUERY": heads, "TURNED": heads + kv, "D": size, "WIDTH": size, "AT_ONCE": 4}
-        compiled(shared._norm_heads, dtype, capability, norms, {"num_warps": 2} | AS_WRITTEN)
+        compiled(shared._norm_heads, dtype, capability, norms, {"num_warps": 2} | NO_FP_FUSION)
         rows = {"rows_ptr": "*i32"}
         write = {"KV": kv, "HEADS": kv, "D": size, "WIDTH": size, "BLOCK": 64}
         compiled(layers._write, dtype, capability, write, {"num_warps": 2}, **rows)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.kernels.attention import LOG2_E, STRETCH, attend_block, merge_stretch
+from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.models.kernels.layers import norm_heads
-from plaudit.models.kernels.order import AS_WRITTEN
 from plaudit.rollout.native.cache import KVCache
 
 FEWEST_QUERY_ROWS = 16  # of a tensor core tile
@@ -87,11 +87,20 @@ def _launch(
         positions_B, positions_B.stride(0), out_BE, parts, sums, scale * LOG2_E, window or 0, stretches, split.tokens,
         KV=cache.kv_heads, GROUP=heads // cache.kv_heads, ROWS=rows, BLOCK=cache.block_tokens,
         ROTATE=rotation is not None, SPLIT=split.parts > 1, **constants,
-        num_warps=warps_for(rows, width, query_BHD.element_size()), num_stages=STAGES, **AS_WRITTEN,
+        num_warps=warps_for(rows, width, query_BHD.element_size()), num_stages=STAGES, **NO_FP_FUSION,
     )  # fmt: skip
     if split.parts > 1:
         _combine[(B, heads)](
-            parts, sums, positions_B, positions_B.stride(0), out_BE, window or 0, stretches, **constants, num_warps=1, **AS_WRITTEN
+            parts,
+            sums,
+            positions_B,
+            positions_B.stride(0),
+            out_BE,
+            window or 0,
+            stretches,
+            **constants,
+            num_warps=1,
+            **NO_FP_FUSION,
         )
     return out_BE
 
