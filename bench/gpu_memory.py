@@ -65,7 +65,7 @@ def recipe_of(folder: Path, device: torch.device, tokens: int, *, checkpointing:
             "model": {"path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": checkpointing, "liger": liger},
             "data": {"train": "rows.jsonl", "max_tokens": min(4096, tokens)},
             "train": {"tokens_per_micro_batch": tokens},
-            "optim": {"lr": 1e-5, "offload": offload},
+            "optim": {"lr": 1e-5, "placement": "offload" if offload else "resident"},
             "run": {"dir": "runs/none", "device": device.type},
         }
     )
@@ -75,15 +75,19 @@ def settings_to_try() -> dict[str, dict[str, Any]]:
     """Each setting as overrides of the defaults."""
     tried: dict[str, dict[str, Any]] = {
         "nothing": {},
-        "optim.offload": {"offload": True},
+        "optim.placement: offload": {"offload": True},
         "gradient_checkpointing: auto": {"checkpointing": "auto"},
         "gradient_checkpointing: true": {"checkpointing": True},
-        "optim.offload, gradient_checkpointing: auto": {"offload": True, "checkpointing": "auto"},
-        "optim.offload, gradient_checkpointing: true": {"offload": True, "checkpointing": True},
+        "optim.placement: offload, gradient_checkpointing: auto": {"offload": True, "checkpointing": "auto"},
+        "optim.placement: offload, gradient_checkpointing: true": {"offload": True, "checkpointing": True},
     }
     if importlib.util.find_spec("liger_kernel") is not None and torch.cuda.is_available():
         tried["liger"] = {"liger": True}
-        tried["liger, optim.offload, gradient_checkpointing: auto"] = {"liger": True, "offload": True, "checkpointing": "auto"}
+        tried["liger, optim.placement: offload, gradient_checkpointing: auto"] = {
+            "liger": True,
+            "offload": True,
+            "checkpointing": "auto",
+        }
     return tried
 
 
@@ -92,7 +96,7 @@ def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tup
     model = build(size, device, liger=recipe.model.liger)
     checkpoint_layers(model, recipe.model)
     policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
-    trainer = Trainer(policy, OptimSettings(lr=1e-5, offload=recipe.optim.offload), seed=0, max_skipped_steps=0)
+    trainer = Trainer(policy, OptimSettings(lr=1e-5, placement=recipe.optim.placement), seed=0, max_skipped_steps=0)
     losses, seconds = [], []
     for step in range(steps + 1):
         tokens = recipe.train.tokens_per_micro_batch

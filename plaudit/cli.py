@@ -14,7 +14,7 @@ from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load, to_yaml
 from plaudit.errors import Interrupted, PlauditError, redact
-from plaudit.inputs import load_checked, require_model, require_one_that_writes
+from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
 from plaudit.serving.cli import serve
@@ -131,7 +131,7 @@ def sample(
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
     require_model(settings, "")
-    require_one_that_writes(settings.path, "MODEL", "`plaudit sample` asks one that writes")
+    require_causal_model(settings.path, "MODEL", "`plaudit sample` needs a model that generates text")
 
     from plaudit.loops.sample import SampleJob
     from plaudit.loops.sample import sample as run_sample
@@ -228,8 +228,8 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
         raise PlauditError(
             f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.offload=true{rollout}, or train a "
-            "LoRA with model.lora.rank=16. `plaudit doctor` estimates what is needed; docs/memory.md has all that saves some."
+            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
+            "train a LoRA with model.lora.rank=16. `plaudit doctor` estimates the memory needed; see docs/memory.md."
         ) from None
 
 

@@ -373,8 +373,8 @@ def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain:
                     yield (f"{indent}  - {text.lstrip()}" if number == 0 else text), comment
             continue
         given = next((sources[p] for p in sources if p[: len(here)] == here), None)
-        if isinstance(section, Section) and name in (idle := section.idle()) and value is not None:
-            why = f"{about} [does nothing: it {idle[name]}]" if explain else "does nothing here"
+        if isinstance(section, Section) and name in (ineffective := section.ineffective_settings()) and value is not None:
+            why = f"{about} [no effect: {ineffective[name]}]" if explain else "no effect here"
             yield f"{indent}# {name}: {_flow(value)}", why
             continue
         source = given or ("default" if info.default is not PydanticUndefined else "")

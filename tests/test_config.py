@@ -212,7 +212,7 @@ def test_unknown_settings_are_located(complaint):
         ("optim.lr=.nan", "optim.lr should be a finite number, not NaN."),
         ("optim.lr=1e999", "optim.lr should be a finite number, not Infinity."),
         ("optim.betas=0.9", "optim.betas should be a list, not 0.9."),
-        ("optim.betas=[0.9]", "optim.betas has too few values. It is: Decay of"),
+        ("optim.betas=[0.9]", "optim.betas has too few values. It is: Decay rates of"),
         ("optim.betas=[0.9, 0.9, 0.9]", "optim.betas should be 2 values, not [0.9, 0.9, 0.9]."),
         ("optim.betas=[0.9, x]", 'optim.betas.1 should be a valid number, not "x".'),
         ("optim.betas=[0.9, 1.0]", "optim.betas.1 should be less than 1, not 1.0."),
@@ -237,11 +237,17 @@ def test_unknown_settings_are_located(complaint):
             "should be 'constant', 'linear', 'cosine' or 'wsd', not \"cosin\". Did you mean cosine?",
         ),
         ("optim.schedule=zzz", "should be 'constant', 'linear', 'cosine' or 'wsd', not \"zzz\"."),
-        ("optim={warmup_steps: 3, warmup_ratio: 0.1}", "optim: give warmup_steps or warmup_ratio, not both"),
-        ("optim={schedule: constant, min_lr_ratio: 0.1}", "optim: min_lr_ratio is where the rate falls to, and schedule constant"),
-        ("optim={schedule: constant, min_lr_ratio: 0.0}", "does not fall: leave it out"),  # though that is the default
-        ("optim={schedule: cosine, decay_ratio: 0.1}", "optim: decay_ratio is for schedule wsd, not cosine: leave it out"),
-        ("data.train=[]", "data.train: names no file"),
+        ("optim={warmup_steps: 3, warmup_ratio: 0.1}", "optim: set warmup_steps or warmup_ratio, not both"),
+        ("optim={schedule: constant, min_lr_ratio: 0.1}", "optim: min_lr_ratio has no effect: schedule constant"),
+        (
+            "optim={schedule: constant, min_lr_ratio: 0.0}",
+            "min_lr_ratio has no effect: schedule constant does not decay. Remove it",
+        ),  # though that is the default
+        (
+            "optim={schedule: cosine, decay_ratio: 0.1}",
+            "optim: decay_ratio has no effect: it applies to schedule wsd, not cosine. Remove it",
+        ),
+        ("data.train=[]", "data.train: is empty; name at least one file"),
         ("data.train=null", "data.train should be a list, not null."),
         ("data.val=true", "data.val: should not be true"),
         ("model.lora.targets=[q_proj, lm_head]", "model.lora.targets: lm_head cannot be adapted"),
@@ -256,7 +262,7 @@ def test_wrong_values_are_refused(complaint, override, message):
 def test_mistakes_are_located_and_each_gets_a_line(complaint, read):
     assert complaint(f"{MINIMAL}optim:\n  eps: 1e-6\n  lr: fast\n").startswith("r.yaml:6: optim.lr should be")
     both = f"{MINIMAL}optim:\n  warmup_steps: 3\n  warmup_ratio: 0.1\n"
-    assert complaint(both) == "r.yaml:5: optim: give warmup_steps or warmup_ratio, not both"
+    assert complaint(both) == "r.yaml:5: optim: set warmup_steps or warmup_ratio, not both"
     with pytest.raises(RecipeError) as caught:
         read(MINIMAL, "optim.lr=fast", "sed=1", "optim.betas=[0]")
     assert len(str(caught.value).splitlines()) == 3
@@ -427,7 +433,7 @@ def test_to_yaml_says_where_values_come_from(read, tmp_path):
 def test_to_yaml_explains(read):
     shown = to_yaml(read(), explain=True)
     assert "# Peak learning rate of AdamW. [default]" in shown
-    assert "# How it moves." in shown
+    assert "# Optimiser and learning-rate schedule." in shown
 
 
 def assert_reads_back(loaded: LoadedRecipe, folder) -> None:

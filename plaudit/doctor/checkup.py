@@ -103,8 +103,8 @@ class _Checkup:
             for reward in recipe.rewards:
                 self._reward(reward, prompts, policy)
         if (
-            isinstance(recipe, DPORecipe)
-            and (reference := recipe.loss.reference) is not None
+            isinstance(recipe, DPORecipe | RLRecipe)
+            and (reference := recipe.reference.path) is not None
             and (template := self.template) is not None
         ):
             trusted = recipe.model.trust_remote_code

@@ -87,8 +87,8 @@ def _check_settings(section: str, model: ModelSettings, layers: int, device: tor
 def _memory_savers(recipe: TrainingRecipe) -> str:
     """Unused settings that would save memory."""
     unused = ["set model.gradient_checkpointing=true"] if recipe.model.gradient_checkpointing is False else []
-    if resolve_device(recipe.run.device).type == "cuda" and not recipe.optim.offload:
-        unused.append("set optim.offload=true")
+    if resolve_device(recipe.run.device).type == "cuda" and recipe.optim.placement == "resident":
+        unused.append("set optim.placement=offload")
     return ", ".join([*unused, "or use model.lora" if recipe.model.lora is None else "or choose a smaller model"])
 
 
@@ -115,7 +115,7 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
 
 def _advice(recipe: Recipe, kind: str, budget: Budget) -> str:
     if isinstance(recipe, RLRecipe) and kind != resolve_device(recipe.run.device).type:
-        return "Offloaded models and optimiser state are kept there: offload less (optim.offload, placement), or use model.lora."
+        return "Offloaded models and optimiser state are kept there: offload less (placement: resident), or use model.lora."
     resident = [need for need in budget.needs if need.name.endswith(RESIDENT)]
     if resident:
         largest = max(resident, key=lambda need: need.fixed)

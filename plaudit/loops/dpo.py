@@ -42,11 +42,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     template = load_model_template(recipe.model)
     files = [source for part in sources.values() for source in part]
     inputs = {"the columns' names": text_digest(repr([source.schema for source in files]))}
-    if recipe.loss.reference is not None:
+    if recipe.reference.path is not None:
         require_same_tokens(
-            recipe.loss.reference, template.tokenizer, "reference", trust_remote_code=recipe.model.trust_remote_code
+            recipe.reference.path, template.tokenizer, "reference", trust_remote_code=recipe.model.trust_remote_code
         )
-        inputs["the reference"] = weights_fingerprint(Path(recipe.loss.reference))
+        inputs["the reference"] = weights_fingerprint(Path(recipe.reference.path))
     with Run(loaded, [source.path for source in files], template, inputs) as run:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []

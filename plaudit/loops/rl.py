@@ -141,9 +141,8 @@ def _require_contexts(learner: Learner, recipe: RLRecipe, prompts: list[EncodedP
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:
     """What the result depends on besides the policy and its data."""
-    if recipe.critic is None or recipe.critic.path is None:
-        return {}
-    return {"the critic": weights_fingerprint(Path(recipe.critic.path))}
+    paths = {"the critic": recipe.critic and recipe.critic.path, "the reference": recipe.reference.path}
+    return {name: weights_fingerprint(Path(path)) for name, path in paths.items() if path is not None}
 
 
 def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLDataSettings) -> list[EncodedPrompt]:

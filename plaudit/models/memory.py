@@ -2,7 +2,7 @@
 
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
-                  with optim.offload                      gradients, and what is in passing; moments and masters are the host's
+                  with optim.placement: offload           gradients, and what is in passing; moments and masters are the host's
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
                   with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q of queries; with norms of heads q + 2 k more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32

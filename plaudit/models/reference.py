@@ -1,4 +1,5 @@
-"""The KL reference: a frozen copy of the model that training starts from, or with LoRA the policy without its adapters.
+"""The KL reference: a frozen copy of the model that training starts from, with LoRA the policy without its adapters, or another
+model that the recipe names.
 
 An offloaded copy is on its device only inside `on_device()`.
 """
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.models.weights import OffloadableWeights
@@ -18,15 +20,19 @@ from plaudit.types import Batch
 
 
 class Reference:
-    def __init__(self, recipe: ModelSettings, policy: TrainableModel, *, offload: bool = False):
+    def __init__(self, recipe: ModelSettings, policy: TrainableModel, *, path: str | None = None, offload: bool = False):
+        """`path`: another model than the policy's, with the same tokenizer."""
         self.policy = policy
         self.copy: PreTrainedModel | None = None
         self._weights: OffloadableWeights[PreTrainedModel] | None = None
 
         def read() -> PreTrainedModel:
-            return load_model(recipe, policy.device).eval().requires_grad_(False)
+            return load_model(settings, policy.device).eval().requires_grad_(False)
 
-        if policy.peft is not None:
+        settings = recipe.model_copy(update={"path": path or recipe.path, "lora": None})
+        if path is not None:
+            require_same_tokens(path, policy.template.tokenizer, "reference", trust_remote_code=recipe.trust_remote_code)
+        if policy.peft is not None and path is None:
             assert not offload
         elif offload:
             self._weights = OffloadableWeights("the reference", read, policy.device, offload=True)

@@ -41,14 +41,14 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
         known = {"chosen": chosen, "rejected": rejected}
         with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:
             save_file(known, aside, metadata={"of": key})
-        print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.loss.reference or 'the model as it begins'}")
+        print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.reference.path or 'the model as it begins'}")
     columns = known["chosen"].tolist(), known["rejected"].tolist()
     return [replace(pair, ref_chosen=c, ref_rejected=r) for pair, c, r in zip(pairs, *columns, strict=True)]
 
 
 def _key(pairs: Sequence[Pair], recipe: DPORecipe) -> str:
     """Changes when the reference or any token does."""
-    path = Path(recipe.loss.reference or recipe.model.path)
+    path = Path(recipe.reference.path or recipe.model.path)
     digest = hashlib.blake2b(
         f"{path if not path.is_dir() else model_fingerprint(path)} {recipe.model.dtype}".encode(), digest_size=16
     )
@@ -72,11 +72,11 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
 
 @contextmanager
 def _reference(recipe: DPORecipe, policy: TrainableModel) -> Iterator[PreTrainedModel]:
-    if recipe.loss.reference is None:
+    if recipe.reference.path is None:
         with policy.peft.disable_adapter() if policy.peft is not None else nullcontext():
             yield policy.model
         return
-    settings = recipe.model.model_copy(update={"path": recipe.loss.reference, "lora": None})
+    settings = recipe.model.model_copy(update={"path": recipe.reference.path, "lora": None})
     model = load_model(settings, policy.device).requires_grad_(False)
     try:
         yield model

@@ -1,7 +1,7 @@
-"""Every setting a recipe may have, with what it means: one class per section, one recipe class per stage.
+"""Every recipe setting and its description: one `…Settings` class per section, one `…Recipe` class per stage.
 
-`plaudit config R.yaml --explain` prints these descriptions; `plaudit.config` reads the files. Nothing here imports torch:
-a wrong recipe is told in well under a second.
+`plaudit config R.yaml --explain` prints the descriptions; `plaudit.config` reads the files. Nothing here imports torch, so that
+mistakes in a recipe are reported in well under a second.
 """
 
 from plaudit.recipe.audit import AuditSettings
@@ -24,27 +24,28 @@ from plaudit.recipe.rl import (
     RLDataSettings,
     RLOptimSettings,
     RLRecipe,
+    RLReferenceSettings,
     RLTrainSettings,
     RolloutSettings,
     ValidationSettings,
 )
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTDataSettings, SFTRecipe, SFTTrainSettings
-from plaudit.recipe.training import LoraSettings, ModelSettings, OptimSettings, RunSettings
+from plaudit.recipe.training import LoraSettings, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
 
 __all__ = [
     "STAGES", "AlgorithmSettings", "AuditSettings", "CriticSettings", "DPOLossSettings", "DPORecipe", "DynamicSamplingSettings",
     "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings", "OptimSettings", "PairDataSettings",
-    "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe", "RLTrainSettings", "Recipe",
-    "RewardModelDataSettings", "RewardModelLossSettings", "RewardModelRecipe", "RewardSettings", "RewardedRecipe",
-    "RolloutSettings", "RunSettings", "SFTDataSettings", "SFTRecipe", "SFTTrainSettings", "ScoreRecipe", "Section",
-    "TrainingRecipe", "ValidationSettings", "View",
+    "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe", "RLReferenceSettings",
+    "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings", "RewardModelLossSettings", "RewardModelRecipe",
+    "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings", "SFTDataSettings", "SFTRecipe", "SFTTrainSettings",
+    "ScoreRecipe", "Section", "TrainingRecipe", "ValidationSettings", "View",
 ]  # fmt: skip
 
 PreferenceRecipe = DPORecipe | RewardModelRecipe
-"""Those that learn from pairs."""
+"""Recipes that train on pairs."""
 RewardedRecipe = RLRecipe | ScoreRecipe
-"""Those that have rewards."""
+"""Recipes with rewards."""
 TrainingRecipe = SFTRecipe | PreferenceRecipe | RLRecipe
 Recipe = TrainingRecipe | ScoreRecipe
 STAGES: dict[str, type[Recipe]] = {

@@ -1,87 +1,88 @@
-"""Stages that learn from pairs, of which one answer is better: DPO and reward models. Their sections and recipes."""
+"""Stages that train on preference pairs, DPO and reward models: their sections and recipes."""
 
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
-from plaudit.recipe.training import HARMLESS, ROUNDING, ModelSettings, OptimSettings, RunSettings
+from plaudit.recipe.section import Files, OptionalFiles, Section, require_files
+from plaudit.recipe.training import ANY_RESUME, ROUNDING, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
 
 
 class PairDataSettings(Section):
     train: Files
-    """Files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info. Rows have `chosen` and `rejected`: whole
-    conversations, or answers to `prompt`."""
-    val: FilesOrNone = ()
+    """Training files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info. Rows have `chosen` and `rejected`:
+    full conversations, or answers to `prompt`."""
+    val: OptionalFiles = ()
     """The same, for validation."""
     dataset_info: str | None = None
-    """A LLaMA-Factory dataset_info.json; train and val may then be names in it, of entries with `ranking`."""
+    """A LLaMA-Factory dataset_info.json, whose names train and val may then use (entries with `ranking`)."""
     max_tokens: PositiveInt = 4096
-    """Longest sequence, prompt and answer together; of a pair, the longer one counts."""
+    """Longest sequence, prompt and answer together; the longer of the pair counts."""
     too_long: Literal["filter", "error", "cut_left", "cut_right"] = "filter"
-    """What happens to longer ones: left out and counted, an error, or both of the pair cut at that end."""
+    """What to do with longer pairs. filter: skip and count them; cut_left, cut_right: truncate that side of both sequences."""
     equal: Literal["error", "filter"] = "error"
-    """What happens to rows whose chosen and rejected are the same: an error, or left out and counted."""
+    """What to do with rows whose chosen and rejected are the same. filter: skip and count them."""
 
-    _some_files = field_validator("train")(names_a_file)
+    _require_files = field_validator("train")(require_files)
 
 
 class RewardModelDataSettings(PairDataSettings):
     margin_column: str | None = None
-    """A column of numbers: by how much the chosen answer's score should at least exceed the other's."""
+    """A numeric column: the margin by which the chosen answer's score should exceed the other's."""
 
 
 class PairTrainSettings(Section):
     pairs_per_step: PositiveInt = 64
     """Pairs per optimiser step: the batch size."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens per forward pass, of both answers. Changes memory and speed, never the gradient. A longer pair goes alone."""
+    """Tokens per forward pass, both answers included. Affects memory and speed, never the gradient. A longer pair is a micro-batch
+    by itself."""
     max_skipped_steps: NonNegativeInt = 10
     """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 
 
 class DPOLossSettings(Section):
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """sigmoid: DPO. ipo: the log-ratios' difference per token is drawn to 1 / (2 beta). hinge: SLiC."""
+    """sigmoid: DPO. ipo: regress the difference of per-token log-ratios to 1 / (2 beta). hinge: SLiC."""
     beta: PositiveFloat = 0.1
-    """How closely the policy is held to the reference: the implicit reward is beta times the log-ratio of the two."""
+    """Strength of the pull towards the reference: the implicit reward is beta times the log-ratio to it."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """sigmoid only: the share of pairs thought to be labelled the wrong way round (cDPO)."""
+    """sigmoid only: assumed fraction of pairs with swapped labels (cDPO)."""
     nll_coefficient: NonNegativeFloat = 0.0
-    """Times the chosen answers' mean loss per token (SFT's), added to the loss."""
-    reference: str | None = None
-    """Another model to measure log-ratios against, with the same tokenizer. Default: model.path, as training begins."""
+    """Weight of an added SFT loss: the mean negative log-likelihood per token of the chosen answers."""
 
-    def idle(self) -> dict[str, str]:
-        return {} if self.kind == "sigmoid" else {"label_smoothing": f"belongs to kind sigmoid; {self.kind} has none"}
+    def ineffective_settings(self) -> dict[str, str]:
+        return {} if self.kind == "sigmoid" else {"label_smoothing": f"it applies to kind sigmoid, not {self.kind}"}
 
 
 class RewardModelLossSettings(Section):
     centring_coefficient: NonNegativeFloat = 0.0
-    """Times the mean of (chosen + rejected)², added to the loss: holds scores near zero, which pairs alone leave open."""
+    """Weight of an added penalty, the mean of (chosen + rejected)²: keeps scores near zero, which pairs alone leave open."""
 
 
 class DPORecipe(Section):
     """Direct preference optimisation on pairs of answers."""
 
     stage: Literal["dpo"] = "dpo"
-    """Which verb this recipe is for."""
+    """The command this recipe is for."""
     seed: NonNegativeInt = 0
-    """Of the order of pairs, dropout and new weights."""
+    """Seed of the pair order, dropout and new weights."""
     model: ModelSettings
-    """What is trained."""
+    """The model to train."""
+    reference: ReferenceSettings = ReferenceSettings()
+    """The model that log-ratios are taken against."""
     data: PairDataSettings
-    """What it is trained on."""
+    """Training and validation data."""
     loss: DPOLossSettings = DPOLossSettings()
-    """What it is drawn to."""
+    """The preference loss."""
     train: PairTrainSettings = PairTrainSettings()
-    """How much at a time."""
+    """Batch sizes."""
     optim: OptimSettings = OptimSettings(lr=1e-6)
-    """How it moves."""
+    """Optimiser and learning-rate schedule."""
     run: RunSettings
-    """Where the run lives and how long it goes."""
+    """Run folder, length, validation and checkpoints."""
 
-    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = HARMLESS
+    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING
 
 
@@ -89,21 +90,21 @@ class RewardModelRecipe(Section):
     """A Bradley–Terry reward model from pairs of answers."""
 
     stage: Literal["reward-model"] = "reward-model"
-    """Which verb this recipe is for."""
+    """The command this recipe is for."""
     seed: NonNegativeInt = 0
-    """Of the order of pairs, dropout and new weights."""
+    """Seed of the pair order, dropout and new weights."""
     model: ModelSettings
-    """What is trained: a causal model, which gets a new head, or a reward model, which goes on with its own."""
+    """The model to train: a causal model, which gets a new head, or a reward model, which keeps its own."""
     data: RewardModelDataSettings
-    """What it is trained on."""
+    """Training and validation data."""
     loss: RewardModelLossSettings = RewardModelLossSettings()
-    """What it is drawn to."""
+    """Additions to the Bradley–Terry loss."""
     train: PairTrainSettings = PairTrainSettings()
-    """How much at a time."""
+    """Batch sizes."""
     optim: OptimSettings = OptimSettings()
-    """How it moves."""
+    """Optimiser and learning-rate schedule."""
     run: RunSettings
-    """Where the run lives and how long it goes."""
+    """Run folder, length, validation and checkpoints."""
 
-    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = HARMLESS
+    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING

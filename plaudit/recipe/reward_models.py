@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from plaudit.errors import redact
-from plaudit.recipe.section import Section, any_number
+from plaudit.recipe.section import Section, zero_or_more
 
 
 class CallLimits(Section):
@@ -49,7 +49,7 @@ class RewardModel(Section):
     placement: Literal["resident", "offload", "server", "launch"] = "resident"
     """resident: in this process, always there. offload: in this process, on the device only while it scores. server: behind `url`.
     launch: a vLLM server that is started for it, and stopped when we end."""
-    url: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
+    url: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """placement: server. Where it listens (http://127.0.0.1:8000); several: replicas of the same model, asked by load."""
     dialect: Literal["vllm", "sglang", "openai"] = "vllm"
     """placement: server. Whose server it is: how scalar models are asked differs."""
@@ -68,7 +68,7 @@ class RewardModel(Section):
     program: str | None = None
     """placement: launch. Where vLLM is installed elsewhere: its `vllm` command, or the Python that has it
     (`.venv-vllm/bin/python`). `env CUDA_VISIBLE_DEVICES=1 …` before it works. Default: the Python that runs plaudit."""
-    arguments: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
+    arguments: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """placement: launch. Further arguments of the server, as they would stand on its command line."""
     port: PositiveInt | None = None
     """placement: launch. Default: a free one."""

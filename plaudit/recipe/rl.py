@@ -1,6 +1,7 @@
-"""Reinforcement learning: its sections and its recipe. What a kind of reward adds stands in `plaudit/rewards/`."""
+"""Reinforcement learning: its sections and recipe. The settings of each kind of reward are in `plaudit/rewards/`."""
 
 import math
+import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -17,57 +18,65 @@ from pydantic import (
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.rewards import Rewards
-from plaudit.recipe.section import BelowOne, Files, FilesOrNone, Section, any_number, names_a_file
+from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files, zero_or_more
 from plaudit.recipe.training import (
-    HARMLESS,
+    ANY_RESUME,
     ROUNDING,
     Checkpointing,
     LoraSettings,
     ModelSettings,
     OptimSettings,
     Placement,
+    ReferenceSettings,
     RunSettings,
 )
 
 
 class RLDataSettings(Section):
     train: Files
-    """Files (.parquet, .jsonl, .json) of prompts: `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`."""
-    val: FilesOrNone = ()
+    """Files of prompts (.parquet, .jsonl, .json): `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`."""
+    val: OptionalFiles = ()
     """The same, for validation."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, rendered with the chat template."""
     too_long: Literal["filter", "error", "cut_left"] = "filter"
-    """What happens to longer ones: left out and counted, an error, or cut on the left."""
+    """What to do with longer prompts. filter: skip and count them; cut_left: truncate the left side."""
 
-    _some_files = field_validator("train")(names_a_file)
+    _require_files = field_validator("train")(require_files)
 
 
 class RolloutSettings(Section):
     engine: str = "native"
-    """native: plaudit's own, on the trainer's weights. Or an engine of yours: path/to/file.py:Class."""
+    """The engine that samples. native: plaudit's own, on the trainer's weights; or a class of yours, path/to/file.py:Class."""
     n: PositiveInt = 8
-    """Samples per prompt: the group."""
+    """Samples per prompt: the group size."""
     max_new_tokens: PositiveInt = 1024
-    """Longest response; what is longer is cut there and counted as truncated."""
+    """Longest response; longer ones are truncated and counted."""
     temperature: PositiveFloat = 1.0
-    """Logits are divided by it. Training's log-probs are of the divided logits too."""
+    """Sampling temperature. Log-probs in training use the same temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     top_k: PositiveInt | None = None
-    """Sample from so many likeliest tokens."""
+    """Sample from this many of the most likely tokens."""
     min_p: BelowOne = 0.0
-    """Sample from tokens at least this many times as likely as the likeliest."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
-    """Strings that end a response, besides the end token. They stay in it."""
+    """Sample from tokens with at least this fraction of the most likely token's probability."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
+    """Strings that end a response, besides the end token. They are kept in the response."""
     max_sequences: PositiveInt | None = None
-    """Sequences sampled side by side; default: 256 on a CPU, 1024 on a GPU. Where memory runs out, some wait."""
+    """Sequences sampled concurrently; default: 256 on a CPU, 1024 on a GPU. Fewer if memory runs short."""
+
+    @field_validator("engine")
+    @classmethod
+    def _require_engine(cls, engine: str) -> str:
+        if engine != "native" and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", engine):
+            raise ValueError(f"should be native, or your own engine as file.py:Class, not {engine!r}")
+        return engine
 
     @field_validator("stop")
     @classmethod
-    def _ends_something(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+    def _refuse_empty_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
         if "" in stop:
-            raise ValueError("an empty string would end every response at once")
+            raise ValueError("an empty string would end every response immediately")
         return stop
 
 
@@ -75,59 +84,59 @@ class ValidationSettings(Section):
     n: PositiveInt = 1
     """Samples per validation prompt."""
     max_new_tokens: PositiveInt | None = None
-    """Longest response; default: the rollout's."""
+    """Longest response; default: rollout.max_new_tokens."""
     temperature: NonNegativeFloat = 0.0
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """As the rollout's."""
+    """As rollout.top_p."""
     top_k: PositiveInt | None = None
-    """As the rollout's."""
+    """As rollout.top_k."""
     min_p: BelowOne = 0.0
-    """As the rollout's."""
+    """As rollout.min_p."""
     max_prompts: PositiveInt | None = None
-    """Validate on the first so many prompts only."""
+    """Validate on the first n prompts only; default: all."""
 
-    def idle(self) -> dict[str, str]:
-        why = "chooses between tokens, and temperature 0 takes the likeliest one: set a temperature"
-        return dict.fromkeys(("top_p", "top_k", "min_p"), why) if self.temperature == 0 else {}
+    def ineffective_settings(self) -> dict[str, str]:
+        reason = "sampling is greedy at temperature 0; set a temperature"
+        return dict.fromkeys(("top_p", "top_k", "min_p"), reason) if self.temperature == 0 else {}
 
 
-def _both(clip: Any) -> Any:
-    return (clip, clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else clip
+def _both_sides(clip_ratio: Any) -> Any:
+    single = isinstance(clip_ratio, int | float) and not isinstance(clip_ratio, bool)
+    return (clip_ratio, clip_ratio) if single else clip_ratio
 
 
 class KLRewardSettings(Section):
     coefficient: PositiveFloat = 0.001
-    """What a token pays for its distance to the reference; with a target, what it begins with."""
+    """Weight of each token's KL penalty; with a target, its initial value."""
     estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """The estimate of that distance, as kl_estimator. k1 is unbiased, and in a reward it has the right gradient."""
+    """Estimator of the KL, as kl_estimator. k1 is unbiased, and has the right gradient in a reward."""
     target: PositiveFloat | None = None
-    """Mean KL per token to be held: the coefficient rises above it and falls below it. Default: the coefficient stays."""
+    """Target mean KL per token: the coefficient rises above it and falls below it. Default: a fixed coefficient."""
     horizon: PositiveInt = 10_000
-    """With a target: samples over which the coefficient moves by up to a fifth."""
+    """With a target: number of samples over which the coefficient changes by up to a fifth."""
 
-    def idle(self) -> dict[str, str]:
-        why = "is how fast the coefficient follows a target, and there is no target: set one"
-        return {"horizon": why} if self.target is None else {}
+    def ineffective_settings(self) -> dict[str, str]:
+        return {"horizon": "the coefficient is fixed unless there is a target; set target"} if self.target is None else {}
 
 
 class ImportanceSettings(Section):
     level: Literal["token", "sequence"] = "token"
-    """Whether each token has its weight, or all tokens of a response have their product."""
+    """One weight per token, or their product for all tokens of a response."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """A weight above `high` becomes `high`; or one outside [low, high] becomes 0."""
+    """truncate: weights above `high` become `high`. mask: weights outside [low, high] become 0."""
     high: Annotated[float, Field(gt=1.0)] = 2.0
-    """Greatest weight."""
+    """Largest weight."""
     low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """With mask: least weight; default: none."""
+    """With mode mask: smallest weight; default: no lower bound."""
 
-    def idle(self) -> dict[str, str]:
-        return {"low": "is for mode mask; truncate bounds weights from above only"} if self.mode == "truncate" else {}
+    def ineffective_settings(self) -> dict[str, str]:
+        return {"low": "mode truncate bounds weights from above only; it applies to mode mask"} if self.mode == "truncate" else {}
 
 
 class DynamicSamplingSettings(Section):
     max_rounds: PositiveInt = 5
-    """Rounds of sampling a step may take, the first one too. Behind the last it goes on with the groups it has."""
+    """Most sampling rounds per step, including the first. After the last, the step trains on the groups it has."""
 
 
 if TYPE_CHECKING:
@@ -137,42 +146,39 @@ else:
 
 
 class AlgorithmSettings(Section):
-    kind: EstimatorName = Field("grpo", description=f"How rewards become advantages. {described(ESTIMATORS)}")
+    kind: EstimatorName = Field(default="grpo", description=f"How rewards become advantages. {described(ESTIMATORS)}")
     divide_by_std: bool = True
-    """With grpo: divide them by the group's standard deviation (Dr.GRPO: false)."""
+    """grpo only: divide advantages by the group's standard deviation (Dr.GRPO: false)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """With reinforce++ and ppo: what a reward one token later counts less."""
+    """reinforce++ and ppo only: discount factor per token."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """With ppo: 1 trusts what was paid, 0 what the critic expects of the next token."""
-    loss: PolicyLossName = Field("clipped", description=f"How advantages become a loss. {described(POLICY_LOSSES)}")
-    clip_ratio: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both)] = (0.2, 0.2)
-    """How far the ratio may fall below and rise above 1 before it stops counting: two numbers, or one for both."""
+    """ppo only: λ of GAE. 1 relies on the observed rewards, 0 on the critic's value of the next token."""
+    loss: PolicyLossName = Field(default="clipped", description=f"How advantages become a loss. {described(POLICY_LOSSES)}")
+    clip_ratio: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both_sides)] = (0.2, 0.2)
+    """How far the ratio may fall below and rise above 1 before it is clipped: two numbers, or one for both."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """Bound of the ratio where the advantage is negative; null for none."""
+    """loss clipped only: upper bound of the ratio where the advantage is negative; null for none."""
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"  # fmt: skip
-    """How token losses become one: over all tokens of an update, or first within each response. norm: by max_new_tokens."""
+    """How token losses are reduced to one: over all tokens of an update, or within each response first. norm: divided by
+    max_new_tokens."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the distance to the reference model (the model training starts from) in the loss; 0 loads no reference."""
+    """Weight of the KL to the reference in the loss. At 0 (and without kl_reward) no reference is loaded."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Its estimate from one token: log-ratio, its absolute value, half its square, or the low-variance one."""
+    """Per-token estimator of the KL: the log-ratio, its absolute value, half its square, or the low-variance k3."""
+    kl_reward: KLRewardSettings | None = None
+    """KL to the reference as a per-token penalty in the reward, in addition to or instead of kl_coefficient."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     positive_sft_coefficient: NonNegativeFloat = 0.0
-    """Weight of a supervised term on tokens with A > 0: −A · log π."""
-    kl_reward: KLRewardSettings | None = None
-    """Distance to the reference as a cost in the reward of each token, besides or instead of kl_coefficient."""
-    reference_placement: Placement = "resident"
-    """offload: the reference's weights are on the GPU only while it is asked, and in the host's memory otherwise; on a CPU they are
-    read again from disk each time."""
+    """Weight of an added supervised term on tokens with A > 0: −A · log π."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
-    """What the ratio is taken against: the trainer's log-probs as the step began, or those the sampler had."""
+    """Denominator of the ratio: log-probs recomputed by the trainer before the step's first update, or those of the sampler."""
     importance: ImportanceSettings | None = None
-    """Weight losses by π_old / sampler, for a sampler whose log-probs are not the trainer's (metric: mismatch)."""
-
+    """Weight losses by π_old / π_sampler, for a sampler whose log-probs differ from the trainer's (metric: mismatch)."""
     dynamic_sampling: DynamicSamplingSettings | None = None
-    """Leave out groups whose rewards are all equal, and sample further prompts until prompts_per_step have a signal (DAPO)."""
+    """Drop groups whose rewards are all equal, and sample more prompts until prompts_per_step have a signal (DAPO)."""
 
     @property
     def needs_reference(self) -> bool:
@@ -183,46 +189,50 @@ class AlgorithmSettings(Section):
         """Whether a sample's advantage depends on the other samples of its prompt."""
         return "group" in ESTIMATORS[self.kind].needs
 
-    def idle(self) -> dict[str, str]:
-        idle = {}
+    def ineffective_settings(self) -> dict[str, str]:
+        ineffective = {}
         estimator, loss = ESTIMATORS[self.kind], POLICY_LOSSES[self.loss]
         for name in ("divide_by_std", "discount", "gae_lambda"):
             if name not in estimator.settings:
                 users = " and ".join(other.name for other in ESTIMATORS.values() if name in other.settings)
-                idle[name] = f"is for {users}, not for {self.kind}"
+                ineffective[name] = f"it applies to kind {users}, not {self.kind}"
         for name in ("clip_ratio", "dual_clip"):
             if name not in loss.settings:
                 users = ", ".join(other.name for other in POLICY_LOSSES.values() if name in other.settings)
-                idle[name] = f"is for loss {users}, not for {self.loss}"
+                ineffective[name] = f"it applies to loss {users}, not {self.loss}"
         if not loss.uses_ratio and self.kl_reward is None and self.importance is None:
-            idle["old_logprobs"] = f"is what a ratio is relative to, and {self.loss} has none"
+            ineffective["old_logprobs"] = f"loss {self.loss} has no ratio"
         if not self.needs_reference:
-            idle["kl_estimator"] = "is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward"
-            idle["reference_placement"] = "is of a reference, and without kl_coefficient or kl_reward there is none"
+            ineffective["kl_estimator"] = "no KL is computed; set kl_coefficient or kl_reward"
         if not self.compares_groups:
-            idle["dynamic_sampling"] = f"looks for groups whose rewards differ, and {self.kind} compares no groups"
-        return idle
+            ineffective["dynamic_sampling"] = f"it selects groups whose rewards differ, and {self.kind} does not compare groups"
+        return ineffective
 
     @model_validator(mode="after")
-    def _sampler_is_corrected_once(self) -> "AlgorithmSettings":
+    def _require_one_sampler_correction(self) -> "AlgorithmSettings":
         if self.importance is not None and self.old_logprobs == "sampler":
             raise ValueError(
-                "importance corrects for the sampler's log-probs not being the trainer's: take old_logprobs recomputed"
+                "importance weights are π_old / π_sampler, always 1 with old_logprobs sampler: set old_logprobs to recomputed"
             )
         return self
+
+
+class RLReferenceSettings(ReferenceSettings):
+    placement: Placement = "resident"
+    """offload: on the GPU only while it computes log-probs, otherwise in host memory (on a CPU: read from disk again each time)."""
 
 
 class RLTrainSettings(Section):
     prompts_per_step: PositiveInt = 64
     """Prompts sampled per step."""
     prompts_per_update: PositiveInt | None = None
-    """Prompts per optimiser update; default: all of the step's, one update."""
+    """Prompts per optimiser update; default: all prompts of the step, in one update."""
     epochs_per_step: PositiveInt = 1
     """Passes over the step's samples."""
     shuffle: bool = True
-    """Each pass takes the prompts in another order."""
+    """Shuffle the prompts in each pass."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens per forward pass. Changes memory and speed, never the gradient. A longer sequence goes alone."""
+    """Tokens per forward pass. Affects memory and speed, never the gradient. A longer sequence is a micro-batch by itself."""
     max_skipped_steps: NonNegativeInt = 10
     """Updates with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 
@@ -231,7 +241,7 @@ class RLTrainSettings(Section):
         return self.epochs_per_step * math.ceil(self.prompts_per_step / (self.prompts_per_update or self.prompts_per_step))
 
     @model_validator(mode="after")
-    def _updates_fit_into_steps(self) -> "RLTrainSettings":
+    def _require_updates_within_steps(self) -> "RLTrainSettings":
         if self.prompts_per_update is not None and self.prompts_per_update > self.prompts_per_step:
             raise ValueError(f"prompts_per_update is {self.prompts_per_update}, more than prompts_per_step {self.prompts_per_step}")
         return self
@@ -241,7 +251,7 @@ class RLOptimSettings(OptimSettings):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after the warm-up. wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
+    """Learning rate after the warm-up. wsd: constant, then a linear decay over the last decay_ratio of all steps."""
 
 
 class CriticOptimSettings(RLOptimSettings):
@@ -249,19 +259,19 @@ class CriticOptimSettings(RLOptimSettings):
     """Peak learning rate of AdamW."""
 
 
-OF_ITS_OWN = ("path", "dtype", "gradient_checkpointing", "liger", "placement", "lora", "trust_remote_code")
-"""Settings of a critic that is a model of its own."""
+SEPARATE_MODEL_ONLY = ("path", "dtype", "gradient_checkpointing", "liger", "placement", "lora", "trust_remote_code")
+"""Settings of a critic that is a separate model."""
 
 
 class CriticSettings(Section):
     shared: bool = False
-    """A value head on the policy's own layers instead of a model of its own: no second model in memory, one pass for log-probs and
-    values, and what the values teach moves the policy's layers too."""
+    """A value head on the policy's layers instead of a separate model: no second model in memory, one forward pass for log-probs
+    and values; the value loss also trains the policy's layers."""
     loss_coefficient: NonNegativeFloat = 0.5
-    """With shared: what the value loss counts beside the policy's in the layers they share; 0: it moves the head alone."""
+    """With shared: weight of the value loss in the shared layers, relative to the policy loss. 0: it trains the head only."""
     path: str | None = None
     """A causal model, which gets a new value head, or a sequence classifier with one label (a reward model, a saved critic), whose
-    head is used. It reads the policy's tokens. Default: model.path."""
+    head is used. It must share the policy's tokenizer. Default: model.path."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """As model.dtype; the value head is always in fp32."""
     gradient_checkpointing: Checkpointing = False
@@ -269,41 +279,41 @@ class CriticSettings(Section):
     liger: bool = False
     """As model.liger."""
     placement: Placement = "resident"
-    """offload: its weights wait in the host's memory while the policy is sampled; critic.optim.offload is for the rest of what it
-    takes. On a CPU they stay."""
+    """offload: the weights are in host memory while the policy samples (no difference on a CPU). The optimiser state has its own
+    setting, critic.optim.placement."""
     lora: LoraSettings | None = None
     """Train a low-rank update and the value head instead of all weights."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you have read that code."""
+    """Run Python code shipped with the model. Leave it off unless you have read that code."""
     pretrain_steps: NonNegativeInt = 0
-    """So many first steps train the critic alone: the policy is sampled and stays as it is. Its schedule goes on meanwhile."""
+    """Train only the critic in the first n steps; the policy is sampled but not updated, while its schedule advances."""
     clip_value: PositiveFloat | None = 0.5
-    """How far a value may move away from what it was as the step began before it stops counting; null for no bound."""
+    """How far a value may move from its value at the start of the step before the loss is clipped; null for no clipping."""
     optim: CriticOptimSettings = CriticOptimSettings()
-    """How it moves. With shared: how its head does; the layers follow the policy's."""
+    """The critic's optimiser. With shared: that of the value head; the layers follow the policy's."""
 
-    def idle(self) -> dict[str, str]:
+    def ineffective_settings(self) -> dict[str, str]:
         if not self.shared:
-            return {"loss_coefficient": "weighs a loss in layers that are shared, and this critic shares none"}
+            return {"loss_coefficient": "it applies to a shared critic only"}
         return dict.fromkeys(
-            OF_ITS_OWN, "is of a model of its own; shared puts a head on the policy's layers, which model.* describes"
+            SEPARATE_MODEL_ONLY, "it applies to a separate critic; a shared one uses the policy's layers (model.*)"
         )
 
     @model_validator(mode="after")
-    def _saved_whole(self) -> "CriticSettings":
+    def _require_merge_on_save(self) -> "CriticSettings":
         if self.lora is not None and not self.lora.merge_on_save:
-            raise ValueError("critic.lora.merge_on_save is false, but a critic is saved whole, with its head: leave it out")
+            raise ValueError("critic.lora.merge_on_save is false, but a critic is always saved merged, with its head: remove it")
         return self
 
     def model(self, policy: ModelSettings) -> ModelSettings:
-        """What it is made of, in the words that describe a model."""
-        own = {name: getattr(self, name) for name in OF_ITS_OWN if name not in ("path", "placement")}
+        """The critic as model settings."""
+        settings = {name: getattr(self, name) for name in SEPARATE_MODEL_ONLY if name not in ("path", "placement")}
         trusted = self.trust_remote_code or (self.path is None and policy.trust_remote_code)
-        return ModelSettings(path=self.path or policy.path, **{**own, "trust_remote_code": trusted})
+        return ModelSettings(path=self.path or policy.path, **{**settings, "trust_remote_code": trusted})
 
 
 INSIDE = ("", "scorer.", "rule.", "judge.")
-"""Where a reward has its model: itself, or in a reward that it is made of."""
+"""Where a reward's model may be: in the reward itself, or in one that it contains."""
 HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "start_timeout_s", "program", "limits.*", "prompt_price", "answer_price")
 
 
@@ -311,62 +321,66 @@ class RLRecipe(Section):
     """Reinforcement learning against rewards."""
 
     stage: Literal["rl"] = "rl"
-    """Which verb this recipe is for."""
+    """The command this recipe is for."""
     seed: NonNegativeInt = 0
-    """Of the order of prompts, sampling, dropout and new weights."""
+    """Seed of the prompt order, sampling, dropout and new weights."""
     model: ModelSettings
-    """What is trained."""
+    """The policy to train."""
+    reference: RLReferenceSettings = RLReferenceSettings()
+    """The model that KL is measured against (algorithm.kl_coefficient, algorithm.kl_reward)."""
     data: RLDataSettings
-    """What it is asked."""
+    """Training and validation prompts."""
     rollout: RolloutSettings = RolloutSettings()
-    """How it is sampled."""
+    """How responses are sampled."""
     validation: ValidationSettings = ValidationSettings()
-    """How it is sampled when it is validated."""
+    """How responses are sampled for validation."""
     rewards: Rewards
-    """What it is paid for: a list, each with a kind."""
+    """The rewards: a list, each entry with a kind."""
     audit: AuditSettings = AuditSettings()
-    """What an audit of the rewards must show; `require` an audit that passed before training begins."""
+    """Criteria for an audit of the rewards; with `require`, training starts only after a passed audit."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    """How rewards become a loss."""
+    """Advantages, policy loss and KL."""
     critic: CriticSettings | None = None
-    """With ppo: the model that says what can be expected, learnt beside the policy. {} for one that starts as the policy does."""
+    """With ppo: the value model, trained alongside the policy. {} for one that starts from the policy's weights."""
     train: RLTrainSettings = RLTrainSettings()
-    """How much at a time."""
+    """Batch sizes and updates per step."""
     optim: RLOptimSettings = RLOptimSettings()
-    """How it moves."""
+    """Optimiser and learning-rate schedule."""
     run: RunSettings
-    """Where the run lives and how long it goes."""
+    """Run folder, length, validation and checkpoints."""
+
+    def ineffective_settings(self) -> dict[str, str]:
+        if self.algorithm.needs_reference:
+            return {}
+        return {"reference": "no KL is computed; set algorithm.kl_coefficient or algorithm.kl_reward"}
 
     @model_validator(mode="after")
-    def _groups_to_compare(self) -> "RLRecipe":
+    def _require_groups_to_compare(self) -> "RLRecipe":
         if self.rollout.n < 2 and self.algorithm.compares_groups:
+            raise ValueError(f"rollout.n is 1, but {self.algorithm.kind} compares the samples of a group: set it to 2 or more")
+        return self
+
+    @model_validator(mode="after")
+    def _require_reference_to_place(self) -> "RLRecipe":
+        if self.model.lora is not None and self.reference.path is None and "placement" in self.reference.model_fields_set:
             raise ValueError(
-                f"rollout.n is 1, but {self.algorithm.kind} compares the samples of a group with each other: take 2 or more"
+                "reference.placement has no effect: with model.lora the reference is the policy without its adapters. Remove it."
             )
         return self
 
     @model_validator(mode="after")
-    def _reference_to_offload(self) -> "RLRecipe":
-        if self.algorithm.reference_placement == "offload" and self.model.lora is not None:
-            raise ValueError(
-                "algorithm.reference_placement is offload, but with model.lora the reference is the policy without its adapters: "
-                "leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _critic_of_ppo(self) -> "RLRecipe":
+    def _require_matching_critic(self) -> "RLRecipe":
         kind, needs_critic = self.algorithm.kind, "critic" in ESTIMATORS[self.algorithm.kind].needs
         if self.critic is None and needs_critic:
             raise ValueError(
-                f"algorithm.kind is {kind}, which needs a critic: add the section, critic: {{}} for one like the policy"
+                f"algorithm.kind is {kind}, which needs a critic: add the section (critic: {{}} starts from the policy)"
             )
         if self.critic is not None and not needs_critic:
-            raise ValueError(f"algorithm.kind is {kind}, which uses no critic: use ppo, or leave critic out")
+            raise ValueError(f"algorithm.kind is {kind}, which uses no critic: set it to ppo, or remove critic")
         return self
 
     @model_validator(mode="after")
-    def _gdpo_normalises_each_reward(self) -> "RLRecipe":
+    def _require_normalised_rewards(self) -> "RLRecipe":
         for reward in self.rewards if "normalised rewards" in ESTIMATORS[self.algorithm.kind].needs else ():
             if reward.weight and (reward.normalise != "group" or reward.combine != "add"):
                 raise ValueError(
@@ -376,13 +390,13 @@ class RLRecipe(Section):
         return self
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        *HARMLESS, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
-        "rewards.*.cache", "audit.*", "critic.placement", "critic.optim.offload", "algorithm.reference_placement",
+        *ANY_RESUME, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
+        "rewards.*.cache", "audit.*", "critic.placement", "critic.optim.placement", "reference.placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences", "critic.gradient_checkpointing",
         "critic.liger",
-        "rewards.*.timeout_s", "rewards.*.on_failure",  # what one mends when a reward has stopped the run
+        "rewards.*.timeout_s", "rewards.*.on_failure",  # changed to fix a reward that stopped the run
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and the kinds of values that several of them take."""
+"""The base class of all recipe sections, and value types that several of them share."""
 
 from typing import Annotated, Any, Self
 
@@ -7,64 +7,67 @@ from pydantic_core import InitErrorDetails
 
 
 class Section(BaseModel):
-    """Frozen, and closed: a setting it does not know is an error, not a silent nothing."""
+    """Frozen and closed: an unknown setting is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    def idle(self) -> dict[str, str]:
-        """Settings that do nothing beside the others, and why. Given all the same, they are an error, unless with null: who sets
-        something expects something of it."""
+    def ineffective_settings(self) -> dict[str, str]:
+        """Settings that have no effect in combination with the others, each with the reason.
+
+        Setting one of them (other than to null) is an error, because the user expects it to do something.
+        """
         return {}
 
     @model_validator(mode="after")
-    def _nothing_is_set_in_vain(self) -> Self:
-        in_vain = [
-            f"{name} {why}{', or' if ': ' in why else ':'} leave it out"
-            for name, why in self.idle().items()
+    def _refuse_ineffective_settings(self) -> Self:
+        problems = [
+            f"{name} has no effect: {reason}"
+            for name, reason in self.ineffective_settings().items()
             if name in self.model_fields_set and getattr(self, name) is not None
         ]
-        if in_vain:
-            raise ValueError("; ".join(in_vain) + " (on the command line: NAME=null)")
+        if problems:
+            raise ValueError("; ".join(problems) + ". Remove it (on the command line: NAME=null).")
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _numbers_are_not_booleans(cls, given: Any) -> Any:
-        # pydantic takes `lr: true` for 1.0; nobody means that. (A validator of each field would do, but pydantic allows
-        # none on the field that tells the sections of a list apart.)
-        wrong = []
-        for name, value in given.items() if isinstance(given, dict) else ():
+    def _refuse_booleans_for_numbers(cls, values: Any) -> Any:
+        # pydantic reads `lr: true` as 1.0. (A per-field validator is not possible: pydantic allows none on a discriminator.)
+        errors = []
+        for name, value in values.items() if isinstance(values, dict) else ():
             boolean = next((v for v in (value if isinstance(value, list) else [value]) if isinstance(v, bool)), None)
             if boolean is not None and name in cls.model_fields and bool not in _leaf_types(cls.model_fields[name].annotation):
                 reason = {"error": ValueError(f"should not be {str(boolean).lower()}")}
-                wrong.append(InitErrorDetails(type="value_error", loc=(name,), input=value, ctx=reason))
-        if wrong:
-            raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return given
+                errors.append(InitErrorDetails(type="value_error", loc=(name,), input=value, ctx=reason))
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return values
 
 
 def _leaf_types(annotation: Any) -> set[Any]:
-    parts = getattr(annotation, "__args__", None)
-    return set().union(*map(_leaf_types, parts)) if parts else {annotation}
+    arguments = getattr(annotation, "__args__", None)
+    return set().union(*map(_leaf_types, arguments)) if arguments else {annotation}
 
 
 def one_or_more(value: Any) -> Any:
+    """A single string becomes a list."""
     return [value] if isinstance(value, str) else value
 
 
-def any_number(value: Any) -> Any:
+def zero_or_more(value: Any) -> Any:
+    """As one_or_more; null becomes an empty list."""
     return () if value is None else one_or_more(value)
 
 
-def names_a_file(train: tuple[str, ...]) -> tuple[str, ...]:
-    if not train:
-        raise ValueError("names no file")
-    return train
+def require_files(files: tuple[str, ...]) -> tuple[str, ...]:
+    if not files:
+        raise ValueError("is empty; name at least one file")
+    return files
 
 
 Files = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
 """A path or a list of paths."""
-FilesOrNone = Annotated[tuple[str, ...], BeforeValidator(any_number)]
-"""The same, or null for none: `data.val=` takes back what a recipe has."""
+OptionalFiles = Annotated[tuple[str, ...], BeforeValidator(zero_or_more)]
+"""The same, or null for none: `data.val=` on the command line removes the recipe's."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]

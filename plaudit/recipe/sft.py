@@ -1,35 +1,35 @@
-"""Supervised fine-tuning: its sections and its recipe."""
+"""Supervised fine-tuning: its sections and recipe."""
 
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
-from plaudit.recipe.section import Files, FilesOrNone, Section, names_a_file
-from plaudit.recipe.training import HARMLESS, ROUNDING, ModelSettings, OptimSettings, RunSettings
+from plaudit.recipe.section import Files, OptionalFiles, Section, require_files
+from plaudit.recipe.training import ANY_RESUME, ROUNDING, ModelSettings, OptimSettings, RunSettings
 
 
 class SFTDataSettings(Section):
     train: Files
-    """Files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info."""
-    val: FilesOrNone = ()
+    """Training files (.parquet, .jsonl, .json), save_to_disk folders, or names in dataset_info."""
+    val: OptionalFiles = ()
     """The same, for the validation loss."""
     dataset_info: str | None = None
-    """A LLaMA-Factory dataset_info.json; train and val may then be names in it."""
+    """A LLaMA-Factory dataset_info.json, whose names train and val may then use."""
     max_tokens: PositiveInt = 4096
     """Longest sequence, prompt and answer together."""
     too_long: Literal["filter", "error", "cut_left", "cut_right"] = "filter"
-    """What happens to longer ones: left out and counted, an error, or cut at that end."""
+    """What to do with longer sequences. filter: skip and count them; cut_left, cut_right: truncate that side."""
     train_on: Literal["all", "last"] = "all"
-    """Learn every assistant turn, or only the last (for templates that hide earlier thoughts)."""
+    """Train on every assistant turn, or on the last one only (for templates that hide earlier thoughts)."""
 
-    _some_files = field_validator("train")(names_a_file)
+    _require_files = field_validator("train")(require_files)
 
 
 class SFTTrainSettings(Section):
     rows_per_step: PositiveInt = 64
     """Rows per optimiser step: the batch size."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens per forward pass. Changes memory and speed, never the gradient. A longer row goes alone."""
+    """Tokens per forward pass. Affects memory and speed, never the gradient. A longer row is a micro-batch by itself."""
     max_skipped_steps: NonNegativeInt = 10
     """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 
@@ -38,19 +38,19 @@ class SFTRecipe(Section):
     """Supervised fine-tuning on conversations."""
 
     stage: Literal["sft"] = "sft"
-    """Which verb this recipe is for."""
+    """The command this recipe is for."""
     seed: NonNegativeInt = 0
-    """Of the order of rows, dropout and new weights."""
+    """Seed of the row order, dropout and new weights."""
     model: ModelSettings
-    """What is trained."""
+    """The model to train."""
     data: SFTDataSettings
-    """What it is trained on."""
+    """Training and validation data."""
     train: SFTTrainSettings = SFTTrainSettings()
-    """How much at a time."""
+    """Batch sizes."""
     optim: OptimSettings = OptimSettings()
-    """How it moves."""
+    """Optimiser and learning-rate schedule."""
     run: RunSettings
-    """Where the run lives and how long it goes."""
+    """Run folder, length, validation and checkpoints."""
 
-    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = HARMLESS
+    RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING

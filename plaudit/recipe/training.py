@@ -1,4 +1,4 @@
-"""Sections that all stages share: the model, how it moves, where the run lives."""
+"""Sections that all training stages share: the model, the optimiser, the run."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -8,14 +8,14 @@ from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, Positive
 from plaudit.recipe.section import BelowOne, Fraction, Section, one_or_more
 
 
-def _layers(value: Any) -> Any:
-    known = isinstance(value, bool) or value == "auto" or (isinstance(value, int) and value > 0)
-    if not known:  # (a union's own message names its first kind alone)
+def _require_layers(value: Any) -> Any:
+    valid = isinstance(value, bool) or value == "auto" or (isinstance(value, int) and value > 0)
+    if not valid:  # (pydantic's message for a union names its first member only)
         raise ValueError(f"should be true, false, auto or a number of layers, not {json.dumps(value)}")
     return value
 
 
-Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_layers)]
+Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
 Placement = Literal["resident", "offload"]
 
 
@@ -27,13 +27,13 @@ class LoraSettings(Section):
     dropout: BelowOne = 0.0
     """Dropout on the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Module names to adapt, or all-linear: every linear layer but the output head."""
+    """Names of the modules to adapt. all-linear: every linear layer except the output head."""
     merge_on_save: bool = True
-    """Saved models are whole ones with the update merged in; if false, the adapter alone."""
+    """Save full models with the update merged in; if false, only the adapter."""
 
     @field_validator("targets")
     @classmethod
-    def _not_the_head(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _refuse_output_head(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if "lm_head" in targets:
             raise ValueError("lm_head cannot be adapted: log-probs are computed from its plain weight")
         return targets
@@ -41,99 +41,104 @@ class LoraSettings(Section):
 
 class ModelSettings(Section):
     path: str
-    """A folder in Hugging Face format, or a model's name on the hub."""
+    """A folder in Hugging Face format, or a model name on the hub."""
     tokenizer: str | None = None
-    """Another folder or model whose tokenizer to use (a base model with its instruct tokenizer)."""
+    """Another folder or model to take the tokenizer from (a base model with its instruct tokenizer)."""
     chat_template: str | None = None
     """chatml, llama3, qwen or plain; a .jinja file; or another model's folder or name. Default: the tokenizer's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; bfloat16 has fp32 master weights in the optimiser. auto: bfloat16 on a GPU, else float32."""
+    """Of weights and activations. With bfloat16 the optimiser keeps fp32 master weights. auto: bfloat16 on a GPU, else float32."""
     gradient_checkpointing: Checkpointing = False
-    """Recompute activations in the backward pass, which saves much memory for up to a third more time: of all layers, of so many
-    first ones, or (auto) of as few as leave the largest micro-batch room in the device's memory."""
+    """Recompute activations in the backward pass: much less memory for up to a third more time. true: all layers; a number: the
+    first n layers; auto: as few layers as needed for the largest micro-batch to fit in device memory."""
     liger: bool = False
-    """Compute norms and MLPs with Liger's kernels, which keep less for the backward pass than modules do (plaudit's own fused
-    layers, of which they take the place, keep as little and are faster: docs/memory.md). Needs liger-kernel and a GPU."""
+    """Use Liger's kernels for norms and MLPs, which save fewer activations than the plain modules. They replace plaudit's own fused
+    layers, which save as much and are faster (docs/memory.md). Needs liger-kernel and a GPU."""
     lora: LoraSettings | None = None
     """Train a low-rank update instead of all weights."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you have read that code."""
+    """Run Python code shipped with the model. Leave it off unless you have read that code."""
+
+
+class ReferenceSettings(Section):
+    path: str | None = None
+    """Another model to use as the reference, with the policy's tokenizer. Default: model.path, as it is before training."""
 
 
 class OptimSettings(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Decay of the gradient's running mean and square."""
+    """Decay rates of the gradient's running mean and mean square."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the mean square."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled; matrices only, never biases or norms."""
-    offload: bool = False
-    """AdamW's moments and fp32 master weights live in the host's memory and pass through the GPU in every update. The numbers are
-    the same. On a CPU it changes nothing."""
+    """Decoupled weight decay, on matrices only (never on biases or norms)."""
+    placement: Placement = "resident"
+    """Where AdamW's moments and fp32 master weights live. offload: in host memory, streamed through the GPU in every update, with
+    the same results. No difference on a CPU."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients with a larger norm are scaled down to it; null for no clipping."""
+    """Scale gradients down to this norm; null for no clipping."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up. wsd stays at the peak and falls linearly over the last decay_ratio of the steps."""
+    """Learning rate after the warm-up. wsd: constant, then a linear decay over the last decay_ratio of all steps."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up; or give warmup_ratio."""
+    """Steps of linear warm-up; alternatively, set warmup_ratio."""
     warmup_ratio: Fraction | None = None
-    """The same as a share of all steps."""
+    """Warm-up as a fraction of all steps."""
     min_lr_ratio: Fraction = 0.0
-    """The schedule ends at this share of lr."""
+    """Final learning rate as a fraction of lr."""
     decay_ratio: Fraction = 0.1
-    """wsd only: the share of all steps over which the rate falls; at most what the warm-up leaves."""
+    """wsd only: fraction of all steps over which the rate decays; at most what the warm-up leaves."""
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> "OptimSettings":
+    def _require_one_warmup(self) -> "OptimSettings":
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give warmup_steps or warmup_ratio, not both")
+            raise ValueError("set warmup_steps or warmup_ratio, not both")
         return self
 
-    def idle(self) -> dict[str, str]:
-        idle = {}
+    def ineffective_settings(self) -> dict[str, str]:
+        ineffective = {}
         if self.schedule == "constant":
-            idle["min_lr_ratio"] = "is where the rate falls to, and schedule constant does not fall"
+            ineffective["min_lr_ratio"] = "schedule constant does not decay"
         if self.schedule != "wsd":
-            idle["decay_ratio"] = f"is for schedule wsd, not {self.schedule}"
-        return idle
+            ineffective["decay_ratio"] = f"it applies to schedule wsd, not {self.schedule}"
+        return ineffective
 
 
 class RunSettings(Section):
     dir: str
-    """The run folder: recipe, metrics, curves, checkpoints, the trained model. Started again, a run goes on from there."""
+    """The run folder: recipe, metrics, curves, checkpoints, the trained model. The same command resumes a run that stopped."""
     epochs: PositiveFloat = 1.0
     """Passes over the training rows."""
     max_steps: PositiveInt | None = None
-    """Stop after so many steps, if that comes first; the schedule knows of it."""
+    """Stop after this many steps, if that comes before the last epoch ends; the schedule takes it into account."""
     validate_every: PositiveInt | None = None
-    """Steps between validations; besides them, one before the first step and one after the last."""
+    """Steps between validations, in addition to one before the first step and one after the last."""
     save_every: PositiveInt | None = None
-    """Steps between checkpoints; the last step always makes one."""
+    """Steps between checkpoints; the last step always saves one."""
     save_every_minutes: PositiveFloat | None = 30.0
-    """A checkpoint after so many minutes without one; null for none. When a run is saved does not change its result."""
+    """Also save a checkpoint when the last one is this old; null for never. Does not affect the result."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept."""
+    """Number of recent checkpoints to keep."""
     keep_best: bool = True
-    """Keep the checkpoint with the best validation besides those."""
+    """Also keep the checkpoint with the best validation result."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...], BeforeValidator(one_or_more)] = ()
-    """Where else metrics go. Keys come from the environment; wandb also works with WANDB_MODE=offline."""
+    """Where else to log metrics. API keys come from the environment; wandb also works with WANDB_MODE=offline."""
     project: str = "plaudit"
-    """The trackers' project or experiment."""
+    """Project or experiment name for the trackers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""
     deterministic: bool = True
-    """The same bits when run again or resumed, on a GPU too, where the kernels that are sure of it are somewhat slower."""
+    """Bitwise the same results when repeated or resumed, also on a GPU, where deterministic kernels are slightly slower."""
 
 
-HARMLESS = (
+ANY_RESUME = (
     "run.dir", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers", "run.project",
-    "train.max_skipped_steps", "optim.offload",
+    "train.max_skipped_steps", "optim.placement",
 )  # fmt: skip
-"""Settings that cannot change the trained weights, so a resumed run may differ in them. `*` stands for anything."""
+"""Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything."""
 ROUNDING = (
     "train.tokens_per_micro_batch", "model.gradient_checkpointing", "model.liger", "run.validate_every", "run.device",
     "run.deterministic",
 )  # fmt: skip
-"""Settings that change results in the last bits at most (or when they are measured): allowed, and said."""
+"""Settings that change results at most by rounding (or only when they are measured): allowed on resume, and reported."""

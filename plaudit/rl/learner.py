@@ -67,7 +67,7 @@ class Learner:
         policy = load_policy(recipe.model, template, world.device, seed=recipe.seed)
         reference = None
         if recipe.algorithm.needs_reference:
-            reference = Reference(recipe.model, policy, offload=recipe.algorithm.reference_placement == "offload")
+            reference = Reference(recipe.model, policy, path=recipe.reference.path, offload=recipe.reference.placement == "offload")
         critic = None
         if recipe.critic is not None and recipe.critic.shared:
             critic = SharedCritic(policy, recipe.model.path)

@@ -59,7 +59,7 @@ def plan_policy(recipe: TrainingRecipe) -> MemoryPlan:
         resolve_device(recipe.run.device),
         tokens_per_micro_batch=largest_micro_batch(recipe),
         scalar=isinstance(recipe, RewardModelRecipe),
-        offload=recipe.optim.offload,
+        offload=recipe.optim.placement == "offload",
     )
 
 
@@ -70,7 +70,7 @@ def plan_critic(recipe: RLRecipe) -> MemoryPlan:
         resolve_device(recipe.run.device),
         tokens_per_micro_batch=largest_micro_batch(recipe),
         scalar=True,
-        offload=recipe.critic.optim.offload,
+        offload=recipe.critic.optim.placement == "offload",
     )
 
 
@@ -129,7 +129,7 @@ def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], ob
 
     count = bisect_left(range(layers), True, key=fits)
     settled = budget(count)
-    offload = ", or set optim.offload=true" if device != "cpu" and not recipe.optim.offload else ""
+    offload = ", or set optim.placement=offload" if device != "cpu" and recipe.optim.placement == "resident" else ""
     but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
     tell(
         f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
@@ -173,16 +173,23 @@ def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, 
 
 
 def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs: Needs) -> None:
-    """A copy of the policy as it begins; if it is offloaded, it has gone again before an update takes memory."""
-    if not recipe.algorithm.needs_reference or recipe.model.lora is not None:
+    """A copy of the initial policy, or another model; if offloaded, it is gone before an update takes memory."""
+    if not recipe.algorithm.needs_reference or (recipe.model.lora is not None and recipe.reference.path is None):
         return
-    if recipe.algorithm.reference_placement == "resident":
-        needs[device.type].append(Need("reference: weights", PHASES, policy.weights))
+    weights = policy.weights
+    if recipe.reference.path is not None:
+        model = recipe.model.model_copy(update={"path": recipe.reference.path, "lora": None})
+        try:
+            weights = plan_memory(model, device, tokens_per_micro_batch=0).weights
+        except (PlauditError, OSError, ValueError):
+            return  # reported by its own check
+    if recipe.reference.placement == "resident":
+        needs[device.type].append(Need("reference: weights", PHASES, weights))
         return
-    if policy.weights > policy.work:
-        needs[device.type].append(Need("reference: weights (more)", ("training",), policy.weights - policy.work))
+    if weights > policy.work:
+        needs[device.type].append(Need("reference: weights (more)", ("training",), weights - policy.work))
     if has_device_memory(device):
-        needs["cpu"].append(Need("reference: weights", PHASES, policy.weights))
+        needs["cpu"].append(Need("reference: weights", PHASES, weights))
 
 
 def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: float) -> None:

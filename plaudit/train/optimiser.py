@@ -3,7 +3,8 @@
 A bf16 model's gradients are added up in fp32, micro-batch by micro-batch, for master weights that the optimiser owns; after a step
 the masters are copied into the model in place, so its tensors keep their addresses. An fp32 model's masters are its own tensors.
 
-With `optim.offload`, masters and moments live in the host's memory and pass through the device in every step (train/offload.py).
+With `optim.placement: offload`, masters and moments live in host memory and pass through the device in every step
+(train/offload.py).
 Gradients stay on the device: they are there in an update only, their norm must be known before the first of them is used, and
 every micro-batch adds to all of them. On a CPU the host's memory is the device's, and offload is nothing.
 """
@@ -31,7 +32,7 @@ class Optimiser:
         device = next(iter(self.parameters.values())).device
         followers = {name: p.shape for name, p in self.parameters.items() if p.dtype != torch.float32}
         others = {name: p.shape for name, p in self.parameters.items() if name not in followers}
-        self._host = HostState(followers, others, device) if optim.offload and has_device_memory(device) else None
+        self._host = HostState(followers, others, device) if optim.placement == "offload" and has_device_memory(device) else None
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             self.masters[name] = parameter if name in others else self._master(name, parameter.detach())

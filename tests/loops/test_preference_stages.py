@@ -257,17 +257,17 @@ def test_another_model_as_reference(tmp_path, tiny_model, pairs_file):
     """A policy that has moved on, measured against what it came from: its first margin is what it had gained."""
     trained = run_stage(tmp_path, "dpo", tiny_model, pairs_file, "first", data={"val": str(pairs_file)})
     gained = metrics_of(tmp_path / "first")[-1]["val/margin"]
-    sections = {"data": {"val": str(pairs_file)}, "loss": {"reference": str(tiny_model)}}
+    sections = {"data": {"val": str(pairs_file)}, "reference": {"path": str(tiny_model)}}
     run_stage(tmp_path, "dpo", trained, pairs_file, "second", **sections)
     assert metrics_of(tmp_path / "second")[0]["val/margin"] == pytest.approx(gained, abs=1e-4)
-    with pytest.raises(RunError, match=r"loss\.reference"):
+    with pytest.raises(RunError, match=r"reference\.path"):
         run_stage(tmp_path, "dpo", trained, pairs_file, "second", data={"val": str(pairs_file)})
 
 
 def test_a_reference_of_another_tongue_is_refused(tmp_path, plaudit, tiny_model, pairs_file):
     """Same size, same shapes, other tokens: nothing else would tell."""
     other = with_other_tokens(tiny_model, tmp_path / "other")
-    recipe = pair_recipe(tiny_model, pairs_file, tmp_path / "run", loss={"reference": str(other)})
+    recipe = pair_recipe(tiny_model, pairs_file, tmp_path / "run", reference={"path": str(other)})
     file = write_recipe(tmp_path / "r.yaml", recipe)
     told = f"{other}: its tokenizer differs from the policy's"
     with pytest.raises(RecipeError, match=re.escape(told)):
@@ -342,11 +342,15 @@ def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model
         ("dpo", "loss.bta=0.1", "loss.bta is not a setting. Did you mean loss.beta?"),
         ("dpo", "beta=0.1", "beta is not a setting. "),
         ("dpo", "train.train_batch_size=3", "Did you mean train.pairs_per_step?"),
-        ("dpo", "loss={kind: ipo, label_smoothing: 0.1}", "label_smoothing belongs to kind sigmoid; ipo has none: leave it out"),
+        (
+            "dpo",
+            "loss={kind: ipo, label_smoothing: 0.1}",
+            "label_smoothing has no effect: it applies to kind sigmoid, not ipo. Remove it",
+        ),
         ("dpo", "loss.beta=0", "loss.beta should be greater than 0"),
         ("dpo", "loss.label_smoothing=0.5", "loss.label_smoothing should be less than 0.5"),
         ("dpo", "loss.kind=sigmod", "Did you mean sigmoid?"),
-        ("dpo", "loss.reference=./nowhere", "loss.reference: ./nowhere does not exist."),
+        ("dpo", "reference.path=./nowhere", "reference.path: ./nowhere does not exist."),
         ("dpo", "data.margin_column=by", "data.margin_column is not a setting."),
         ("reward-model", "loss.center_rewards_coefficient=1", "Did you mean loss.centring_coefficient?"),
         ("reward-model", "data.train=nowhere.jsonl", "data.train: nowhere.jsonl does not exist."),
@@ -387,11 +391,11 @@ def test_a_reward_model_where_one_that_writes_belongs(
         code, _, err = plaudit(stage, write_recipe(tmp_path / "r.yaml", recipe))
         told = " ".join(err.split())
         assert code == 2
-        assert f"model.path: {judge} is a reward model ({type_of(judge)}): it gives a score and does not write, and" in told
+        assert f"model.path: {judge} is a reward model ({type_of(judge)}), which gives scores, but" in told
         assert f"`plaudit {stage}` trains one that writes" in told
         assert f"{{kind: scalar_model, model: {{path: {judge}}}}}" in told
-    reference = pair_recipe(tiny_models[kind], pairs_file, tmp_path / "run", loss={"reference": str(judge)})
-    assert "loss.reference: " in plaudit("dpo", write_recipe(tmp_path / "r.yaml", reference))[2]
+    reference = pair_recipe(tiny_models[kind], pairs_file, tmp_path / "run", reference={"path": str(judge)})
+    assert "reference.path: " in plaudit("dpo", write_recipe(tmp_path / "r.yaml", reference))[2]
     assert "MODEL: " in plaudit("sample", judge, prompts_file, "--out", tmp_path / "out.jsonl")[2]
     assert not (tmp_path / "run").exists()
 

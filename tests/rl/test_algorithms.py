@@ -372,27 +372,30 @@ def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
 @pytest.mark.parametrize(
     ("algorithm", "told"),
     [
-        ({"loss": "gspo", "dual_clip": 5.0}, "dual_clip is for loss clipped, not for gspo: leave it out"),
-        ({"loss": "policy_gradient", "clip_ratio": 0.1}, "clip_ratio is for loss clipped, gspo, cispo, not for policy_gradient"),
-        ({"loss": "policy_gradient", "old_logprobs": "sampler"}, "policy_gradient has none: leave it out"),
+        ({"loss": "gspo", "dual_clip": 5.0}, "dual_clip has no effect: it applies to loss clipped, not gspo. Remove it"),
+        (
+            {"loss": "policy_gradient", "clip_ratio": 0.1},
+            "clip_ratio has no effect: it applies to loss clipped, gspo, cispo, not policy_gradient",
+        ),
+        ({"loss": "policy_gradient", "old_logprobs": "sampler"}, "old_logprobs has no effect: loss policy_gradient has no ratio"),
         # The same with what is the default anyway: who writes it down expects something of it.
-        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip is for loss clipped, not for cispo"),
-        ({"loss": "policy_gradient", "clip_ratio": 0.2}, "clip_ratio is for loss clipped, gspo, cispo"),
-        ({"loss": "policy_gradient", "old_logprobs": "recomputed"}, "old_logprobs is what a ratio is relative to"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip has no effect: it applies to loss clipped, not cispo"),
+        ({"loss": "policy_gradient", "clip_ratio": 0.2}, "clip_ratio has no effect"),
+        ({"loss": "policy_gradient", "old_logprobs": "recomputed"}, "old_logprobs has no effect"),
         (
             {"kl_estimator": "k3"},
-            "kl_estimator is how a distance to the reference is estimated, and none is: set kl_coefficient or kl_reward",
+            "kl_estimator has no effect: no KL is computed; set kl_coefficient or kl_reward",
         ),
-        ({"kind": "rloo", "divide_by_std": True}, "divide_by_std is for grpo, not for rloo: leave it out"),
-        ({"discount": 1.0}, "discount is for reinforce[+][+] and ppo, not for grpo"),
-        ({"gae_lambda": 1.0}, "gae_lambda is for ppo, not for grpo"),
-        ({"kl_reward": {"horizon": 10_000}}, "there is no target: set one, or leave it out"),
-        ({"importance": {}, "old_logprobs": "sampler"}, "take old_logprobs recomputed"),
-        ({"importance": {"low": 0.5}}, "low is for mode mask"),
+        ({"kind": "rloo", "divide_by_std": True}, "divide_by_std has no effect: it applies to kind grpo, not rloo. Remove it"),
+        ({"discount": 1.0}, "discount has no effect: it applies to kind reinforce[+][+] and ppo, not grpo"),
+        ({"gae_lambda": 1.0}, "gae_lambda has no effect: it applies to kind ppo, not grpo"),
+        ({"kl_reward": {"horizon": 10_000}}, "horizon has no effect: .*set target. Remove it"),
+        ({"importance": {}, "old_logprobs": "sampler"}, "set old_logprobs to recomputed"),
+        ({"importance": {"low": 0.5}}, "low has no effect: .*applies to mode mask"),
         ({"importance": {"high": 0.5}}, "high"),
-        ({"kind": "reinforce++", "divide_by_std": False}, "divide_by_std is for grpo, not for reinforce[+][+]"),
-        ({"kind": "rloo", "discount": 0.9}, r"discount is for reinforce[+][+] and ppo, not for rloo"),
-        ({"kl_reward": {"horizon": 5}}, "there is no target: set one"),
+        ({"kind": "reinforce++", "divide_by_std": False}, "it applies to kind grpo, not reinforce[+][+]"),
+        ({"kind": "rloo", "discount": 0.9}, r"discount has no effect: it applies to kind reinforce[+][+] and ppo, not rloo"),
+        ({"kl_reward": {"horizon": 5}}, "horizon has no effect"),
         ({"kl_reward": {"coefficient": 0}}, "kl_reward.coefficient"),
         ({"advantage": "rloo"}, "algorithm.advantage is not a setting. Did you mean algorithm.kind?"),
         ({"kind": "reinforce"}, "algorithm.kind"),
@@ -423,8 +426,8 @@ def test_a_resolved_recipe_is_a_recipe(recipe, tmp_path, name):
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(to_yaml(loaded))
     assert load(resolved).recipe == loaded.recipe
-    assert "# gae_lambda: 1.0 # does nothing here" in {" ".join(line.split()) for line in resolved.read_text().splitlines()}
-    assert "it is for ppo, not for" in to_yaml(loaded, explain=True)
+    assert "# gae_lambda: 1.0 # no effect here" in {" ".join(line.split()) for line in resolved.read_text().splitlines()}
+    assert "no effect: it applies to kind ppo, not" in to_yaml(loaded, explain=True)
 
 
 def test_doctor_tells_what_is_seldom_meant(recipe):

@@ -37,6 +37,8 @@ CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 
+PLACEMENT = {False: "resident", True: "offload"}
+
 
 @pytest.fixture
 def apart(monkeypatch):
@@ -60,7 +62,7 @@ def test_offloaded_state_makes_the_same_steps(tiny_models, apart, how):
     trainers = []
     for offloaded in (False, True):
         policy = load(tiny_models["qwen2"], **TRAINED[how])
-        trainer = make_trainer(policy, weight_decay=0.1, offload=offloaded)
+        trainer = make_trainer(policy, weight_decay=0.1, placement=PLACEMENT[offloaded])
         batches = micro_batches(rows_of(policy), 64)
         metrics = [trainer.update(batches, nll_of(policy, batches)) for _ in range(2)]
         trainers.append((trainer, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics]))
@@ -78,13 +80,13 @@ def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
     """One update, saved; the next one with the other setting, from the checkpoint, is that of a run that was not interrupted."""
     policy = load(tiny_model, dtype="bfloat16")
     batches = micro_batches(rows_of(policy), 64)
-    trainer = make_trainer(policy, offload=first)
+    trainer = make_trainer(policy, placement=PLACEMENT[first])
     trainer.update(batches, nll_of(policy, batches))
     save_checkpoint(tmp_path, 1, trainer)
     trainer.update(batches, nll_of(policy, batches))
 
     again = load(tiny_model, dtype="bfloat16")
-    resumed = make_trainer(again, offload=not first)
+    resumed = make_trainer(again, placement=PLACEMENT[not first])
     found, _ = find_checkpoint(tmp_path)
     assert found is not None
     resumed.load_state(found.folder, found.state)
@@ -94,7 +96,7 @@ def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
 
 def test_on_a_cpu_offload_is_nothing(tiny_model):
     policy = load(tiny_model, dtype="bfloat16")
-    kept = Optimiser(policy.trainable(), OptimSettings(offload=True)).resident_bytes
+    kept = Optimiser(policy.trainable(), OptimSettings(placement="offload")).resident_bytes
     assert kept == Optimiser(policy.trainable(), OptimSettings()).resident_bytes > 0
 
 
@@ -126,7 +128,7 @@ def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
 
 def test_a_parameter_without_gradient_is_left_alone(apart):
     parameters = {name: nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for name in ("learns", "rests")}
-    optimiser = Optimiser(parameters.items(), OptimSettings(lr=0.1, weight_decay=0.5, offload=True))
+    optimiser = Optimiser(parameters.items(), OptimSettings(lr=0.1, weight_decay=0.5, placement="offload"))
     parameters["learns"].sum().backward()
     optimiser.step(0.1)
     assert torch.equal(parameters["rests"], torch.ones(3, 4, dtype=torch.bfloat16))
@@ -143,7 +145,7 @@ def test_on_a_gpu_offloaded_state_makes_the_same_steps(tiny_models, monkeypatch,
     for offloaded in (False, True):
         policy = load(tiny_models["qwen2"], **TRAINED[how])
         policy.model.to("cuda")  # pyright: ignore
-        trainer = make_trainer(policy, weight_decay=0.1, offload=offloaded)
+        trainer = make_trainer(policy, weight_decay=0.1, placement=PLACEMENT[offloaded])
         batches = micro_batches(rows_of(policy), 64, "cuda")
         for _ in range(3):
             trainer.update(batches, nll_of(policy, batches))
@@ -321,9 +323,10 @@ def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model,
 # Everything together --------------------------------------------------------------------------------------------------
 
 EVERYTHING = {
-    "algorithm": {"kind": "ppo", "kl_coefficient": 0.01, "reference_placement": "offload"},
-    "critic": {"placement": "offload", "optim": {"lr": 1e-3, "offload": True}},
-    "optim": {"offload": True},
+    "algorithm": {"kind": "ppo", "kl_coefficient": 0.01},
+    "reference": {"placement": "offload"},
+    "critic": {"placement": "offload", "optim": {"lr": 1e-3, "placement": "offload"}},
+    "optim": {"placement": "offload"},
 }
 NOTHING = {"algorithm": {"kind": "ppo", "kl_coefficient": 0.01}, "critic": {"optim": {"lr": 1e-3}}}
 
@@ -390,9 +393,9 @@ def test_the_plan_knows_what_is_away(ppo, tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
-        ({"algorithm": {"reference_placement": "offload"}}, "without kl_coefficient or kl_reward there is none"),
+        ({"reference": {"placement": "offload"}}, "reference has no effect: no KL is computed"),
         (
-            {"algorithm": {"kl_coefficient": 0.1, "reference_placement": "offload"}, "model": {"lora": {"rank": 2}}},
+            {"algorithm": {"kl_coefficient": 0.1}, "reference": {"placement": "offload"}, "model": {"lora": {"rank": 2}}},
             "the reference is the policy without its adapters",
         ),
         ({"model": {"gradient_checkpointing": "some"}}, "model.gradient_checkpointing"),
@@ -415,7 +418,7 @@ def test_offload_may_be_turned_on_in_a_run_that_goes_on(tmp_path, tiny_model, ro
     shutil.rmtree(tmp_path / "run/model")
     for step in (2, 3):
         shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:06d}")
-    again = train_sft(recipe("run"), "optim.offload=true")
+    again = train_sft(recipe("run"), "optim.placement=offload")
     for name, weight in load_file(whole / "model.safetensors").items():
         assert torch.equal(load_file(again / "model.safetensors")[name], weight), name
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, field_validator
 
-from plaudit.recipe.section import any_number
+from plaudit.recipe.section import zero_or_more
 from plaudit.rewards.reward import Rule
 from plaudit.rewards.rules.ground_truth import no_truth, plain, read_texts
 from plaudit.types import Prompt, Sample, Score
@@ -13,7 +13,7 @@ from plaudit.types import Prompt, Sample, Score
 class Contains(Rule):
     kind: Literal["contains"]
     """A text that stands in the response."""
-    text: Annotated[tuple[str, ...], BeforeValidator(any_number)] = ()
+    text: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """What is looked for: a text or a list of texts; default: the ground truth."""
     need: Literal["any", "all"] = "any"
     """Of several texts: whether one is enough, or all must be there."""
