@@ -12,7 +12,7 @@ import typer
 
 from plaudit import __version__
 from plaudit.audit.cli import audit
-from plaudit.config import LoadedRecipe, load, to_yaml
+from plaudit.config import LoadedRecipe, load
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.prepare.cli import prepare
@@ -189,10 +189,17 @@ def demo(
 def config(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each setting means.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Describe every setting, or those named: --explain critic optim.lr")
+    ] = False,
 ) -> None:
-    """Print the resolved recipe, each value with where it comes from."""
-    print(to_yaml(load(recipe, overrides or ()), explain=explain), end="")
+    """Print the resolved recipe and where each value comes from; with --explain, what each setting means and allows."""
+    from plaudit.explain import explain as explained
+    from plaudit.explain import to_yaml
+
+    names = [argument for argument in overrides or () if explain and "=" not in argument]
+    loaded = load(recipe, [argument for argument in overrides or () if argument not in names])
+    print(explained(loaded, names) if explain else to_yaml(loaded), end="")
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)

@@ -5,7 +5,6 @@ Each value remembers where it came from (file and line, command line, default), 
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,13 +15,11 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
 
 from plaudit import plugins
 from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
 from plaudit.recipe.other_names import OTHER_NAMES
-from plaudit.recipe.section import Section
 
 Place = tuple[str | int, ...]
 """Where in the recipe: ('optim', 'lr')."""
@@ -56,7 +53,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-class _CoreLoader(yaml.SafeLoader):
+class CoreLoader(yaml.SafeLoader):
     """PyYAML with the YAML 1.2 core schema instead of 1.1's."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own class attribute)
@@ -72,7 +69,7 @@ for _tag, _pattern, _first in (
         "-+.0123456789",
     ),
 ):
-    _CoreLoader.add_implicit_resolver(
+    CoreLoader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
     )
 
@@ -97,9 +94,9 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
     sources[place] = at(node)
     kind = node.tag.rsplit(":", 1)[-1]
     if kind not in ("null", "bool", "int", "float", "str", "map", "seq"):
-        raise RecipeError(f"{at(node)}: {_dotted(place)}: the YAML tag {kind} has no meaning in a recipe")
+        raise RecipeError(f"{at(node)}: {dotted(place)}: the YAML tag {kind} has no meaning in a recipe")
     if len(place) > 20:  # an anchor that contains itself
-        raise RecipeError(f"{at(node)}: {_dotted(place[:2])} is nested too deeply")
+        raise RecipeError(f"{at(node)}: {dotted(place[:2])} is nested too deeply")
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -107,7 +104,7 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
                 raise RecipeError(f"{at(key_node)}: the name of a setting should be a word, not a list or a section")
             key = key_node.value
             if key in mapping:
-                raise RecipeError(f"{at(key_node)}: {_dotted((*place, key))} is given twice")
+                raise RecipeError(f"{at(key_node)}: {dotted((*place, key))} is given twice")
             mapping[key] = _build(value_node, (*place, key), sources, file)
         return mapping
     if isinstance(node, yaml.SequenceNode):
@@ -116,7 +113,7 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
     try:
         return _scalar(node.value, kind)
     except ValueError:
-        raise RecipeError(f"{at(node)}: {_dotted(place)}: {_shown(node.value)} is not of YAML's type {kind}") from None
+        raise RecipeError(f"{at(node)}: {dotted(place)}: {_shown(node.value)} is not of YAML's type {kind}") from None
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
@@ -127,7 +124,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
+        node = yaml.compose(text, Loader=CoreLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -157,7 +154,7 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
     key = _key(at, last, name)
     inside_list, place = isinstance(at, list), (*place, key)
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
+        node = yaml.compose(text, Loader=CoreLoader)
     except yaml.YAMLError:
         node = None if not text else yaml.ScalarNode("tag:yaml.org,2002:str", text)
     except RecursionError:
@@ -226,10 +223,10 @@ def _where(place: Place, sources: dict[Place, str], path: Path) -> str:
     """`R.yaml:7: optim.lr`; a setting that is not there at all is located by its section."""
     known = next((place[:n] for n in range(len(place), -1, -1) if place[:n] in sources), None)
     source = sources[known] if known else str(path)
-    return f"{source if source != 'command line' else f'{path} (command line)'}: {_dotted(place)}"
+    return f"{source if source != 'command line' else f'{path} (command line)'}: {dotted(place)}"
 
 
-def _dotted(place: Place) -> str:
+def dotted(place: Place) -> str:
     return ".".join(map(str, place))
 
 
@@ -277,10 +274,10 @@ def _suggest(place: Place, fields: dict[Place, Any]) -> str:
     options = [p for option in OTHER_NAMES.get(name, "").split(" or ") if (p := tuple(option.split("."))) in known]
     if options:
         options = [p for p in options if p[:-1] == place[:-1]] or options
-        return f" Did you mean {' or '.join(map(_dotted, options))}?"
+        return f" Did you mean {' or '.join(map(dotted, options))}?"
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
-            return f" Did you mean {_dotted(next(p for p in candidates if p[-1] == near))}?"
+            return f" Did you mean {dotted(next(p for p in candidates if p[-1] == near))}?"
     return ""
 
 
@@ -347,59 +344,6 @@ def _shown(value: Any) -> str:
     return "a section" if isinstance(value, dict) else redact(json.dumps(value, ensure_ascii=False))[:80]
 
 
-# Showing -------------------------------------------------------------------------------------------------------------
-
-
-def to_yaml(loaded: LoadedRecipe, *, explain: bool = False) -> str:
-    """The resolved recipe as YAML, each value with a comment saying where it comes from (or what it means)."""
-    lines = list(_lines(loaded.recipe, (), loaded.sources, explain))
-    width = min(max((len(text) for text, comment in lines if comment), default=0), 60)
-    return "\n".join(f"{text:<{width}}  # {comment}" if comment else text for text, comment in lines) + "\n"
-
-
-def _lines(section: BaseModel, place: Place, sources: dict[Place, str], explain: bool) -> Iterator[tuple[str, str]]:
-    indent = "  " * len(place)
-    for name, info in type(section).model_fields.items():
-        value, here = getattr(section, name), (*place, name)
-        about = (info.description or "").replace("\n", " ")
-        if isinstance(value, BaseModel):
-            yield f"{indent}{name}:", about if explain else ""
-            yield from _lines(value, here, sources, explain)
-            continue
-        if isinstance(value, tuple) and value and all(isinstance(entry, BaseModel) for entry in value):
-            yield f"{indent}{name}:", about if explain else ""
-            for i, entry in enumerate(value):
-                for number, (text, comment) in enumerate(_lines(entry, (*here, i), sources, explain)):
-                    yield (f"{indent}  - {text.lstrip()}" if number == 0 else text), comment
-            continue
-        given = next((sources[p] for p in sources if p[: len(here)] == here), None)
-        if isinstance(section, Section) and name in (ineffective := section.ineffective_settings()) and value is not None:
-            why = f"{about} [no effect: {ineffective[name]}]" if explain else "no effect here"
-            yield f"{indent}# {name}: {_flow(value)}", why
-            continue
-        source = given or ("default" if info.default is not PydanticUndefined else "")
-        yield f"{indent}{name}: {_flow(value)}", f"{about} [{source}]" if explain else source
-
-
-class _CoreDumper(yaml.SafeDumper):
-    """Quotes what `_CoreLoader` would not read back as a string, and keeps each value on one line."""
-
-    yaml_implicit_resolvers = _CoreLoader.yaml_implicit_resolvers
-
-
-_CoreDumper.add_representer(float, lambda dumper, number: dumper.represent_scalar("tag:yaml.org,2002:float", repr(number)))
-_CoreDumper.add_representer(tuple, lambda dumper, items: dumper.represent_list(items))
-_CoreDumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.splitlines() == [text] else '"'),
-)
-
-
-def _flow(value: Any) -> str:
-    text = yaml.dump(value, Dumper=_CoreDumper, default_flow_style=True, width=math.inf, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
 def flatten(recipe: BaseModel) -> dict[str, Any]:
     """{'optim.lr': 1e-05, …}: for comparing two recipes and for trackers."""
 
@@ -410,6 +354,6 @@ def flatten(recipe: BaseModel) -> dict[str, Any]:
             for key, value in tree.items():
                 yield from walk(value, (*place, key))
         else:
-            yield _dotted(place), tree
+            yield dotted(place), tree
 
     return dict(walk(recipe.model_dump(mode="json"), ()))

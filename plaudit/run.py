@@ -39,9 +39,10 @@ from plaudit.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from plaudit.config import LoadedRecipe, to_yaml
+from plaudit.config import LoadedRecipe
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, RunError, TrainingStopped, redact
+from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, write_atomic
 from plaudit.recipe import ScoreRecipe
 from plaudit.report.curves import draw_curves

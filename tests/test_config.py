@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
 from plaudit import plugins
-from plaudit.config import LoadedRecipe, flatten, load, to_yaml
+from plaudit.config import LoadedRecipe, flatten, load
 from plaudit.config import settings as recipe_settings
 from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
+from plaudit.explain import explain, to_yaml
 from plaudit.recipe import STAGES, OptimSettings, RewardSettings, Section, SFTRecipe
 from plaudit.recipe.rewards import OneReward
 from plaudit.train.schedule import lr_at
@@ -26,6 +27,7 @@ model: {path: m}
 data: {train: rows.jsonl}
 run: {dir: runs/a}
 """
+RL = f"{MINIMAL}rewards: [{{kind: length, at_most: 5}}]\n"
 SECRET = "sk-abcdef1234567890abcd"
 
 
@@ -316,7 +318,7 @@ def test_a_list_of_sections_told_apart_by_their_kind(read, complaint, monkeypatc
 
 def test_missing_settings_say_what_they_are(complaint):
     assert complaint("model: {path: m}\ndata: {train: x}\n") == (
-        "r.yaml: run is missing. It is: Where the run lives and how long it goes."
+        "r.yaml: run is missing. It is: Run folder, length, validation and checkpoints."
     )
     assert complaint("data: {train: x}\nrun: {dir: d}\nmodel: {dtype: auto}").startswith(
         "r.yaml:3: model.path is missing. It is: A folder in Hugging Face format"
@@ -431,15 +433,76 @@ def test_to_yaml_says_where_values_come_from(read, tmp_path):
 
 
 def test_to_yaml_explains(read):
-    shown = to_yaml(read(), explain=True)
-    assert "# Peak learning rate of AdamW. [default]" in shown
-    assert "# Optimiser and learning-rate schedule." in shown
+    lines = [" ".join(line.split()) for line in explain(read()).splitlines()]
+    assert lines[lines.index("lr: 1e-05 # number > 0 [default]") + 1] == "# Peak learning rate of AdamW."
+    assert "optim: # Optimiser and learning-rate schedule." in lines
+    assert "dtype: auto # auto | float32 | bfloat16 [default]" in lines
+
+
+def test_explain_lists_the_settings_of_sections_that_are_not_set(read):
+    lines = [" ".join(line.split()) for line in explain(read(RL)).splitlines()]
+    for setting in (
+        "# rank: 16 # integer > 0 [default]",
+        "# loss_coefficient: 0.5 # number ≥ 0 [default]",
+        "# estimator: k1 # k1 | abs | k2 | k3 [default]",
+        "# high: 2.0 # number > 1 [default]",
+        "# max_rounds: 5 # integer > 0 [default]",
+        "# placement: resident # resident | offload [default]",
+    ):
+        assert setting in lines, setting
+    assert "gradient_checkpointing: false # true | false | integer > 0 | auto [default]" in lines
+
+
+def test_explain_of_named_settings_prints_those_only(read):
+    loaded = read(RL)
+    critic = explain(loaded, ["critic"])
+    assert critic.startswith("critic: null")
+    assert "pretrain_steps: 0" in critic
+    assert "rollout" not in critic.replace("rollout.", "")
+    one = explain(loaded, ["optim.lr"])
+    assert [line.split("#")[0].strip() for line in one.splitlines()] == ["optim:", "lr: 1e-06", ""]
+    assert "# max_tokens: … " in explain(loaded, ["rewards.overlong"]), "a kind that the recipe does not use"
+    with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of a rl recipe\. Did you mean critic\?"):
+        explain(loaded, ["critc"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("algorithm.clip=0.1", "algorithm.clip_ratio"),
+        ("algorithm.kl_kind=k1", "algorithm.kl_estimator"),
+        ("algorithm.kl_reward.kind=k1", "algorithm.kl_reward.estimator"),
+        ("algorithm.reference_placement=offload", "reference.placement"),
+        ("critic.clip=0.1", "critic.clip_value"),
+        ("critic.coefficient=0.1", "critic.loss_coefficient"),
+        ("critic.warmup_steps=2", "critic.pretrain_steps"),
+        ("critic.optim.offload=true", "critic.optim.placement"),
+        ("optim.offload=true", "optim.placement"),
+        ("run.repeatable=true", "run.deterministic"),
+    ],
+)
+def test_old_names_suggest_the_new_ones(complaint, old, new):
+    assert f"is not a setting. Did you mean {new}?" in complaint(RL, old)
+
+
+def test_the_engine_is_native_or_a_class_in_a_file(read, complaint):
+    assert read(RL, "rollout.engine=engines/mine.py:Mine").recipe.rollout.engine == "engines/mine.py:Mine"
+    for wrong in ("vlm", "mine.py", "mine.py:", ":Mine", "mine:Mine"):
+        assert "rollout.engine: should be native, or your own engine as file.py:Class" in complaint(RL, f"rollout.engine={wrong}")
+
+
+def test_settings_are_at_most_four_levels_deep():
+    """a.b.c.d, where the number of a list's entry does not count."""
+    places = {place for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
+    for kind in plugins.kinds("rewards"):
+        places |= {place for place, _ in recipe_settings(plugins.kind("rewards", kind), ("rewards",))}
+    assert not {".".join(map(str, place)) for place in places if len(place) > 4}
 
 
 def assert_reads_back(loaded: LoadedRecipe, folder) -> None:
-    for explain in (False, True):
+    for text in (to_yaml(loaded), explain(loaded)):
         path = folder / "back.yaml"
-        path.write_text(to_yaml(loaded, explain=explain), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         assert load(path).recipe == loaded.recipe
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from plaudit.config import load, to_yaml
+from plaudit.config import load
+from plaudit.explain import to_yaml
 from plaudit.scoring import Scorer
 from support.paths import REPOSITORY
 from support.recipes import train_dpo, train_reward_model, train_rl, train_sft

@@ -16,6 +16,7 @@ LEVELS = [
     ["objectives"],
     ["recipe"],
     ["config"],
+    ["explain"],
     ["data", "models"],
     ["report"],
     ["resumable"],

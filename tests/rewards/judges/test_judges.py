@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from plaudit.config import load, to_yaml
+from plaudit.config import load
 from plaudit.data.conversations import parse_prompt
 from plaudit.errors import RecipeError
+from plaudit.explain import explain
 from plaudit.recipe import ScoreRecipe
 from plaudit.reward_models.backend import Answer, ScalarScore
 from plaudit.rewards.cache import reward_digest
@@ -872,7 +873,7 @@ def test_what_plaudit_config_prints_is_the_same_recipe(reward, tmp_path):
     """All settings spelt out, those that are defaults too."""
     (tmp_path / "a.yaml").write_text(json.dumps({"rewards": [json.loads(reward.model_dump_json(exclude_unset=True))]}))
     loaded = load(tmp_path / "a.yaml")
-    (tmp_path / "b.yaml").write_text(to_yaml(loaded, explain=True))
+    (tmp_path / "b.yaml").write_text(explain(loaded))
     assert load(tmp_path / "b.yaml").recipe == loaded.recipe
 
 

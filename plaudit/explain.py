@@ -1,0 +1,184 @@
+"""The resolved recipe as YAML, with where each value comes from or what each setting means (`plaudit config`)."""
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from plaudit import plugins
+from plaudit.config import CoreLoader, LoadedRecipe, Place, dotted, section_class
+from plaudit.errors import RecipeError, did_you_mean
+from plaudit.recipe.section import Section
+
+WIDTH = 110
+"""Of descriptions, in columns."""
+COLUMN = 40
+"""Where the allowed values start."""
+
+
+# Values and their sources --------------------------------------------------------------------------------------------
+
+
+def to_yaml(loaded: LoadedRecipe) -> str:
+    """The resolved recipe; a comment behind each value says where it comes from."""
+    lines = list(_values(loaded.recipe, (), loaded.sources))
+    width = min(max((len(text) for text, comment in lines if comment), default=0), 60)
+    return "".join(f"{text:<{width}}  # {comment}\n" if comment else f"{text}\n" for text, comment in lines)
+
+
+def _values(section: BaseModel, place: Place, sources: dict[Place, str]) -> Iterator[tuple[str, str]]:
+    indent = "  " * len(place)
+    for name, info in type(section).model_fields.items():
+        value, here = getattr(section, name), (*place, name)
+        if name in _ineffective(section) and value is not None:
+            yield f"{indent}# {name}: {_flow(_plain(value))}", "no effect here"
+        elif isinstance(value, BaseModel):
+            yield f"{indent}{name}:", ""
+            yield from _values(value, here, sources)
+        elif _is_list_of_sections(value):
+            yield f"{indent}{name}:", ""
+            for i, entry in enumerate(value):
+                for number, (text, comment) in enumerate(_values(entry, (*here, i), sources)):
+                    yield (f"{indent}  - {text.lstrip()}" if number == 0 else text), comment
+        else:
+            yield f"{indent}{name}: {_flow(value)}", _source(here, info, sources)
+
+
+def _source(place: Place, info: Any, sources: dict[Place, str]) -> str:
+    given = next((sources[p] for p in sources if p[: len(place)] == place), None)
+    return given or ("default" if info.default is not PydanticUndefined else "")
+
+
+def _ineffective(section: Any) -> dict[str, str]:
+    return section.ineffective_settings() if isinstance(section, Section) else {}
+
+
+def _is_list_of_sections(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(entry, BaseModel) for entry in value)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+# Explanations --------------------------------------------------------------------------------------------------------
+
+
+def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
+    """Every setting with its meaning, allowed values, value and source; sections that are not set, as comments.
+
+    `only`: dotted names (critic, optim.lr, rewards.0) to print instead of the whole recipe.
+    """
+    wanted = [tuple(int(part) if part.isdecimal() else part for part in name.split(".")) for name in only]
+    blocks = list(_settings(type(loaded.recipe), loaded.recipe, (), loaded.sources))
+    if hasattr(loaded.recipe, "rewards"):  # rewards.KIND: the settings of a kind, whether or not the recipe uses it
+        for place in wanted:
+            if len(place) == 2 and place[0] == "rewards" and place[1] in plugins.kinds("rewards"):
+                kind = plugins.kind("rewards", str(place[1]))
+                blocks += [(place, lines) for _, lines in _settings(kind, None, place, {}, commented=True)]
+    for place in wanted:
+        if not any(block[: len(place)] == place for block, _ in blocks):
+            names = [dotted(block) for block, _ in blocks]
+            hint = did_you_mean(dotted(place), names) or did_you_mean(str(place[-1]), [name.rpartition(".")[2] for name in names])
+            raise RecipeError(f"--explain: {dotted(place)} is not a setting of a {loaded.recipe.stage} recipe.{hint}")
+    lines = []
+    for place, text in blocks:
+        if not wanted or any(place[: len(one)] == one for one in wanted):
+            lines += ["", *text] if len(place) == 1 and lines else text
+        elif any(one[: len(place)] == place for one in wanted):
+            lines.append(text[0])  # the section that it is in
+    return "\n".join(lines) + "\n"
+
+
+def _settings(
+    kind: type[BaseModel], section: Any, place: Place, sources: dict[Place, str], *, commented: bool = False, entry: bool = False
+) -> Iterator[tuple[Place, list[str]]]:
+    """Each setting of a section class (depth first): where it is, and the lines that explain it. `section`: None if it is not set;
+    its settings are then shown as comments with their defaults. `entry`: of a list, so the first line starts with a dash."""
+    indent, mark = "  " * len(place), "# " if commented else ""
+    for number, (name, info) in enumerate(kind.model_fields.items()):
+        here = (*place, name)
+        dash = f"{indent[:-2]}- " if entry and number == 0 else indent
+        value = info.get_default(call_default_factory=True) if section is None else getattr(section, name)
+        inner = section_class(info.annotation)
+        reason = _ineffective(section).get(name) if value is not None else None
+        about = f"{info.description or ''}{f' No effect here: {reason}.' if reason else ''}"
+        text = [f"{indent}#     {line}" for line in textwrap.wrap(about, max(WIDTH - len(indent), 60))]
+        if reason is not None:
+            yield here, [f"{indent}# {name}: {_flow(_plain(value))}", *text]
+            if isinstance(value, BaseModel):
+                yield from _settings(type(value), None, here, sources, commented=True)
+        elif isinstance(value, BaseModel):
+            yield here, _headed(f"{dash}{mark}{name}:", info, text)
+            yield from _settings(type(value), value if section is not None else None, here, sources, commented=commented)
+        elif _is_list_of_sections(value):
+            yield here, _headed(f"{dash}{mark}{name}:", info, text)
+            for i, one in enumerate(value):
+                yield from _settings(type(one), one, (*here, i), sources, entry=True)
+        else:
+            shown = "…" if value is PydanticUndefined else _flow(value)
+            source = "required" if value is PydanticUndefined else "default" if section is None else _source(here, info, sources)
+            allowed = "section | null" if inner is not None else _allowed(info.annotation, info.metadata)
+            comment = f"{allowed}{f' [{source}]' if source else ''}"
+            yield here, [f"{f'{dash}{mark}{name}: {shown}':<{COLUMN}}  # {comment}", *text]
+            if inner is not None and value is None:
+                yield from _settings(inner, None, here, sources, commented=True)
+
+
+def _headed(name: str, info: Any, text: list[str]) -> list[str]:
+    """A section's name with its description behind it, or below it if it is long."""
+    return [f"{name:<{COLUMN}}  # {info.description}"] if info.description and len(text) == 1 else [name, *text]
+
+
+def _allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """The values that a type allows, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _allowed(arguments[0], arguments[1:])
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(_allowed(option) for option in arguments))
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is tuple and arguments[1:] != (...,):
+        return f"{len(arguments)} values: {', '.join(_allowed(one) for one in arguments)}"
+    if origin is tuple:
+        return f"list of {_allowed(arguments[0])}"
+    if origin is dict:
+        return "names and values"
+    if annotation in (int, float):
+        return ("integer" if annotation is int else "number") + _bounds(metadata)
+    return {NoneType: "null", str: "text", bool: "true | false"}.get(annotation, "")
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    constraints = [one for item in metadata for one in (getattr(item, "metadata", None) or [item])]
+    bounds = [f"{sign} {getattr(one, name):g}" for one in constraints for name, sign in signs.items() if hasattr(one, name)]
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+
+class CoreDumper(yaml.SafeDumper):
+    """Quotes what `CoreLoader` would not read back as a string, and keeps each value on one line."""
+
+    yaml_implicit_resolvers = CoreLoader.yaml_implicit_resolvers
+
+
+CoreDumper.add_representer(float, lambda dumper, number: dumper.represent_scalar("tag:yaml.org,2002:float", repr(number)))
+CoreDumper.add_representer(tuple, lambda dumper, items: dumper.represent_list(items))
+CoreDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.splitlines() == [text] else '"'),
+)
+
+
+def _flow(value: Any) -> str:
+    text = yaml.dump(value, Dumper=CoreDumper, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
