@@ -80,7 +80,8 @@ def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
         for place in wanted:
             if len(place) == 2 and place[0] == "rewards" and place[1] in plugins.kinds("rewards"):
                 kind = plugins.kind("rewards", str(place[1]))
-                blocks += [(place, lines) for _, lines in _settings(kind, None, place, {}, commented=True)]
+                after = next(i for i, (block, _) in enumerate(blocks) if block == ("rewards",)) + 1
+                blocks[after:after] = [(place, lines) for _, lines in _settings(kind, None, place, {}, commented=True)]
     for place in wanted:
         if not any(block[: len(place)] == place for block, _ in blocks):
             names = [dotted(block) for block, _ in blocks]
@@ -145,7 +146,7 @@ def _allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin is tuple and arguments[1:] != (...,):
-        return f"{len(arguments)} values: {', '.join(_allowed(one) for one in arguments)}"
+        return f"[{', '.join(_allowed(one) for one in arguments)}]"
     if origin is tuple:
         return f"list of {_allowed(arguments[0])}"
     if origin is dict:

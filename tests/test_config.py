@@ -487,7 +487,7 @@ def test_old_names_suggest_the_new_ones(complaint, old, new):
 
 def test_the_engine_is_native_or_a_class_in_a_file(read, complaint):
     assert read(RL, "rollout.engine=engines/mine.py:Mine").recipe.rollout.engine == "engines/mine.py:Mine"
-    for wrong in ("vlm", "mine.py", "mine.py:", ":Mine", "mine:Mine"):
+    for wrong in ("vlm", "mine.py", ".py:Mine", ":Mine", "mine:Mine"):
         assert "rollout.engine: should be native, or your own engine as file.py:Class" in complaint(RL, f"rollout.engine={wrong}")
 
 
