@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -58,7 +58,7 @@ def _ineffective(section: Any) -> dict[str, str]:
     return section.ineffective_settings() if isinstance(section, Section) else {}
 
 
-def _is_list_of_sections(value: Any) -> bool:
+def _is_list_of_sections(value: Any) -> TypeGuard[tuple[BaseModel, ...]]:
     return isinstance(value, tuple) and bool(value) and all(isinstance(entry, BaseModel) for entry in value)
 
 
