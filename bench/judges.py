@@ -111,12 +111,12 @@ async def measure(client: str, url: str, in_flight: int, calls: int) -> dict:
 
 async def plaudit(url: str, in_flight: int):
     from plaudit import __version__
+    from plaudit.recipe.limits import ModelLimits
     from plaudit.recipe.reward_models import RewardModel
     from plaudit.reward_models.backend import GenerationRequest, SamplingParams
-    from plaudit.reward_models.connection import Limits
     from plaudit.reward_models.server_client import ServerClient
 
-    client = ServerClient(RewardModel(placement="server", url=(url,)), limits=Limits(at_once=in_flight))
+    client = ServerClient(RewardModel(placement="server", url=(url,)), limits=ModelLimits(max_concurrent_calls=in_flight))
     await client.open()
 
     async def ask(questions: list[str]) -> list[str | None]:

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 HERE = Path(__file__).resolve().parent.parent
 
-RENAMED: dict[str, str] = {"critic.pretrain_steps": "critic.warmup_steps"}
+RENAMED: dict[str, str] = {"critic.pretrain_steps": "critic.warmup_steps", "rewards.limits.timeout_s": "rewards.timeout_s"}
 """This checkout's name of a setting → the other one's."""
 
 REWARD = """
@@ -33,7 +33,7 @@ def compute_score(solution_str, ground_truth):
     return {"score": written / max(1, len(solution_str)) + (ground_truth in solution_str), "written": written}
 """
 
-FUNCTION = {"kind": "function", "path": "reward.py", "workers": 1, "timeout_s": 120}
+FUNCTION = {"kind": "function", "path": "reward.py", "workers": 1, "limits": {"timeout_s": 120}}
 RL: dict[str, Any] = {
     "model": {"path": "base"},
     "data": {"train": "data/rl.jsonl", "val": "data/val.jsonl", "max_prompt_tokens": 64},
@@ -115,22 +115,32 @@ def prepare(checkout: Path, scratch: Path) -> None:
 
 
 def renamed(tree: dict[str, Any]) -> dict[str, Any]:
-    """The recipe in the other checkout's names: `section.name`, at any depth that RENAMED spells out."""
+    """The recipe in the other checkout's names: `section.name`, at any depth that RENAMED spells out, in every entry of a list."""
     tree = json.loads(json.dumps(tree))
     for new, old in RENAMED.items():
-        *sections, name = new.split(".")
-        holder = tree
-        for section in sections:
-            holder = holder.get(section) or {}
-        if name not in holder:
-            continue
-        value = holder.pop(name)
-        *sections, name = old.split(".")
-        target = tree
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[name] = value
+        section, _, inside = new.partition(".")
+        entries = tree.get(section)
+        for entry in entries if isinstance(entries, list) else [tree]:
+            if entry is tree:
+                rename(entry, new, old)
+            else:
+                rename(entry, inside, old.partition(".")[2])
     return tree
+
+
+def rename(tree: dict[str, Any], new: str, old: str) -> None:
+    *sections, name = new.split(".")
+    holder = tree
+    for section in sections:
+        holder = holder.get(section) or {}
+    if name not in holder:
+        return
+    value = holder.pop(name)
+    *sections, name = old.split(".")
+    target = tree
+    for section in sections:
+        target = target.setdefault(section, {})
+    target[name] = value
 
 
 def train(checkout: Path, scratch: Path, case: str, run: Path) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from plaudit import plugins
 from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
-from plaudit.recipe.other_names import OTHER_NAMES
+from plaudit.recipe.other_names import OTHER_NAMES, OTHER_NAMES_IN_REWARDS
 
 Place = tuple[str | int, ...]
 """Where in the recipe: ('optim', 'lr')."""
@@ -271,14 +271,22 @@ def _suggest(place: Place, fields: dict[Place, Any]) -> str:
     name = str(place[-1])
     if tuple(name.split(".")) in known:
         return f" In a file, sections are nested: {': {'.join(name.split('.'))}: …{'}' * name.count('.')}."
-    options = [p for option in OTHER_NAMES.get(name, "").split(" or ") if (p := tuple(option.split("."))) in known]
-    if options:
-        options = [p for p in options if p[:-1] == place[:-1]] or options
+    reward = next((place[:n] for n in range(len(place), 0, -1) if place[0] == "rewards" and (*place[:n], "kind") in known), None)
+    if reward is not None and name in OTHER_NAMES_IN_REWARDS:
+        options = [(*reward, *option.split(".")) for option in OTHER_NAMES_IN_REWARDS[name].split(" or ")]
+    else:
+        options = [tuple(option.split(".")) for option in OTHER_NAMES.get(name, "").split(" or ")]
+    if options := [option for option in options if option in known]:
+        options = [option for option in options if option[:-1] == place[:-1]] or options
         return f" Did you mean {' or '.join(map(dotted, options))}?"
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
-            return f" Did you mean {dotted(next(p for p in candidates if p[-1] == near))}?"
+            return f" Did you mean {dotted(max((p for p in candidates if p[-1] == near), key=partial(_shared_sections, place)))}?"
     return ""
+
+
+def _shared_sections(one: Place, other: Place) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Place, str], path: Path) -> Iterator[str]:

@@ -151,13 +151,13 @@ def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files
     )
     rows = [{"prompt": "p", "response": str(i)} for i in range(600)]
     (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (files / "r.yaml").write_text(f"rewards: [{{kind: function, path: {path}, limits: {{at_once: 4}}}}]")
+    (files / "r.yaml").write_text(f"rewards: [{{kind: function, path: {path}, limits: {{max_concurrent_groups: 4}}}}]")
     code, _, err = score(plaudit, files)
     assert code == 2
     assert "calls in a row had failed, the last with exception: ZeroDivisionError" in err
     assert len(lines(files)) == 256  # rows that were not scored have no line
     path.write_text("def compute_score(solution_str): return float(solution_str)")
-    code, _, err = score(plaudit, files, "--set", "rewards.0.limits.retries=1")
+    code, _, err = score(plaudit, files, "--set", "rewards.0.limits.group_retries=1")
     assert code == 0
     assert "files of function changed since the first rows" in err
     assert [line["reward"] for line in lines(files)] == list(range(600))
@@ -219,7 +219,7 @@ def test_dead_judge_inside_a_cascade_stops_scoring_too(plaudit, files):
     path = write_function(files, "def compute_score(solution_str): raise ConnectionError('no server')")
     rows = [{"prompt": "p", "response": str(i), "ground_truth": "x"} for i in range(300)]
     (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judge = f"{{kind: function, path: {path}, limits: {{at_once: 4}}}}"
+    judge = f"{{kind: function, path: {path}, limits: {{max_concurrent_groups: 4}}}}"
     (files / "r.yaml").write_text(f"rewards: [{{kind: cascade, rule: {{kind: exact}}, judge: {judge}}}]")
     code, _, err = score(plaudit, files)
     assert (code, lines(files)) == (2, [])

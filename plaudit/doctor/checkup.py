@@ -36,7 +36,7 @@ from plaudit.recipe import (
     TrainingRecipe,
 )
 from plaudit.rewards.combine import has_reward
-from plaudit.rewards.judges.model_rewards import models_of
+from plaudit.rewards.judges.model_rewards import find_model_rewards
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 
@@ -187,9 +187,9 @@ class _Checkup:
 
     def _reward(self, reward: RewardSettings, prompts: list[Prompt], policy: PolicyContext | None) -> None:
         """A reward with a model is checked together with its model, any other by scoring a few prompts."""
-        models = models_of(reward)
+        models = find_model_rewards(reward)
         for inner in reward.inner if models else [reward]:
-            if not models_of(inner):
+            if not find_model_rewards(inner):
                 self.check("reward", lambda inner=inner: rewards.check_reward(inner, prompts))
         if policy is not None:
             policy = replace(policy, prompts=[prompt for prompt in policy.prompts if reward.applies_to(prompt)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from plaudit.errors import RecipeError
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.types import Failure, Message
@@ -28,8 +29,8 @@ SLOW = "slow"
 class RecordingBackend(Backend):
     """The real model; records its inputs and keeps it within an interactive user's patience."""
 
-    def __init__(self, inner: Backend, settings: RewardModel):
-        self.inner, self.usage, self._settings = inner, inner.usage, settings
+    def __init__(self, inner: Backend, settings: RewardModel, limits: ModelLimits):
+        self.inner, self.usage, self._settings, self._limits = inner, inner.usage, settings, limits
         self._in_process = settings.placement in ("resident", "offload")
         self.model_info = ModelInfo()
         self.opened = self._timed_out = False
@@ -40,8 +41,8 @@ class RecordingBackend(Backend):
         """Answer length that fits the time budget, if shorter than the recipe's."""
 
     async def open(self) -> None:
-        limits = {"server": OPEN_TIMEOUT_S, "launch": self._settings.start_timeout_s + OPEN_TIMEOUT_S}
-        timeout = limits.get(self._settings.placement)
+        timeouts = {"server": OPEN_TIMEOUT_S, "launch": self._limits.start_timeout_s + OPEN_TIMEOUT_S}
+        timeout = timeouts.get(self._settings.placement)
         start = time.monotonic()
         try:
             async with asyncio.timeout(timeout):

@@ -20,11 +20,12 @@ from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
 from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import resolve_device, resolve_dtype
-from plaudit.recipe.rewards import Limits, View
+from plaudit.recipe.limits import JudgeLimits, Limits
+from plaudit.recipe.rewards import View
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
 from plaudit.reward_models.model_registry import build_backend
 from plaudit.rewards.client import ROWS_FAULTS
-from plaudit.rewards.judges.model_rewards import ModelReward, live_models_of, rewards_inside, shortened
+from plaudit.rewards.judges.model_rewards import ModelReward, find_live_model_rewards, inner_rewards, shortened
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.reward import LiveReward
 from plaudit.rewards.runner import RewardRunner
@@ -72,7 +73,7 @@ class ModelRewardCheck:
         self.renderers: dict[str, InputRenderer | None] = {}
 
     def _record(self, name: str, reward: ModelReward) -> Backend:
-        backend = RecordingBackend(build_backend(reward.model, scalar=reward.scalar), reward.model)
+        backend = RecordingBackend(build_backend(reward.model, reward.limits, scalar=reward.scalar), reward.model, reward.limits)
         self.backends[name] = reward, backend
         return backend
 
@@ -82,7 +83,7 @@ class ModelRewardCheck:
 
     def _build(self, backend: Callable[[str, ModelReward], Backend], **overrides: Any) -> LiveReward:
         live = self.reward.model_copy(update=overrides).build()
-        for name, model in live_models_of(live, self.name):
+        for name, model in find_live_model_rewards(live, self.name):
             model.use(backend(name, model.settings))
         return live
 
@@ -180,11 +181,12 @@ def _lenient_copy(reward: ModelReward) -> ModelReward:
     """A copy that never stops on failures and retries little."""
     overrides: dict[str, Any] = {
         "on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none", "when": {}, "cache": False,
-        "limits": Limits(give_up_after=None),
     }  # fmt: skip
-    if (sampling := getattr(reward, "sampling", None)) is not None:
-        overrides["sampling"] = sampling.model_copy(update={"retry": min(sampling.retry, MAX_RETRIES)})
-    for field, inner in rewards_inside(reward):
+    limits: dict[str, Any] = {**Limits().model_dump(exclude={"backoff_s"}), "give_up_after": None}
+    if isinstance(reward.limits, JudgeLimits):
+        limits["unreadable_retries"] = min(reward.limits.unreadable_retries, MAX_RETRIES)
+    overrides["limits"] = reward.limits.model_copy(update=limits)
+    for field, inner in inner_rewards(reward):
         if isinstance(inner, ModelReward):
             overrides[field] = _lenient_copy(inner)
     return reward.model_copy(update=overrides)

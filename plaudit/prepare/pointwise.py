@@ -37,7 +37,7 @@ from plaudit.prepare.scored_groups import (
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.judge import Judge
-from plaudit.rewards.judges.templates import OURS, JudgeTemplate
+from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate
 from plaudit.types import Message
 
 Rule = Literal["pointwise_score", "grade"]
@@ -109,7 +109,7 @@ class _Question:
             self.judge = Judge(kind="judge", model=model, parser="last_number_line", template=path, lowest=LOWEST, highest=HIGHEST)
         else:
             self.judge = Judge(kind="judge", model=model, parser="total_score", template=path)
-        self.template = JudgeTemplate(template or OURS / f"{self.judge.own_template}.jinja", Judge.variables, "prepare")
+        self.template = JudgeTemplate(template or BUILT_IN / f"{self.judge.default_template}.jinja", Judge.variables, "prepare")
 
     def __call__(self, group: Candidates, i: int) -> list[Message]:
         return render_question(self.template, group, self.judge.about(group.candidates[i]))

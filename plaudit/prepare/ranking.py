@@ -38,7 +38,7 @@ from plaudit.prepare.scored_groups import (
     write_rows,
 )
 from plaudit.rewards.judges.candidates import LETTERS
-from plaudit.rewards.judges.templates import OURS, JudgeTemplate
+from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate
 from plaudit.rewards.rules.ranking_lines import rank, write_ranking
 from plaudit.types import Message
 
@@ -138,7 +138,7 @@ class _Question:
     """Renders the question about a group: `group_judge`'s prompt."""
 
     def __init__(self, template: Path | None, format: Format, add_example: bool):
-        self.template = JudgeTemplate(template or OURS / "group.jinja", VARIABLES, "prepare")
+        self.template = JudgeTemplate(template or BUILT_IN / "group.jinja", VARIABLES, "prepare")
         self.format: Format = format
         self.example = f"\nAn example of an answer:\n\n{_answer(*EXAMPLE, format)}\n" if add_example else ""
 

@@ -41,3 +41,12 @@ OTHER_NAMES = {
     "r": "model.lora.rank", "lora_r": "model.lora.rank", "lora_rank": "model.lora.rank", "lora_alpha": "model.lora.alpha",
     "lora_dropout": "model.lora.dropout", "lora_target": "model.lora.targets", "target_modules": "model.lora.targets",
 }  # fmt: skip
+
+OTHER_NAMES_IN_REWARDS = {
+    "clip": "bounds or capped", "at_once": "limits.max_concurrent_calls or limits.max_concurrent_groups",
+    "max_concurrency": "limits.max_concurrent_calls or limits.max_concurrent_groups",
+    "per_s": "limits.calls_per_s or limits.groups_per_s", "deadline_s": "limits.timeout_s",
+    "read_timeout_s": "limits.attempt_timeout_s", "call_timeout_s": "limits.attempt_timeout_s",
+    "retry": "limits.unreadable_retries", "max_retries": "limits.retries or limits.group_retries",
+}  # fmt: skip
+"""The same for settings of a reward, relative to it."""

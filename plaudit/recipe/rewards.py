@@ -1,17 +1,13 @@
-"""Rewards: what every one of them has, whatever its kind. What a kind adds stands in its file in `plaudit/rewards/`."""
+"""Settings that every reward has. Each kind adds its own, in its file in `plaudit/rewards/`."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     SerializeAsAny,
     model_validator,
 )
@@ -19,6 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from plaudit import plugins
 from plaudit.recipe.audit import AuditSettings
+from plaudit.recipe.limits import Limits, ModelLimits
+from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.section import Fraction, Section, one_or_more
 
 if TYPE_CHECKING:
@@ -26,24 +24,24 @@ if TYPE_CHECKING:
 
 
 class View(Section):
-    """What a reward sees of a response. The scored string is kept with the sample."""
+    """What a reward sees of a response. The scored string is stored with the sample."""
 
     think: Literal["keep", "strip", "strict"] = "keep"
-    """Thoughts (`<think>…</think>`): seen as they are; taken off; or taken off and required to be there and well-formed."""
+    """Thoughts (`<think>…</think>`): kept; stripped; or stripped, and malformed where they are missing or not well-formed."""
     longcot_config: str | None = None
-    """A longcot_config.json, whose delimiters say what is the answer, instead of `think`."""
+    """A longcot_config.json whose delimiters mark the answer, instead of `think`."""
     strict: bool = False
-    """With longcot_config: where a delimiter is missing, the reward sees `[NULL]`, and the response is malformed."""
+    """With longcot_config: where a delimiter is missing, the reward sees `[NULL]` and the response is malformed."""
     extract: Literal["none", "line", "codeblock", "oneline", "boxed", "tag"] = "none"
-    """What of the answer is scored: all; the last line; the one fenced block at its end; all, if it is one line; what the last
-    \\boxed{} holds; what the last <tag> holds."""
+    """The part of the answer that is scored: all of it; the last line; the single fenced block at its end; all of it if it is one
+    line; the contents of the last \\boxed{}; the contents of the last <tag>."""
     tag: str | None = None
     """The tag's name, for extract: tag."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "View":
+    def _check_combination(self) -> "View":
         if self.longcot_config is not None and self.think != "keep":
-            raise ValueError("give think or longcot_config, not both: each says where the thoughts end")
+            raise ValueError("give think or longcot_config, not both: each defines where the thoughts end")
         if self.strict and self.longcot_config is None:
             raise ValueError("strict belongs to longcot_config; for <think> tags write think: strict")
         if (self.extract == "tag") != (self.tag is not None):
@@ -51,69 +49,50 @@ class View(Section):
         return self
 
 
-class Limits(Section):
-    """How hard a reward is pressed, and when it is given up. All of it counts in calls: a call scores the samples of one group."""
-
-    at_once: PositiveInt | None = None
-    """Calls under way at the same time."""
-    per_s: PositiveFloat | None = None
-    """Calls begun in a second."""
-    timeout_s: PositiveFloat | None = None
-    """The longest a call may take. Kinds that ask others have limits of their own, for each sample."""
-    retries: NonNegativeInt = 0
-    """How often samples that failed are asked for again."""
-    backoff_s: NonNegativeFloat = 0.5
-    """The wait before the first retry; it doubles with each further one."""
-    give_up_after: PositiveInt | None = 10
-    """After so many calls in a row in which every sample failed, calls fail at once, until pause_s have passed; null for never."""
-    pause_s: NonNegativeFloat = 30.0
-    """How long a reward that was given up is left alone before one call tries it again."""
-
-
 class Gate(Section):
     reward: str
     """The name of a reward further up in the list."""
     above: float = 0.0
-    """What its value must exceed."""
+    """The value it must exceed."""
 
 
-def _gate(given: Any) -> Any:
-    return {"reward": given} if isinstance(given, str) else given
+def _expand_gate(gate: Any) -> Any:
+    return {"reward": gate} if isinstance(gate, str) else gate
 
 
 class RewardSettings(Section):
-    """What every reward has. Its kind adds its own settings (`plaudit/rewards/`)."""
+    """Settings of every reward. Its kind adds its own (`plaudit/rewards/`)."""
 
     kind: str
-    """Which reward: the name of its file in plaudit/rewards."""
+    """The kind of reward: the name of its file in plaudit/rewards."""
     name: str | None = None
-    """What it is called in metrics and samples; default: its kind."""
+    """Its name in metrics and samples; default: its kind."""
     when: dict[str, Annotated[tuple[str, ...], BeforeValidator(one_or_more)]] = {}  # noqa: RUF012 (pydantic copies it)
-    """Only rows whose fields match, all of them: {data_source: "gsm8k*"}, {extra_info.lang: [de, fr]}. Case does not matter."""
+    """Only rows in which all these fields match: {data_source: "gsm8k*"}, {extra_info.lang: [de, fr]}. Case is ignored."""
     view: View = View()
     """What it sees of a response."""
     weight: float = 1.0
-    """Its share. 0: measured, not trained on."""
+    """Its weight. 0: measured, not trained on."""
     combine: Literal["add", "multiply", "min", "max"] = "add"
-    """How weight · value joins what the rewards before it came to. The first one that has a value begins."""
+    """How weight · value is combined with the result of the rewards above it. The first one with a value starts."""
     scale: float = 1.0
-    """Its value is multiplied by this. What `malformed` and `on_failure` state is not."""
-    clip: tuple[float | None, float | None] | None = None
-    """Least and greatest value, after scale; null for no bound."""
+    """Its value is multiplied by this. The values that `malformed` and `on_failure` state are not."""
+    bounds: tuple[float | None, float | None] | None = None
+    """Lowest and highest value, after scale; values beyond are clipped. null for no bound."""
     normalise: Literal["none", "group", "running"] = "none"
-    """Value less mean, over standard deviation: of the group (on every reward: GDPO), or of all values so far."""
-    gate: Annotated[Gate | None, BeforeValidator(_gate)] = None
-    """Asked only for samples to which another reward gives more than 0 ({reward: math, above: 0.5}: than 0.5)."""
+    """(value − mean) / standard deviation: of the group (on every reward: GDPO), or of all values so far."""
+    gate: Annotated[Gate | None, BeforeValidator(_expand_gate)] = None
+    """Scores only samples to which another reward gives more than 0 ({reward: math, above: 0.5}: more than 0.5)."""
     malformed: float | None = None
-    """Value of an answer that cannot be read (the policy's fault); default: what the kind gives, 0 without an extract."""
+    """Value of an unreadable response (the policy's fault); default: the kind's own, and 0 if there is nothing to extract."""
     on_failure: Literal["drop", "stop"] | float = "drop"
-    """When the reward itself fails (never the policy's fault): drop the sample from training, stop the run, or give this value."""
+    """When the reward itself fails (not the policy): drop the sample from training, stop the run, or give it this value."""
     max_failure_rate: Fraction = 0.1
-    """The run stops, with the cause, when a larger share of a step's samples fails."""
+    """The run stops and reports the cause when a larger share of a step's samples fails."""
     limits: Limits = Limits()
-    """Concurrency, rate, retries, and when it is given up."""
+    """Concurrency, rates, time limits, retries, and when it is given up."""
     cache: bool | None = None
-    """Keep scores, so that a run that was killed does not ask for them again; default: for kinds that are slow or cost money."""
+    """Cache scores on disk, so that a resumed run need not compute them again; default: for kinds that are slow or cost money."""
 
     @property
     def label(self) -> str:
@@ -121,23 +100,23 @@ class RewardSettings(Section):
 
     @property
     def inner(self) -> "list[RewardSettings]":
-        """Rewards that it is made of."""
+        """The rewards this one is composed of."""
         return []
 
     @property
     def files(self) -> list[Path]:
-        """What else its scores depend on: a run belongs to their content."""
+        """Files its scores depend on; their contents are part of a run's identity."""
         own = [] if self.view.longcot_config is None else [Path(self.view.longcot_config).expanduser()]
         return own + [file for reward in self.inner for file in reward.files]
 
     @property
     def own_files(self) -> list[Path]:
-        """Files of plaudit's that they depend on too: they count for what is known already, not for which run it is."""
+        """plaudit's own files its scores depend on: part of the cache key, not of a run's identity."""
         return [file for reward in self.inner for file in reward.own_files]
 
     @property
     def models(self) -> list[str]:
-        """Folders of models (or names on the hub) on which they depend as well."""
+        """Model folders (or names on the hub) its scores depend on."""
         return [path for reward in self.inner for path in reward.models]
 
     def applies_to(self, prompt: "Prompt") -> bool:
@@ -150,14 +129,14 @@ class RewardSettings(Section):
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> "RewardSettings":
-        low, high = self.clip or (None, None)
+        low, high = self.bounds or (None, None)
         if low is not None and high is not None and low > high:
-            raise ValueError(f"clip: {low:g} is greater than {high:g}")
+            raise ValueError(f"bounds: {low:g} is greater than {high:g}")
         return self
 
 
 def _field(prompt: "Prompt", name: str) -> str:
-    """A row's field as text: `data_source`, `ground_truth`, or dotted inside extra_info; what is absent is empty."""
+    """A row's field as text: `data_source`, `ground_truth`, or a dotted path in extra_info; empty if it is missing."""
     first, *rest = name.removeprefix("reward_model.").split(".")
     own = {"id": prompt.id, "data_source": prompt.data_source, "ground_truth": prompt.ground_truth}
     value: Any = {"extra_info": prompt.extra_info, **prompt.extra_info, **own}.get(first)
@@ -166,13 +145,13 @@ def _field(prompt: "Prompt", name: str) -> str:
     return "" if value is None else str(value)
 
 
-def _of_its_kind(given: Any) -> Any:
-    """An entry of `rewards:` as the class its kind names."""
+def _as_kind(given: Any) -> Any:
+    """An entry of `rewards:` as the class of its kind."""
     if not isinstance(given, dict):
         return given
     known, kind = plugins.kinds("rewards"), given.get("kind")
     if kind not in known:
-        # pydantic's own words for this, so that a mistake in a list of sections is told like any other.
+        # pydantic's own error types, so that this mistake is reported like any other in a list of sections.
         tags = ", ".join(f"'{name}'" for name in known)
         if kind is None:
             raise PydanticCustomError("union_tag_not_found", "no kind", {"discriminator": "'kind'"})
@@ -182,33 +161,62 @@ def _of_its_kind(given: Any) -> Any:
     return plugins.kind("rewards", kind).model_validate(given)
 
 
-def _names_of_their_own(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
+def _check_rewards(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
     if not rewards:
-        raise ValueError("has no reward, so there is nothing to learn from")
+        raise ValueError("is empty: training needs at least one reward")
     labels = [reward.label for reward in rewards]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ValueError(f"two of them are called {twice}; give each a name of its own")
+        raise ValueError(f"two rewards are called {twice}; give each its own name")
     if not any(reward.weight for reward in rewards):
-        raise ValueError("all of them have weight 0, so there is nothing to learn from")
+        raise ValueError("every reward has weight 0, so there is nothing to train on")
     for i, reward in enumerate(rewards):
         if reward.gate is not None and reward.gate.reward not in labels[:i]:
-            raise ValueError(f"the gate of {reward.label} should name a reward above it, not {reward.gate.reward}")
+            raise ValueError(f"the gate of {reward.label} must name a reward above it, not {reward.gate.reward}")
+    _check_shared_limits([named for reward in rewards for named in _nested(reward, reward.label)])
     return rewards
 
 
-OneReward = Annotated[SerializeAsAny[RewardSettings], BeforeValidator(_of_its_kind)]
+def _nested(reward: RewardSettings, name: str) -> Iterator[tuple[str, RewardSettings]]:
+    """The reward and the rewards inside it, with their names."""
+    yield name, reward
+    for field in type(reward).model_fields:
+        if isinstance(inner := getattr(reward, field), RewardSettings):
+            yield from _nested(inner, f"{name}/{field}")
+
+
+def _check_shared_limits(rewards: Sequence[tuple[str, RewardSettings]]) -> None:
+    """Rewards with the same model share its servers and connections, and so their limits."""
+    first: dict[tuple[RewardModel, bool], tuple[str, ModelLimits]] = {}
+    for name, reward in rewards:
+        model, limits = getattr(reward, "model", None), reward.limits
+        if not isinstance(model, RewardModel) or not isinstance(limits, ModelLimits) or not model.is_served:
+            continue
+        other, shared = first.setdefault((model, bool(getattr(reward, "sampling", None))), (name, limits))
+        for setting in limits.shared:
+            if getattr(limits, setting) != getattr(shared, setting):
+                raise ValueError(
+                    f"{other} and {name} use the same model, so they share its connections and must agree in limits.{setting}: "
+                    f"{_shown(getattr(shared, setting))} and {_shown(getattr(limits, setting))}"
+                )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value:g}"
+
+
+OneReward = Annotated[SerializeAsAny[RewardSettings], BeforeValidator(_as_kind)]
 """A reward of any kind."""
-Rewards = Annotated[tuple[OneReward, ...], AfterValidator(_names_of_their_own)]
-"""A list of them, as under `rewards:`."""
+Rewards = Annotated[tuple[OneReward, ...], AfterValidator(_check_rewards)]
+"""The list under `rewards:`."""
 
 
 class ScoreRecipe(Section):
-    """Rewards alone, to score or audit saved responses with."""
+    """Rewards only: to score, audit or serve."""
 
     stage: Literal["score"] = "score"
-    """Which verbs this recipe is for: score, audit and serve."""
+    """The commands this recipe is for: score, audit and serve."""
     rewards: Rewards
-    """What responses are paid for: a list, each with a kind."""
+    """The rewards: a list, each with a kind."""
     audit: AuditSettings = AuditSettings()
-    """What an audit must show."""
+    """What an audit must show to pass."""

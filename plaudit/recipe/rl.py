@@ -17,6 +17,7 @@ from pydantic import (
 
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.rewards import Rewards
 from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files, zero_or_more
 from plaudit.recipe.training import (
@@ -314,7 +315,7 @@ class CriticSettings(Section):
 
 INSIDE = ("", "scorer.", "rule.", "judge.")
 """Where a reward's model may be: in the reward itself, or in one that it contains."""
-HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "start_timeout_s", "program", "limits.*", "prompt_price", "answer_price")
+HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "program", "prompt_price", "answer_price")
 
 
 class RLRecipe(Section):
@@ -390,13 +391,16 @@ class RLRecipe(Section):
         return self
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        *ANY_RESUME, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers", "rewards.*.limits.*",
+        *ANY_RESUME, "run.validate_every", "validation.*", "rewards.*.max_failure_rate", "rewards.*.workers",
         "rewards.*.cache", "audit.*", "critic.placement", "critic.optim.placement", "reference.placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
+        # Not the retries of unreadable answers: they change which answer is read.
+        *(f"rewards.*.{inside}limits.{setting}" for inside in INSIDE for setting in ModelLimits.model_fields),
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences", "critic.gradient_checkpointing",
         "critic.liger",
-        "rewards.*.timeout_s", "rewards.*.on_failure",  # changed to fix a reward that stopped the run
+        # Changed to fix a reward that stopped the run:
+        "rewards.*.limits.timeout_s", "rewards.*.limits.function_timeout_s", "rewards.*.on_failure",
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Reward models wherever they live: in this process, behind a URL, or in a server that is started for them."""
+"""Reward models wherever they run: in this process, behind a URL, or on a server started for them."""

@@ -1,7 +1,7 @@
-"""What a reward asks of a model: to write an answer, or to give a number. Where the model lives does not matter here.
+"""The interface of the model behind a reward: it generates answers, or scores conversations. Where it runs does not matter.
 
-Both never raise for one request: what could not be answered comes back as a failure with its cause (`timeout`, `http`, `refused`,
-`reset`, `garbage`, `died`, …), next to the answers of the others.
+Neither method raises because of a single request: a request that could not be answered comes back as a failure with its cause
+(`timeout`, `http`, `refused`, `reset`, `garbage`, `died`, …), next to the results of the others.
 """
 
 from abc import ABC, abstractmethod
@@ -14,16 +14,16 @@ from plaudit.types import Failure, Message
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt for a generating judge."""
+    """One prompt for a generative model."""
 
     messages: list[Message]
     """Rendered with the judge's own chat template."""
     text: str | None = None
-    """Instead of messages: the prompt as it is, special tokens and all (plugins write such)."""
+    """Instead of messages: the complete prompt, special tokens included (plugins produce these)."""
     key: str = ""
-    """What randomness is keyed by, besides the seed: the same key, the same answer."""
+    """Key of the sampling noise, together with the seed: the same key gives the same answer."""
     affinity: str = ""
-    """Questions with the same affinity go to the same replica, which may then share their prefix."""
+    """Requests with the same affinity go to the same replica, which may then share their prefix."""
 
 
 @dataclass(frozen=True)
@@ -33,109 +33,109 @@ class Answer:
     prompt_tokens: int = 0
     new_tokens: int = 0
     truncated: bool = False
-    """It was cut at max_new_tokens."""
+    """It was truncated at max_new_tokens."""
     too_long: bool = False
-    """The prompt is longer than max_prompt_tokens, or than the server takes. (The policy's fault, so no failure.)"""
+    """The prompt is longer than max_prompt_tokens or the server's limit. (The policy's fault, so not a failure.)"""
     refused: bool = False
-    """It is the server that said so, by a limit that it may have or not have tomorrow."""
+    """Too long by the server's own limit, which may change."""
 
 
 @dataclass(frozen=True)
 class ScalarScore:
-    """A scalar model's number."""
+    """A scalar model's score of one conversation."""
 
     value: float | None
     failure: Failure | None = None
     prompt_tokens: int = 0
     too_long: bool = False
-    """The conversation is longer than max_prompt_tokens, or than the server takes. (The policy's fault, so no failure.)"""
+    """The conversation is longer than max_prompt_tokens or the server's limit. (The policy's fault, so not a failure.)"""
     refused: bool = False
-    """It is the server that said so, by a limit that it may have or not have tomorrow."""
+    """Too long by the server's own limit, which may change."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is written."""
+    """How answers are sampled."""
 
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
-    """Strings that end an answer; as servers do it, they are not part of it."""
+    """Strings that end an answer, and are not part of it (as with servers)."""
     timeout_s: float = 120.0
-    """The longest that one answer may take, all retries of the connection included."""
+    """Time limit for one answer, all attempts of its call included."""
 
 
 @dataclass
 class Usage:
-    """Counts since the model was opened. calls = requests + retries, and faults = retries + failures."""
+    """Totals since the model was opened. calls = requests + retries, and faults = retries + failures."""
 
     calls: int = 0
-    """Tries, the repeated ones included."""
+    """Attempts, retries included."""
     retries: int = 0
-    """Tries that repeat one that went wrong."""
+    """Attempts that repeat a failed one."""
     prompt_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
-    """From asking to answer, added up over all requests, side by side or not."""
+    """From request to answer, summed over all requests, concurrent or not."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Questions without an answer, by cause."""
+    """Requests without an answer, by cause."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Tries that went wrong, by cause."""
+    """Failed attempts, by cause."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """How a model that is open reads what it is asked, as far as that is known here."""
+    """What is known about an open model."""
 
     template: Any = None
-    """The ChatTemplate or Transcript that messages are rendered with; None: its server renders them."""
+    """The ChatTemplate or Transcript that renders messages; None if the server does."""
     context: int | None = None
-    """How many tokens it takes at most."""
+    """Its context length in tokens."""
     name: str = ""
-    """What its server calls it."""
+    """Its served name."""
     weights: str = ""
-    """The folder or hub name that its server has loaded, if it tells."""
+    """The folder or hub name its server has loaded, if the server reports it."""
 
 
 class Backend(ABC):
-    """A model that judges. All methods run on the rewards' event loop; what computes or waits long does so elsewhere."""
+    """A model behind rewards. All methods run on the rewards' event loop, so they must not block."""
 
     usage: Usage
 
     @property
     def name(self) -> str:
-        """Its folder, or what it is called where it is served."""
+        """Its folder, or its served name."""
         return ""
 
     @abstractmethod
     async def open(self) -> None:
-        """Load it, connect to it, or start it; raises a RecipeError that says what to do if that is impossible."""
+        """Load, connect to or start the model; raises a RecipeError with the remedy if that fails."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Also when `open` failed or was never called."""
+        """Release it. Called also when `open` failed or was never called."""
 
     @abstractmethod
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
-        """An answer to each, in order."""
+        """An answer to each request, in order."""
 
     @abstractmethod
     async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
-        """A scalar model's number for each conversation, which ends with the assistant's message."""
+        """A scalar model's score of each conversation, which ends with the assistant's message."""
 
     @property
     def weights(self) -> "Backend":
-        """Whose `load` and `unload` bring its weights to the device: the same for all who share a model."""
+        """The object whose `load` and `unload` move the weights: the same one for all rewards that share a model."""
         return self
 
-    async def load(self) -> None:  # noqa: B027 (nothing to do is a fine way to do it)
-        """placement: offload. Onto the device, before a step's groups are scored. What goes wrong is a failure of those who ask."""
+    async def load(self) -> None:  # noqa: B027 (optional)
+        """placement: offload. Move the weights to the device. If that fails, the requests that follow fail."""
 
     async def unload(self) -> None:  # noqa: B027
-        """placement: offload. Off it again; its memory is really returned."""
+        """placement: offload. Move them off the device and free their memory."""
 
     def info(self) -> ModelInfo:
-        """Once it is open."""
+        """Known once it is open."""
         return ModelInfo()

@@ -1,4 +1,4 @@
-"""A batch in which one thing may spoil all: what fails is tried again in halves, until the culprit is alone."""
+"""Bisection of failing batches: a batch that fails is split in halves until the item that causes it is alone."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -12,8 +12,8 @@ from plaudit.types import Failure
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-MOST_FAILURES = 32
-"""Of one batch, after which nothing is halved any more: enough to find one culprit among any number, or a few."""
+MAX_FAILURES = 32
+"""Failed sub-batches after which nothing more is split: enough to isolate a few bad items in a batch of any size."""
 
 
 def bisect_failures(
@@ -21,33 +21,33 @@ def bisect_failures(
     compute: Callable[[Sequence[Item]], Iterable[tuple[int, Result]]],
     fail: Callable[[Failure], Result],
 ) -> list[Result]:
-    """A result for each item. `compute` gives (index among what it was given, result) as they are done, and may raise."""
+    """A result for each item. `compute` yields (index into its argument, result) as items are done, and may raise."""
     results: list[Result | None] = [None] * len(items)
-    parts, failures = [list(range(len(items)))], 0
-    while parts:
-        part, failure = parts.pop(), None
+    batches, failures = [list(range(len(items)))], 0
+    while batches:
+        batch, failure = batches.pop(), None
         try:
-            for i, result in compute([items[i] for i in part]):
-                results[part[i]] = result
+            for i, result in compute([items[i] for i in batch]):
+                results[batch[i]] = result
         except Exception as error:
             failure = failure_of(error)
-        left = [i for i in part if results[i] is None]
+        left = [i for i in batch if results[i] is None]
         if not left:
             continue
         failures += 1
-        failure = failure or Failure("no_answer", "the model gave no answer to this question")
+        failure = failure or Failure("no_answer", "the model returned no result for this request")
         if failure.cause == "out_of_memory":
             release_memory()
-        if len(left) == 1 or failures >= MOST_FAILURES or failure.cause == "closed":
+        if len(left) == 1 or failures >= MAX_FAILURES or failure.cause == "closed":
             for i in left:
                 results[i] = fail(failure)
         else:
-            parts += [left[len(left) // 2 :], left[: len(left) // 2]]
+            batches += [left[len(left) // 2 :], left[: len(left) // 2]]
     return [result for result in results if result is not None]
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What was raised, as a failure with its cause."""
+    """An exception as a failure with its cause."""
     message = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:500]
     if isinstance(error, Closed):
         return Failure("closed", str(error))

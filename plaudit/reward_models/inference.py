@@ -1,4 +1,4 @@
-"""What a model in this process can do: score conversations, or write. Everything here runs in the model's own thread."""
+"""What a model in this process computes: scores, or answers. Everything here runs in the model's own thread."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,42 +19,44 @@ Result = TypeVar("Result")
 
 class Inference(ABC, Generic[Item, Result]):
     gather_s: ClassVar[float] = 0.0
-    """How long the first of several questions waits for the others."""
+    """How long the first request of a batch waits for others."""
 
     def __init__(self, settings: RewardModel, device: torch.device, closing: Callable[[], bool]):
-        """`closing`: nobody wants to know any more."""
+        """`closing`: whether the model is being closed, so results are no longer needed."""
         assert settings.path is not None
         self.settings, self.path, self.device, self.closing = settings, settings.path, device, closing
         self.context: int | None = None
 
     def open(self) -> None:
-        """Everything but the weights: config and tokenizer are read and checked."""
+        """Load and check everything but the weights: config and tokenizer."""
         config = read_config(self.path, trust_remote_code=self.settings.trust_remote_code)
         self.context = context_tokens(config)
         longest = self.settings.max_prompt_tokens
         if longest is not None and self.context is not None and longest > self.context:
-            raise RecipeError(f"max_prompt_tokens is {longest:,}, and {self.path} takes {self.context:,} tokens at most: lower it")
+            raise RecipeError(
+                f"max_prompt_tokens is {longest:,}, but the context of {self.path} is {self.context:,} tokens: lower it"
+            )
         self.check(config)
 
     @abstractmethod
     def check(self, config: PretrainedConfig) -> None:
-        """Is it the right kind of model, and has it what it needs?"""
+        """Raise a RecipeError if this is not the right kind of model, or something it needs is missing."""
 
     @abstractmethod
-    def read(self) -> nn.Module:
+    def load(self) -> nn.Module:
         """The model with its weights, on the device."""
 
     @abstractmethod
-    def take(self, model: Any) -> None:
-        """The weights are on the device."""
+    def attach(self, model: Any) -> None:
+        """Use this model, whose weights are now on the device."""
 
     @abstractmethod
-    def release(self) -> None:
-        """They are about to go: hold on to nothing. Also when there were none."""
+    def detach(self) -> None:
+        """Drop every reference to the model, whose weights are about to be freed. Also called when there was none."""
 
     @abstractmethod
     def compute(self, items: list[Item]) -> list[Result]:
-        """A result for each, in order. Never raises for one of them."""
+        """A result for each item, in order. Never raises because of a single item."""
 
     @abstractmethod
     def failed(self, failure: Failure) -> Result: ...

@@ -1,7 +1,8 @@
-"""placement: launch. A vLLM server that is started for a reward model, and gone when we are.
+"""placement: launch. A vLLM server that is started for a reward model and ends with this process.
 
-It is waited for (`start_timeout_s`), started once more if it dies after it had worked, and stopped with all its children: politely
-when the model is closed, and by a guard if we are killed with -9. What was asked while it was down is asked again.
+`open` waits until it answers (`limits.start_timeout_s`). If it dies later it is restarted once, and the requests it lost are
+repeated. It is stopped with all its children: gracefully when the model is closed, and by a guard
+process if this process is killed with -9.
 """
 
 import asyncio
@@ -21,31 +22,31 @@ from typing import TypeVar
 import aiohttp
 
 from plaudit.errors import RecipeError, redact
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
-from plaudit.reward_models.connection import Limits
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
 Result = TypeVar("Result", Answer, ScalarScore)
 HOST = "127.0.0.1"
-SAY_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 STOP_S = 15.0
-"""How long a server may take to stop when asked to; then it is killed."""
+"""Time a server has to stop gracefully before it is killed."""
 RESTARTS = 1
-GONE = ("refused", "reset", "half", "http")
-"""How calls end whose server dies (vLLM's answers 500 before it goes)."""
+DEATH_CAUSES = ("refused", "reset", "half", "http")
+"""How calls fail whose server dies (vLLM answers 500 before it exits)."""
 
 
 class ServerProcess:
-    """A server with all its children, and the shell that ends them if we cannot."""
+    """A server with all its children, and the shell that kills them if this process cannot."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]):
         self.log = log
-        # The guard comes first and leads the process group, so there is no moment at which the server has none. It reads until
-        # the other end of its stdin, which only we hold, is closed; then `kill 0` ends the group.
+        # The guard starts first and leads the process group, so the server is never without one. It reads until the other end of
+        # its stdin, which only this process holds, is closed; then `kill 0` ends the group.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", "trap '' TERM INT HUP; read line; kill -KILL 0"],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
@@ -65,7 +66,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def last_line(self) -> str:
-        """What it printed last."""
+        """The last line it printed."""
         with self.log.open("rb") as file:
             file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().decode(errors="replace").strip().splitlines()
@@ -74,19 +75,19 @@ class ServerProcess:
     def epitaph(self) -> str:
         """'exit code 1, after printing …': how it ended."""
         code = self._process.poll()
-        how = "it runs" if code is None else f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = "still running" if code is None else f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         words = self.last_line()
         return how + (f", after printing '{words}'" if words else "")
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """Ask it to stop, then kill what is left. The second time there is nothing to do."""
+        """Stop it gracefully, then kill what is left. A second call does nothing."""
         if self._guard.returncode is not None:
-            return  # it has been waited for: its number may be another's by now
+            return  # already reaped: its pid may belong to another process by now
         if self.alive:
-            self._process.terminate()  # vLLM's own children are its to stop
+            self._process.terminate()  # vLLM stops its own children
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-        # The guard, not waited for yet, keeps the group's number from being another's.
+        # The guard is not reaped yet, so the group's id cannot belong to another process.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._guard.pid, signal.SIGKILL)
         self._process.wait()
@@ -103,16 +104,16 @@ class LaunchedServer(Backend):
     def __init__(
         self,
         model: RewardModel,
+        limits: ModelLimits = ModelLimits(),  # noqa: B008 (frozen)
         *,
         scalar: bool = False,
-        limits: Limits | None = None,
         log: Path | None = None,
         program: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         stop_s: float = STOP_S,
     ):
-        """`log`: the file for what the server prints (default: a new one among the temporary files). `program`: what is started,
-        before its arguments (default: the vLLM that the recipe names). `environment`: added to ours."""
+        """`log`: file for the server's output (default: a new temporary file). `program`: the command before its arguments
+        (default: the recipe's vLLM). `environment`: added to this process's."""
         self.model, self.scalar, self._limits, self._stop_s = model, scalar, limits, stop_s
         self._log = log or Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
         self._program, self._environment = tuple(program) or _vllm(model.program), {**os.environ, **(environment or {})}
@@ -126,24 +127,24 @@ class LaunchedServer(Backend):
 
     @property
     def command(self) -> list[str]:
-        """What is started, as the user's arguments and the model's settings have it; the user's come last and win."""
+        """The command line, from the model's settings and the user's arguments, which come last and win."""
         model = self.model
-        given = [word for argument in model.arguments for word in shlex.split(argument)]
-        ours: dict[str, str | None] = {"--model": str(model.path), "--host": HOST, "--port": str(self.port)}
-        named: list[str] = []
+        user_words = [word for argument in model.arguments for word in shlex.split(argument)]
+        options: dict[str, str | None] = {"--model": str(model.path), "--host": HOST, "--port": str(self.port)}
+        positional: list[str] = []
         if self._program[-1] == "serve":
-            named = [str(ours.pop("--model"))]  # it takes no option of that name
+            positional = [str(options.pop("--model"))]  # `vllm serve` has no --model option
         if model.tokenizer:
-            ours["--tokenizer"] = model.tokenizer
+            options["--tokenizer"] = model.tokenizer
         if model.dtype != "auto":
-            ours["--dtype"] = model.dtype
+            options["--dtype"] = model.dtype
         if model.trust_remote_code:
-            ours["--trust-remote-code"] = None
+            options["--trust-remote-code"] = None
         if self.scalar:
-            ours["--runner"] = "pooling"
-        theirs = {word.partition("=")[0] for word in given if word.startswith("--")}
-        words = [word for name, value in ours.items() if name not in theirs for word in (name, value) if word is not None]
-        return [*self._program, *named, *words, *given]
+            options["--runner"] = "pooling"
+        overridden = {word.partition("=")[0] for word in user_words if word.startswith("--")}
+        words = [word for name, value in options.items() if name not in overridden for word in (name, value) if word is not None]
+        return [*self._program, *positional, *words, *user_words]
 
     @property
     def name(self) -> str:
@@ -153,39 +154,41 @@ class LaunchedServer(Backend):
 
     async def open(self) -> None:
         self.port = self._port()
-        # A key in this variable is what vLLM will ask for.
+        # vLLM requires the key in this variable.
         key = self.model.credential or ("VLLM_API_KEY" if self._environment.get("VLLM_API_KEY") else None)
         model = self.model.model_copy(update={"credential": key})
         url = f"http://{HOST}:{self.port}"
-        self._client = ServerClient(model, urls=[url], scalar=self.scalar, limits=self._limits, wait_s=10.0)
+        self._client = ServerClient(model, self._limits, urls=[url], scalar=self.scalar, wait_s=10.0)
         self.usage = self._client.usage
         try:
             await self._start()
-            await self._first_answer(self._client)
+            await self._connect(self._client)
         except BaseException:
             await self.close()
             raise
 
-    async def _first_answer(self, client: ServerClient) -> None:
+    async def _connect(self, client: ServerClient) -> None:
         try:
             await client.open()
         except RecipeError as error:
             assert self._server is not None
             if await _is_dead(self._server):
-                error = RecipeError(f"the server for {self.model.path} died at once ({self._server.epitaph()}): {error}")
-            raise RecipeError(f"{error} All it said: {self._log}") from None
+                error = RecipeError(
+                    f"the server for {self.model.path} died right after it started ({self._server.epitaph()}): {error}"
+                )
+            raise RecipeError(f"{error} Its output: {self._log}") from None
 
     def _port(self) -> int:
-        given = [word for argument in self.model.arguments for word in shlex.split(argument.replace("=", " "))]
-        in_arguments = given[given.index("--port") + 1] if "--port" in given[:-1] else "0"
-        wanted = self.model.port or (int(in_arguments) if in_arguments.isdigit() else 0)
+        words = [word for argument in self.model.arguments for word in shlex.split(argument.replace("=", " "))]
+        in_arguments = words[words.index("--port") + 1] if "--port" in words[:-1] else "0"
+        port = self.model.port or (int(in_arguments) if in_arguments.isdigit() else 0)
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just released is free
             try:
-                probe.bind((HOST, wanted))
+                probe.bind((HOST, port))
             except OSError as error:
                 raise RecipeError(
-                    f"{self.model.path}: port {wanted} cannot be used ({error.strerror}). Leave out port for a free one."
+                    f"{self.model.path}: port {port} cannot be used ({error.strerror}). Leave out port to use a free one."
                 ) from None
             return probe.getsockname()[1]
 
@@ -193,23 +196,23 @@ class LaunchedServer(Backend):
         """Start the server and wait until it answers."""
         began = time.monotonic()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        print_line(f"starting a server for {self.model.path} on port {self.port}; it writes to {self._log}")
+        print_line(f"starting a server for {self.model.path} on port {self.port}; its output: {self._log}")
         try:
             self._server = ServerProcess(self.command, self._log, self._environment)
         except OSError as error:
             raise RecipeError(f"{self._program[0]} cannot be started: {error.strerror}") from None
         await self._wait(self._server, began)
-        print_line(f"the server for {self.model.path} answers after {time.monotonic() - began:.0f} s")
+        print_line(f"the server for {self.model.path} is ready after {time.monotonic() - began:.0f} s")
 
     async def _wait(self, server: ServerProcess, began: float) -> None:
-        said, limit = began, self.model.start_timeout_s
+        reported, limit = began, self._limits.start_timeout_s
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
             while True:
                 if not server.alive:
                     how = server.epitaph()
-                    hint = " Install it there, or set program to a vllm elsewhere." if "No module named 'vllm'" in how else ""
+                    hint = " Install it, or set program to a vllm installed elsewhere." if "No module named 'vllm'" in how else ""
                     raise RecipeError(
-                        f"the server for {self.model.path} ended before it answered ({how}).{hint} All it said: {self._log}"
+                        f"the server for {self.model.path} ended before it was ready ({how}).{hint} Its output: {self._log}"
                     )
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with session.get(f"http://{HOST}:{self.port}/health") as response:
@@ -218,11 +221,11 @@ class LaunchedServer(Backend):
                 now = time.monotonic()
                 if now - began > limit:
                     raise RecipeError(
-                        f"the server for {self.model.path} did not answer within start_timeout_s, {limit:g} s (it said last: "
-                        f"'{server.last_line()}'). All it said: {self._log}"
+                        f"the server for {self.model.path} was not ready within limits.start_timeout_s, {limit:g} s (its last "
+                        f"line: '{server.last_line()}'). Its output: {self._log}"
                     )
-                if now - said > SAY_EVERY_S:
-                    said = now
+                if now - reported > REPORT_EVERY_S:
+                    reported = now
                     print_line(f"waiting for the server, {now - began:.0f} of {limit:g} s: {server.last_line()}")
                 await asyncio.sleep(0.2)
 
@@ -235,57 +238,57 @@ class LaunchedServer(Backend):
             await self._client.close()
         if self._server is not None:
             server, self._server = self._server, None
-            # Shielded: a task that is cancelled here must not leave a server behind.
+            # Shielded: a cancelled task must not leave a server behind.
             await asyncio.shield(asyncio.to_thread(server.stop, self._stop_s))
 
     def info(self) -> ModelInfo:
-        assert self._client is not None, "it was never opened"
+        assert self._client is not None, "open it first"
         return self._client.info()
 
-    # Asking -----------------------------------------------------------------------------------------------------------
+    # Requests ---------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
-        return await self._asked(requests, lambda client, part: client.generate(part, params), lambda why: Answer(None, why))
+        return await self._call(requests, lambda client, part: client.generate(part, params), lambda why: Answer(None, why))
 
     async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
-        return await self._asked(conversations, lambda client, part: client.score(part), lambda why: ScalarScore(None, why))
+        return await self._call(conversations, lambda client, part: client.score(part), lambda why: ScalarScore(None, why))
 
-    async def _asked(
+    async def _call(
         self,
         items: Sequence[Item],
-        ask: Callable[[ServerClient, list[Item]], Awaitable[list[Result]]],
+        call: Callable[[ServerClient, list[Item]], Awaitable[list[Result]]],
         fail: Callable[[Failure], Result],
     ) -> list[Result]:
-        """What the server says to each; what it could not say because it died, the restarted one is asked."""
-        assert self._client is not None, "a model is opened before it is asked"
+        """A result for each item; items that were lost because the server died are sent to the restarted one."""
+        assert self._client is not None, "open it first"
         results: dict[int, Result] = {}
         left = list(range(len(items)))
         while left:
-            dead = await self._work()
-            if dead is not None:
-                results |= {i: fail(self._client.count_failure(dead)) for i in left}
+            failure = await self._wait_until_ready()
+            if failure is not None:
+                results |= {i: fail(self._client.count_failure(failure)) for i in left}
                 break
             server = self._server
             assert server is not None
-            results |= zip(left, await ask(self._client, [items[i] for i in left]), strict=True)
-            lost = [i for i in left if (why := results[i].failure) is not None and why.cause in GONE]
-            refusals_only = all(why.cause == "http" for i in lost if (why := results[i].failure))
-            left = lost if lost and await _is_dead(server, within_s=0.0 if refusals_only else 1.0) else []
+            results |= zip(left, await call(self._client, [items[i] for i in left]), strict=True)
+            lost = [i for i in left if (why := results[i].failure) is not None and why.cause in DEATH_CAUSES]
+            only_http_errors = all(why.cause == "http" for i in lost if (why := results[i].failure))
+            left = lost if lost and await _is_dead(server, within_s=0.0 if only_http_errors else 1.0) else []
             for i in left:
-                self._take_back(results[i].failure)
+                self._count_as_retry(results[i].failure)
         return [results[i] for i in range(len(items))]
 
-    def _take_back(self, failure: Failure | None) -> None:
-        """It was not the last word: in the counts, a try that is repeated."""
+    def _count_as_retry(self, failure: Failure | None) -> None:
+        """The request is repeated, so its failure counts as a failed attempt only."""
         assert failure is not None
         self.usage.failures[failure.cause] -= 1
         self.usage.retries += 1
 
-    async def _work(self) -> Failure | None:
-        """Wait until the server works; or why it does not, and will not again."""
+    async def _wait_until_ready(self) -> Failure | None:
+        """Wait for a restart if the server is dead; returns why if it stays dead."""
         assert self._server is not None
         if self._restarting is None and self._given_up is None and not self._server.alive:
-            # A task of its own: whoever asked may run out of time, the others still wait for it.
+            # A separate task: a caller that times out must not cancel the restart the others wait for.
             self._restarting = asyncio.create_task(self._restart(self._server))
         if self._restarting is not None:
             await asyncio.shield(self._restarting)
@@ -293,12 +296,12 @@ class LaunchedServer(Backend):
 
     async def _restart(self, server: ServerProcess) -> None:
         try:
-            what = f"the server for {self.model.path} died ({server.epitaph()})"
+            problem = f"the server for {self.model.path} died ({server.epitaph()})"
             if self._restarts == RESTARTS:
-                raise RecipeError(f"{what}, after it had been restarted. All it said: {self._log}")
+                raise RecipeError(f"{problem} again after a restart. Its output: {self._log}")
             self._restarts += 1
-            print_line(f"{what}: starting it once more", "yellow")
-            await asyncio.to_thread(server.stop, 0.0)  # its children, if it left any
+            print_line(f"{problem}: restarting it", "yellow")
+            await asyncio.to_thread(server.stop, 0.0)  # and any children it left
             await self._start()
         except RecipeError as error:
             self._given_up = Failure("died", str(error))
@@ -307,7 +310,7 @@ class LaunchedServer(Backend):
 
 
 def _vllm(program: str | None) -> tuple[str, ...]:
-    """How vLLM is started, by its own command or by a Python that has it."""
+    """The command that starts vLLM: its own, or a Python that has it."""
     words = [os.path.expanduser(word) for word in shlex.split(program or "")] or [sys.executable]
     name = Path(words[-1]).name
     if name == "vllm":
@@ -318,7 +321,7 @@ def _vllm(program: str | None) -> tuple[str, ...]:
 
 
 async def _is_dead(server: ServerProcess, within_s: float = 1.0) -> bool:
-    """Connections end a moment before the process is seen to have ended."""
+    """Whether it is dead by then: connections break a moment before the process is seen to have ended."""
     deadline = time.monotonic() + within_s
     while server.alive and time.monotonic() < deadline:
         await asyncio.sleep(0.1)

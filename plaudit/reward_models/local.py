@@ -1,8 +1,8 @@
-"""Reward models in this process: a scalar model, or one that writes.
+"""placement: resident or offload. A reward model in this process, scalar or generative.
 
-Each has a thread of its own that computes whatever waits as one batch (`model_thread.py`), and weights that stay or come and go
-(`weights.py`). A request that cannot be answered is a failure with its cause, next to the answers of the others.
-`timeout_s` does not count here, for nothing hangs: an answer ends at max_new_tokens.
+Its own thread computes all waiting requests as one batch (`model_thread.py`); its weights stay on the device or are moved there on
+demand (`weights.py`). A request that fails is a failure with its cause, next to the results of the others. Time limits do not
+apply: nothing here can hang, and an answer ends at max_new_tokens.
 """
 
 import time
@@ -31,9 +31,9 @@ class LocalModel(Backend):
         assert settings.placement in ("resident", "offload")
         self.settings, self.scalar, self.independent, self.usage = settings, scalar, independent and scalar, Usage()
         self._thread: ModelThread[Any, Any] | None = None
-        self._skill: Inference[Any, Any] | None = None
+        self._inference: Inference[Any, Any] | None = None
         self._weights: OffloadableWeights[nn.Module] | None = None
-        self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded: nobody has loaded it before asking")
+        self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded, and was not loaded before it was called")
 
     @property
     def name(self) -> str:
@@ -41,22 +41,22 @@ class LocalModel(Backend):
 
     @property
     def batches(self) -> int:
-        """That were computed so far."""
+        """Batches computed so far."""
         return self._thread.batches if self._thread is not None else 0
 
-    # Coming and going -------------------------------------------------------------------------------------------------
+    # Opening and loading ----------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        assert self._thread is None, "it is open"
+        assert self._thread is None, "already open"
         device = resolve_device(self.settings.device, "model.device")
         kind = ScalarInference if self.scalar else TextGeneration
-        thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute, device, gather_s=kind.gather_s)
-        skill = self._skill = kind(self.settings, device, thread.closing.is_set)
+        thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute_batch, device, gather_s=kind.gather_s)
+        inference = self._inference = kind(self.settings, device, thread.closing.is_set)
         offload = self.settings.placement == "offload"
-        self._weights = OffloadableWeights(skill.path, skill.read, device, offload=offload)
-        await thread.do(skill.open)
+        self._weights = OffloadableWeights(inference.path, inference.load, device, offload=offload)
+        await thread.do(inference.open)
         if not offload:
-            await thread.do(self._load_or_say_why_not)
+            await thread.do(self._load_or_raise)
 
     async def close(self) -> None:
         thread, self._thread = self._thread, None
@@ -64,10 +64,10 @@ class LocalModel(Backend):
             await thread.close(self._drop)
 
     async def load(self) -> None:
-        """What goes wrong here is a failure of the requests that come."""
+        """If loading fails, so do the requests that follow."""
         if self.settings.placement == "offload":
             assert self._thread is not None
-            await self._thread.do(self._load_or_remember_why_not)
+            await self._thread.do(self._load_or_keep_failure)
 
     async def unload(self) -> None:
         if self.settings.placement == "offload":
@@ -75,35 +75,36 @@ class LocalModel(Backend):
             await self._thread.do(self._unload)
 
     def info(self) -> ModelInfo:
-        skill = self._skill
-        assert isinstance(skill, ScalarInference | TextGeneration), "it was never opened"
-        return ModelInfo(skill.transcript if isinstance(skill, ScalarInference) else skill.template, skill.context)
+        inference = self._inference
+        assert isinstance(inference, ScalarInference | TextGeneration), "open it first"
+        template = inference.transcript if isinstance(inference, ScalarInference) else inference.template
+        return ModelInfo(template, inference.context)
 
-    # Asking -----------------------------------------------------------------------------------------------------------
+    # Requests ---------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
-        assert not self.scalar, "a scalar model does not write"
-        answers: list[Answer] = await self._ask([(request, params) for request in requests])
+        assert not self.scalar, "a scalar model does not generate"
+        answers: list[Answer] = await self._compute([(request, params) for request in requests])
         self.usage.new_tokens += sum(answer.new_tokens for answer in answers)
         return answers
 
     async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
-        assert self.scalar, "a model that writes gives no number"
-        return await self._ask(conversations)
+        assert self.scalar, "a generative model does not score"
+        return await self._compute(conversations)
 
-    async def _ask(self, items: Sequence[Any]) -> list[Any]:
+    async def _compute(self, items: Sequence[Any]) -> list[Any]:
         thread, usage = self._thread, self.usage
-        assert self._skill is not None, "it was never opened"
+        assert self._inference is not None, "open it first"
         began = time.monotonic()
         try:
             if thread is None:
                 raise Closed("the model has been closed")
             if self.independent:
-                [results] = await thread.ask([items])
+                [results] = await thread.compute([items])
             else:
-                results = await thread.ask(items)
+                results = await thread.compute(items)
         except Exception as error:
-            results = [self._skill.failed(failure_of(error)) for _ in items]
+            results = [self._inference.failed(failure_of(error)) for _ in items]
         usage.calls += len(items)
         usage.seconds += len(items) * (time.monotonic() - began)
         usage.prompt_tokens += sum(result.prompt_tokens for result in results if not result.too_long)
@@ -114,29 +115,29 @@ class LocalModel(Backend):
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
-    def _compute(self, waiting: list[Any]) -> list[Any]:
+    def _compute_batch(self, waiting: list[Any]) -> list[Any]:
         return [self._results(list(items)) for items in waiting] if self.independent else self._results(waiting)
 
     def _results(self, items: list[Any]) -> list[Any]:
-        assert self._skill is not None
+        assert self._inference is not None
         assert self._weights is not None
         if not self._weights.on_device:
-            return [self._skill.failed(self._not_loaded) for _ in items]
-        return self._skill.compute(items)
+            return [self._inference.failed(self._not_loaded) for _ in items]
+        return self._inference.compute(items)
 
     def _load(self) -> None:
-        assert self._skill is not None
+        assert self._inference is not None
         assert self._weights is not None
         if self._weights.on_device:
             return
         try:
             self._weights.load()
-            self._skill.take(self._weights.model)
+            self._inference.attach(self._weights.model)
         except BaseException:
             self._drop()
             raise
 
-    def _load_or_say_why_not(self) -> None:
+    def _load_or_raise(self) -> None:
         try:
             self._load()
         except PlauditError:
@@ -146,11 +147,11 @@ class LocalModel(Backend):
                 raise
             where = "the GPU's memory" if self.settings.device != "cpu" else "memory"
             raise RecipeError(
-                f"{self.settings.path} does not fit into what is left of {where}: {failure_of(error).message}. Choose placement: "
+                f"{self.settings.path} does not fit into the free part of {where}: {failure_of(error).message}. Choose placement: "
                 "offload, or a server on another machine."
             ) from None
 
-    def _load_or_remember_why_not(self) -> None:
+    def _load_or_keep_failure(self) -> None:
         try:
             self._load()
         except Exception as error:
@@ -158,12 +159,12 @@ class LocalModel(Backend):
             self._not_loaded = Failure(failure.cause, f"{self.settings.path} could not be loaded: {failure.message}")
 
     def _unload(self) -> None:
-        assert self._skill is not None
+        assert self._inference is not None
         assert self._weights is not None
-        self._skill.release()
+        self._inference.detach()
         self._weights.unload()
 
     def _drop(self) -> None:
-        if self._skill is not None and self._weights is not None:
-            self._skill.release()
+        if self._inference is not None and self._weights is not None:
+            self._inference.detach()
             self._weights.drop()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.types import Message
@@ -20,7 +21,7 @@ GENERIC_NAMES = ("model", "best", "final", "latest", "last", "hf")
 """Folder names that identify a model only together with their parent folder."""
 
 
-def build_backend(settings: RewardModel, *, scalar: bool, independent: bool = False) -> Backend:
+def build_backend(settings: RewardModel, limits: ModelLimits, *, scalar: bool, independent: bool = False) -> Backend:
     """The backend for the model's placement, not opened yet. Each is imported on use: a judge behind a URL needs no torch.
 
     `scalar`: the model scores and does not generate. `independent`: a model in this process computes each call as its own batch, so
@@ -30,11 +31,11 @@ def build_backend(settings: RewardModel, *, scalar: bool, independent: bool = Fa
         case "server":
             from plaudit.reward_models.server_client import ServerClient
 
-            return ServerClient(settings, scalar=scalar)
+            return ServerClient(settings, limits, scalar=scalar)
         case "launch":
             from plaudit.reward_models.launch import LaunchedServer
 
-            return LaunchedServer(settings, scalar=scalar)
+            return LaunchedServer(settings, limits, scalar=scalar)
         case _:
             from plaudit.reward_models.local import LocalModel
 
@@ -44,9 +45,9 @@ def build_backend(settings: RewardModel, *, scalar: bool, independent: bool = Fa
 class SharedModel:
     """A backend with the handles of the rewards that use it."""
 
-    def __init__(self, settings: RewardModel, *, scalar: bool, independent: bool):
+    def __init__(self, settings: RewardModel, limits: ModelLimits, *, scalar: bool, independent: bool):
         self.settings, self.scalar = settings, scalar
-        self.backend = build_backend(settings, scalar=scalar, independent=independent)
+        self.backend = build_backend(settings, limits, scalar=scalar, independent=independent)
         self.handles: list[ModelHandle] = []
         self._opening = asyncio.Lock()
         self._opened = False
@@ -147,11 +148,14 @@ def use_independent_batches() -> None:
     _registry().independent = True
 
 
-def acquire_model(settings: RewardModel, *, scalar: bool, label: str) -> ModelHandle:
-    """A handle for the reward called `label` on the model, which another reward may have opened already."""
+def acquire_model(settings: RewardModel, limits: ModelLimits, *, scalar: bool, label: str) -> ModelHandle:
+    """A handle for the reward called `label` on the model, which another reward may have opened already.
+
+    The limits are those of the first reward; reading a recipe checks that the others agree with them.
+    """
     registry, key = _registry(), (settings, scalar)
     if key not in registry.models:
-        registry.models[key] = SharedModel(settings, scalar=scalar, independent=registry.independent)
+        registry.models[key] = SharedModel(settings, limits, scalar=scalar, independent=registry.independent)
     return ModelHandle(registry.models[key], label)
 
 

@@ -1,7 +1,7 @@
-"""Several servers with the same model: which of them is asked next.
+"""Load balancing over several servers with the same model.
 
-The least loaded one that works. Questions that belong together (`affinity`) go where the first of them went, while that one works.
-A server that fails is left alone for a while; then one call tries it again.
+A call goes to the least loaded server that works. Calls with the same `affinity` go to the same server as long as it works. A
+server that fails is paused for a while; then a single call tries it again.
 """
 
 import json
@@ -12,61 +12,61 @@ from collections.abc import Sequence
 
 from yarl import URL
 
-FAULTS_IN_A_ROW = 3
-"""So many, with no answer between them, and a server is left alone …"""
-REST_S, LONGEST_REST_S = 2.0, 60.0
-"""… for so long, twice as long each further time."""
-AFFINITIES_KEPT = 65536
+MAX_FAULTS_IN_A_ROW = 3
+"""After this many faults in a row a server is paused …"""
+PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
+"""… for this long, and twice as long each further time."""
+MAX_AFFINITIES = 65536
 
 
 class Replica:
-    """One server: where it is, how busy, and whether it works."""
+    """One server: its address, its load, and whether it works."""
 
     def __init__(self, url: str):
         trimmed = url.rstrip("/")
         versioned = re.search(r"/v\d+$", trimmed)
         self.root = trimmed[: versioned.start()] if versioned else trimmed
         self.api = trimmed if versioned else f"{trimmed}/v1"
-        """People give either: http://host:8000, or what the OpenAI client calls its base URL, http://host:8000/v1."""
+        """Users give either http://host:8000 or the OpenAI client's base URL, http://host:8000/v1."""
         self.model = ""
-        """The name that it serves the model under, once it is known."""
+        """The served name of the model, once it is known."""
         self.weights = ""
-        """The folder or hub name that it was loaded from, if it tells."""
+        """The folder or hub name the server loaded, if it reports it."""
         self.max_tokens: int | None = None
-        """Its longest context, if it tells."""
-        self.under_way = self.asked = 0
-        self.rests_until = 0.0
-        self._faults, self._rests = 0, 0
+        """Its context length, if it reports it."""
+        self.in_flight = self.calls = 0
+        self.paused_until = 0.0
+        self._faults, self._pauses = 0, 0
         self._urls: dict[str, URL] = {}
 
     def url(self, path: str) -> URL:
-        """'/v1/models' → where that is here. Parsed once: parsing costs as much as a quarter of a call."""
-        found = self._urls.get(path)
-        if found is None:
-            whole = self.api + path.removeprefix("/v1") if path.startswith("/v1/") else self.root + path
-            found = self._urls[path] = URL(whole)
-        return found
+        """The URL of a path such as '/v1/models'. Cached: parsing costs as much as a quarter of a call."""
+        url = self._urls.get(path)
+        if url is None:
+            text = self.api + path.removeprefix("/v1") if path.startswith("/v1/") else self.root + path
+            url = self._urls[path] = URL(text)
+        return url
 
     def named(self, body: bytes) -> bytes:
-        """The body, a JSON object, with the model's name at this server put into it."""
+        """The body, a JSON object, with the model's name on this server added."""
         return b'{"model":' + json.dumps(self.model).encode() + b"," + body[1:] if self.model else body
 
     def answered(self) -> None:
-        self._faults = self._rests = 0
-        self.rests_until = 0.0
+        self._faults = self._pauses = 0
+        self.paused_until = 0.0
 
     def failed(self, *, gone: bool = False, for_s: float = 0.0) -> None:
-        """`gone`: nobody listens there, so no further try is needed to know. `for_s`: it asked to be left alone so long."""
+        """`gone`: nothing listens there, so it is paused at once. `for_s`: the pause that the server asked for."""
         self._faults += 1
         now = time.monotonic()
         if for_s:
-            self.rests_until = max(self.rests_until, now + min(for_s, LONGEST_REST_S))
-        elif (gone or self._faults >= FAULTS_IN_A_ROW) and self.rests_until <= now:  # calls that fail together count once
-            self.rest()
+            self.paused_until = max(self.paused_until, now + min(for_s, MAX_PAUSE_S))
+        elif (gone or self._faults >= MAX_FAULTS_IN_A_ROW) and self.paused_until <= now:  # calls that fail together count once
+            self.pause()
 
-    def rest(self) -> None:
-        self.rests_until = time.monotonic() + min(REST_S * 2**self._rests, LONGEST_REST_S)
-        self._rests = min(self._rests + 1, 10)
+    def pause(self) -> None:
+        self.paused_until = time.monotonic() + min(PAUSE_S * 2**self._pauses, MAX_PAUSE_S)
+        self._pauses = min(self._pauses + 1, 10)
 
 
 class Replicas:
@@ -77,28 +77,28 @@ class Replicas:
         self._affinities: OrderedDict[str, Replica] = OrderedDict()
 
     def choose(self, affinity: str = "", avoid: Replica | None = None) -> Replica:
-        """`avoid`: the one that has just failed for this question; another one is better, if there is one."""
+        """The server for the next call. `avoid`: the one that has just failed this call; another is preferred if there is one."""
         if len(self.all) == 1:
             return self.all[0]
         now = time.monotonic()
-        working = [replica for replica in self.all if replica.rests_until <= now]
+        working = [replica for replica in self.all if replica.paused_until <= now]
         usual = self._affinities.get(affinity) if affinity else None
         if usual is not None and usual is not avoid and usual in working:
-            return _tried(usual)
-        # If none works, the one that may do so soonest: its answer, or its fault, is the question's.
-        among = [replica for replica in working if replica is not avoid] or working
-        if among:
-            chosen = min(among, key=lambda replica: (replica.under_way, replica.asked))
+            return _claim(usual)
+        # If none works, the one whose pause ends first: its answer, or its fault, is the call's.
+        candidates = [replica for replica in working if replica is not avoid] or working
+        if candidates:
+            chosen = min(candidates, key=lambda replica: (replica.in_flight, replica.calls))
         else:
-            chosen = min(self.all, key=lambda replica: replica.rests_until)
+            chosen = min(self.all, key=lambda replica: replica.paused_until)
         if affinity and (usual is None or usual not in working):
             self._affinities[affinity] = chosen
-            if len(self._affinities) > AFFINITIES_KEPT:
+            if len(self._affinities) > MAX_AFFINITIES:
                 self._affinities.popitem(last=False)
-        return _tried(chosen)
+        return _claim(chosen)
 
 
-def _tried(replica: Replica) -> Replica:
-    if 0.0 < replica.rests_until <= time.monotonic():  # its rest is over: this call finds out whether it works, no other does
-        replica.rest()
+def _claim(replica: Replica) -> Replica:
+    if 0.0 < replica.paused_until <= time.monotonic():  # its pause is over: this call alone tries it
+        replica.pause()
     return replica

@@ -1,7 +1,7 @@
-"""A scalar model at work: conversations → numbers, packed into as few passes as their tokens allow.
+"""Scalar models: conversations → scores, packed into as few forward passes as possible.
 
-Conversations that are the same are scored once. That saves work, and their scores are the same to the last bit: rounding depends on
-what is packed beside a sequence, and a group of equal answers whose scores differ by 1e-7 would have a spread to divide by.
+Identical conversations are scored once. That saves work and makes their scores bit-identical: rounding depends on what a sequence
+is packed with, and a group of identical answers whose scores differ by 1e-7 would have a standard deviation to divide by.
 """
 
 import math
@@ -35,15 +35,15 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         self.transcript = transcript_of(self.settings)
         require_matching_tokenizer(self.path, config, self.transcript.tokenizer)
 
-    def read(self) -> ScalarModel:
+    def load(self) -> ScalarModel:
         return load_scalar(self.settings, self.device)
 
-    def take(self, model: ScalarModel) -> None:
+    def attach(self, model: ScalarModel) -> None:
         self.model = model
         if can_fuse(model.decoder):
             model.states, self._verified = ScoringPass(model.decoder, verify=not self._verified), True
 
-    def release(self) -> None:
+    def detach(self) -> None:
         if self.model is not None:
             self.model.states = None
         self.model = None
@@ -52,13 +52,13 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         return ScalarScore(None, failure)
 
     def compute(self, items: list[Conversation]) -> list[ScalarScore]:
-        known = [self._tokens(messages) for messages in items]
-        different = list(dict.fromkeys(tokens for tokens in known if isinstance(tokens, tuple)))
-        scored = dict(zip(different, bisect_failures(different, self._score, self.failed), strict=True))
-        return [scored[tokens] if isinstance(tokens, tuple) else tokens for tokens in known]
+        tokenised = [self._tokens(messages) for messages in items]
+        unique = list(dict.fromkeys(tokens for tokens in tokenised if isinstance(tokens, tuple)))
+        scores = dict(zip(unique, bisect_failures(unique, self._score, self.failed), strict=True))
+        return [scores[tokens] if isinstance(tokens, tuple) else tokens for tokens in tokenised]
 
     def _tokens(self, messages: Conversation) -> tuple[int, ...] | ScalarScore:
-        """What the model reads; or what becomes of a conversation that it cannot read."""
+        """The conversation's tokens, or the result of one that cannot be scored."""
         try:
             tokens = tuple(self.transcript.tokens(messages))
         except RENDER_ERRORS as error:
@@ -66,7 +66,7 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         except Exception as error:
             return self.failed(failure_of(error))
         if not tokens:
-            return self.failed(Failure("render", "the chat template makes nothing of these messages"))
+            return self.failed(Failure("render", "the chat template renders these messages as nothing"))
         longest = self.settings.max_prompt_tokens or self.context or math.inf
         return tokens if len(tokens) <= longest else ScalarScore(None, prompt_tokens=len(tokens), too_long=True)
 
@@ -74,12 +74,12 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         assert self.model is not None
         for indices, values in self.model.score_in_passes(sequences):
             if self.closing():
-                raise Closed("the model was closed while it scored this")
+                raise Closed("the model was closed during scoring")
             for i, value in zip(indices, values.tolist(), strict=True):
-                yield i, _verdict(value, len(sequences[i]))
+                yield i, _result(value, len(sequences[i]))
 
 
-def _verdict(value: float, tokens: int) -> ScalarScore:
+def _result(value: float, tokens: int) -> ScalarScore:
     if math.isfinite(value):
         return ScalarScore(value, prompt_tokens=tokens)
     return ScalarScore(None, Failure("not_a_number", f"the model's score is {value}"), prompt_tokens=tokens)

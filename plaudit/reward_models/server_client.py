@@ -1,12 +1,12 @@
-"""placement: server. A model behind a URL, or behind several with the same model.
+"""placement: server. A model behind one URL, or behind several replicas.
 
-Generating judges: /v1/chat/completions with messages, which the server renders; /v1/completions with ready prompts. If the recipe
-names a tokenizer or a chat template, messages are rendered here and sent as tokens.
+Generative judges: /v1/chat/completions with messages, which the server renders; /v1/completions with complete prompts. If the
+recipe names a tokenizer or a chat template, messages are rendered here and sent as tokens.
 
-Scalar models: /classify, of vLLM and of SGLang, which are different things of the same name. Conversations are rendered with the
-model's own template and sent as tokens: no server then adds a second BOS token. Where its tokenizer cannot be had, vLLM gets the
-messages and renders them. Not used: vLLM's /score and SGLang's /v1/classify. The first encodes pairs with special tokens of its
-own, the second applies a softmax, which makes a single number always 1.
+Scalar models: /classify of vLLM and of SGLang, which differ. Conversations are rendered with the model's template and sent as
+tokens, so no server adds a second BOS token. If its tokenizer cannot be loaded, vLLM gets the messages and renders them. Not
+used: vLLM's /score, which encodes pairs with its own special tokens, and SGLang's /v1/classify, whose softmax turns a single score
+into 1.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plaudit.errors import PlauditError, RecipeError, did_you_mean
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
-from plaudit.reward_models.connection import Connection, Fault, Garbage, Limits, TooLong
+from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.seeding import stable_seed
 from plaudit.types import Failure, Message
@@ -34,25 +35,25 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 PROBE: list[Message] = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]
 FIRST_ANSWER_S = 10.0
-"""How long a server may take to say what it serves."""
-WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What vLLM and SGLang would otherwise take from the model's generation_config.json: answers must not depend on the placement."""
+"""Time limit for listing the models of a server."""
+NO_TRUNCATION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Overrides the model's generation_config.json, which vLLM and SGLang read: answers must not depend on the placement."""
 
 
 class ServerClient(Backend):
     def __init__(
         self,
         model: RewardModel,
+        limits: ModelLimits = ModelLimits(),  # noqa: B008 (frozen)
         *,
         urls: Sequence[str] = (),
         scalar: bool = False,
-        limits: Limits | None = None,
         wait_s: float = 0.0,
     ):
-        """`urls`, `limits`: instead of the recipe's. `scalar`: it gives numbers, and does not write. `wait_s`: how long `open` may
-        wait for the servers."""
+        """`urls`: instead of the recipe's. `scalar`: the model scores and does not generate. `wait_s`: how long `open` waits for
+        the servers."""
         self.model, self.scalar, self._wait_s = model, scalar, wait_s
-        self._connection = Connection(Replicas(urls or model.url), limits or model.limits, model.credential)
+        self._connection = Connection(Replicas(urls or model.url), limits, model.credential)
         self._template: ChatTemplate | None = None
         self._served_path = model.path if model.placement == "server" else None
         self.usage = self._connection.usage
@@ -61,23 +62,23 @@ class ServerClient(Backend):
 
     async def open(self) -> None:
         if self.scalar and self.model.dialect == "openai":
-            raise RecipeError("dialect: openai has no way to ask a scalar model; use dialect: vllm or sglang")
+            raise RecipeError("dialect: openai has no endpoint for scalar models; use dialect: vllm or sglang")
         await self._connection.__aenter__()
         try:
             replicas = self._connection.replicas.all
-            problems = await asyncio.gather(*map(self._meet, replicas))
+            problems = await asyncio.gather(*map(self._identify, replicas))
             if all(problems):
                 raise RecipeError(next(problem for problem in problems if problem))
-            known = next(replica for replica, problem in zip(replicas, problems, strict=True) if not problem)
+            working = next(replica for replica, problem in zip(replicas, problems, strict=True) if not problem)
             for replica, problem in zip(replicas, problems, strict=True):
-                if problem:  # the others will do, and this one may come later
-                    replica.model, replica.weights, replica.max_tokens = known.model, known.weights, known.max_tokens
+                if problem:  # the others serve meanwhile, and this one may come up later
+                    replica.model, replica.weights, replica.max_tokens = working.model, working.weights, working.max_tokens
                     replica.failed(gone=True)
                     print_line(f"warning: {problem}")
             if self.scalar or self.model.tokenizer or self.model.chat_template:
                 await self._load_template()
             if self.scalar:
-                await self._try_out()
+                await self._probe()
         except BaseException:
             await self.close()
             raise
@@ -89,47 +90,47 @@ class ServerClient(Backend):
     def name(self) -> str:
         return self._connection.replicas.all[0].model or self.model.path or self._connection.replicas.all[0].root
 
-    async def _meet(self, replica: Replica) -> str | None:
-        """Learn what the server calls the model; or why it does not say so now. Raises if it never will."""
+    async def _identify(self, replica: Replica) -> str | None:
+        """Find the model's served name; returns the problem if that fails for now. Raises if it will never succeed."""
         deadline = time.monotonic() + self._wait_s
         while True:
-            found = await self._connection.get(replica, "/v1/models", FIRST_ANSWER_S)
-            if isinstance(found, Fault):
-                problem = f"{replica.url('/v1/models')}: {found.message}"
-            elif found[0] == 200:
-                self._name(replica, found[1])
+            response = await self._connection.get(replica, "/v1/models", FIRST_ANSWER_S)
+            if isinstance(response, Fault):
+                problem = f"{replica.url('/v1/models')}: {response.message}"
+            elif response[0] == 200:
+                self._read_models(replica, response[1])
                 return None
-            elif found[0] in (404, 405) and self._served_path:  # not every gateway lists its models
+            elif response[0] in (404, 405) and self._served_path:  # not every gateway lists its models
                 replica.model = self._served_path
                 return None
             else:
-                problem = f"{replica.url('/v1/models')}: HTTP {found[0]}."
-                if found[0] in (401, 403):
+                problem = f"{replica.url('/v1/models')}: HTTP {response[0]}."
+                if response[0] in (401, 403):
                     key = self.model.credential
                     raise RecipeError(
                         f"{problem} Set credential to the NAME of the environment variable that holds the server's key."
-                        + (f" The one in {key} is not it." if key else "")
+                        + (f" The one in {key} is not accepted." if key else "")
                     )
             if time.monotonic() >= deadline:
-                return self._connection.clean(problem)
+                return self._connection.redacted(problem)
             await asyncio.sleep(0.25)
 
-    def _name(self, replica: Replica, raw: bytes) -> None:
+    def _read_models(self, replica: Replica, raw: bytes) -> None:
         where = replica.url("/v1/models")
         try:
-            served = {one["id"]: one for one in json.loads(raw)["data"]}
-            own = [name for name, one in served.items() if not one.get("parent")]  # adapters of another have one
-            wanted = self._served_path if self._served_path is not None else own[0]
+            served = {entry["id"]: entry for entry in json.loads(raw)["data"]}
+            models = [name for name, entry in served.items() if not entry.get("parent")]  # adapters have a parent
+            name = self._served_path if self._served_path is not None else models[0]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise RecipeError(f"{where}: this is not a list of models. Is it an OpenAI-compatible server?") from None
-        if self._served_path is None and len(own) > 1:
-            names = ", ".join(own[:20]) + (", …" if len(own) > 20 else "")
-            raise RecipeError(f"{where}: it serves several models; set model.path to the one that is meant: {names}")
-        if wanted not in served and self.model.dialect == "vllm":
-            raise RecipeError(f"{where}: no model {wanted} (it serves: {', '.join(served)}).{did_you_mean(wanted, served)}")
-        replica.model = wanted
-        told = served.get(wanted, {})
-        longest, weights = told.get("max_model_len"), told.get("root")
+            raise RecipeError(f"{where}: not a list of models. Is this an OpenAI-compatible server?") from None
+        if self._served_path is None and len(models) > 1:
+            names = ", ".join(models[:20]) + (", …" if len(models) > 20 else "")
+            raise RecipeError(f"{where}: it serves several models; set model.path to one of {names}")
+        if name not in served and self.model.dialect == "vllm":
+            raise RecipeError(f"{where}: no model {name} (it serves: {', '.join(served)}).{did_you_mean(name, served)}")
+        replica.model = name
+        entry = served.get(name, {})
+        longest, weights = entry.get("max_model_len"), entry.get("root")
         replica.max_tokens = longest if isinstance(longest, int) else None
         replica.weights = weights if isinstance(weights, str) else ""
 
@@ -137,31 +138,31 @@ class ServerClient(Backend):
         from plaudit.data.templates import load_template, load_tokenizer
 
         replica = self._connection.replicas.all[0]
-        # A served name may be an alias, and somebody else's on the hub; what the server calls its root is not.
-        chosen = (
+        # A served name may be an alias, and another model's name on the hub; the server's `root` is not.
+        source = (
             self.model.tokenizer or (self.model.path if self._served_path is None else None) or replica.weights or replica.model
         )
-        must = bool(self.model.tokenizer or self.model.chat_template or self.model.dialect != "vllm" or Path(chosen).is_dir())
+        required = bool(self.model.tokenizer or self.model.chat_template or self.model.dialect != "vllm" or Path(source).is_dir())
 
         def load() -> "ChatTemplate":
-            if not must and not re.fullmatch(r"[\w.-]+/[\w.-]+", chosen):
-                raise RecipeError(f"{chosen} is no folder here, and no name on the hub")
-            tokenizer = load_tokenizer(chosen, trust_remote_code=self.model.trust_remote_code)
+            if not required and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+                raise RecipeError(f"{source} is neither a local folder nor a name on the hub")
+            tokenizer = load_tokenizer(source, trust_remote_code=self.model.trust_remote_code)
             return load_template(tokenizer, self.model.chat_template)
 
         try:
             self._template = await asyncio.to_thread(load)
         except RecipeError as error:
-            if must:
-                raise RecipeError(f"{error} (the conversations are rendered here: set tokenizer to the model's folder)") from None
-            print_line(f"{error}; so the server at {replica.root} renders the conversations itself")
+            if required:
+                raise RecipeError(f"{error} (conversations are rendered by plaudit: set tokenizer to the model's folder)") from None
+            print_line(f"{error}; the server at {replica.root} renders the conversations instead")
 
-    async def _try_out(self) -> None:
-        """One number, before a run depends on it."""
-        [verdict] = await self.score([PROBE])
-        if verdict.failure is not None:
-            raise RecipeError(f"the scalar model does not answer: {verdict.failure.message}")
-        if verdict.too_long:
+    async def _probe(self) -> None:
+        """Score one conversation, before a run depends on it. Not counted."""
+        [score] = await self.score([PROBE])
+        if score.failure is not None:
+            raise RecipeError(f"the scalar model does not answer: {score.failure.message}")
+        if score.too_long:
             raise RecipeError(f"{self.model.path}: not even {PROBE[0]['content']!r} fits into max_prompt_tokens")
         usage = self.usage
         usage.calls = usage.retries = usage.prompt_tokens = 0
@@ -181,10 +182,10 @@ class ServerClient(Backend):
         pairs = list(zip(requests, prompts, strict=True))
         answers = await self._each(pairs, lambda pair: self._write(*pair, params))
         if self._connection.replicas.all[0].max_tokens is None and all(answer.refused for answer in answers):
-            # Nobody told us its context: more likely max_new_tokens leave no room in it than that every prompt is too long.
+            # Its context length is unknown: more likely max_new_tokens leaves no room in it than every prompt is too long.
             message = (
-                f"the server refuses every prompt with max_new_tokens {params.max_new_tokens} as too long for its context. Lower "
-                "sampling.max_new_tokens; if it is the prompts that are long, set model.max_prompt_tokens and model.tokenizer"
+                f"the server rejects every prompt with max_new_tokens {params.max_new_tokens} as too long for its context. Lower "
+                "sampling.max_new_tokens; if the prompts are long, set model.max_prompt_tokens and model.tokenizer"
             )
             return [Answer(None, self.count_failure(Failure("context", message))) for _ in answers]
         return answers
@@ -194,7 +195,9 @@ class ServerClient(Backend):
             return Answer(None, self.count_failure(tokens))
         context = self._connection.replicas.all[0].max_tokens
         if context is not None and params.max_new_tokens >= context:
-            message = f"max_new_tokens {params.max_new_tokens} leaves no room for a prompt: the server's context has {context}"
+            message = (
+                f"max_new_tokens {params.max_new_tokens} leaves no room for a prompt in the server's context of {context} tokens"
+            )
             return Answer(None, self.count_failure(Failure("context", message)))
         limit = self.model.max_prompt_tokens
         if limit is not None and tokens is not None and len(tokens) > limit:
@@ -202,13 +205,13 @@ class ServerClient(Backend):
         path, body = self._generation(request, tokens, params)
         read = _read_chat if path.endswith("chat/completions") else _read_completion
         try:
-            answer = await self._connection.ask(path, body, read, affinity=request.affinity, deadline_s=params.timeout_s)
+            answer = await self._connection.call(path, body, read, affinity=request.affinity, deadline_s=params.timeout_s)
         except TooLong:
             return Answer(None, too_long=True, refused=True)
         if isinstance(answer, Failure):
             return Answer(None, answer)
         self._count(answer.prompt_tokens, answer.new_tokens)
-        if limit is not None and tokens is None and answer.prompt_tokens > limit:  # the server counted; we could not
+        if limit is not None and tokens is None and answer.prompt_tokens > limit:  # only the server could count
             return Answer(None, prompt_tokens=answer.prompt_tokens, too_long=True)
         return answer
 
@@ -219,46 +222,46 @@ class ServerClient(Backend):
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "seed": stable_seed(params.seed, request.key, bits=32) >> 1,  # some servers take 31 bits
+            "seed": stable_seed(params.seed, request.key, bits=32) >> 1,  # some servers accept 31 bits only
         }
         if params.stop:
             body["stop"] = list(params.stop)
         if self.model.dialect != "openai":
-            body |= WHOLE_DISTRIBUTION
+            body |= NO_TRUNCATION
         if tokens is not None:
             return "/v1/completions", {"prompt": tokens, **body}
         if request.text is None:
             return "/v1/chat/completions", {"messages": request.messages, **body}
         if self.model.dialect == "vllm":
-            body["add_special_tokens"] = False  # the text has them
+            body["add_special_tokens"] = False  # the text contains them
         return "/v1/completions", {"prompt": request.text, **body}
 
     def _prompts(self, requests: Sequence[GenerationRequest]) -> list[list[int] | Failure]:
-        """Each request as tokens."""
+        """Each request's prompt as tokens."""
         assert self._template is not None
-        found: list[list[int] | Failure] = []
+        prompts: list[list[int] | Failure] = []
         for request in requests:
             try:
                 if request.text is None:
-                    found.append(self._template.prompt_tokens(request.messages))
+                    prompts.append(self._template.prompt_tokens(request.messages))
                 else:
-                    found.append(self._template.tokenizer(request.text, add_special_tokens=False)["input_ids"])  # pyright: ignore
-            except Exception as error:  # templates raise what they like
-                found.append(_unrendered(error))
-        return found
+                    prompts.append(self._template.tokenizer(request.text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+            except Exception as error:  # templates may raise anything
+                prompts.append(_unrendered(error))
+        return prompts
 
-    # Numbers ----------------------------------------------------------------------------------------------------------
+    # Scores -----------------------------------------------------------------------------------------------------------
 
     async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         if not self.scalar:
-            raise PlauditError("this client was opened for a generating judge: say scalar=True")
+            raise PlauditError("this client was made for a generative judge: pass scalar=True")
         tokens: Sequence[list[int] | Failure | None] = [None] * len(conversations)
         if self._template is not None:
-            tokens = await asyncio.to_thread(self._whole, conversations)
+            tokens = await asyncio.to_thread(self._conversation_tokens, conversations)
         pairs = list(zip(conversations, tokens, strict=True))
-        return await self._each(pairs, lambda pair: self._judge(*pair))
+        return await self._each(pairs, lambda pair: self._score(*pair))
 
-    async def _judge(self, messages: list[Message], tokens: list[int] | Failure | None) -> ScalarScore:
+    async def _score(self, messages: list[Message], tokens: list[int] | Failure | None) -> ScalarScore:
         if isinstance(tokens, Failure):
             return ScalarScore(None, self.count_failure(tokens))
         replicas = self._connection.replicas.all
@@ -268,48 +271,48 @@ class ServerClient(Backend):
         if self.model.dialect == "sglang":
             body, read = {"input_ids": tokens}, _read_sglang
         else:
-            # Without these a sigmoid is applied. (`activation` was its name before vLLM 0.11.1; unknown names are ignored.)
+            # Otherwise vLLM applies a sigmoid. (Before 0.11.1 the option was `activation`; unknown options are ignored.)
             body, read = {"use_activation": False, "activation": False}, _read_classes
             body |= {"messages": messages} if tokens is None else {"input": tokens}
-        # Answers to the same prompt share its prefix.
+        # Responses to the same prompt share its prefix.
         affinity = str(stable_seed(repr(messages[:-1]))) if len(replicas) > 1 else ""
         try:
-            found = await self._connection.ask("/classify", body, read, affinity=affinity)
+            result = await self._connection.call("/classify", body, read, affinity=affinity)
         except TooLong:
             return ScalarScore(None, too_long=True, refused=True)
-        if isinstance(found, Failure):
-            return ScalarScore(None, found)
-        value, prompt_tokens = found
+        if isinstance(result, Failure):
+            return ScalarScore(None, result)
+        value, prompt_tokens = result
         self._count(prompt_tokens)
         if limit is not None and tokens is None and prompt_tokens > limit:
             return ScalarScore(None, prompt_tokens=prompt_tokens, too_long=True)
         return ScalarScore(value, prompt_tokens=prompt_tokens or len(tokens or ()))
 
-    def _whole(self, conversations: Sequence[list[Message]]) -> list[list[int] | Failure]:
+    def _conversation_tokens(self, conversations: Sequence[list[Message]]) -> list[list[int] | Failure]:
         """Each conversation as tokens."""
         assert self._template is not None
-        found: list[list[int] | Failure] = []
+        prompts: list[list[int] | Failure] = []
         for messages in conversations:
             try:
                 text = self._template.render(messages)
-                found.append(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+                prompts.append(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
             except Exception as error:
-                found.append(_unrendered(error))
-        return found
+                prompts.append(_unrendered(error))
+        return prompts
 
     # Both -------------------------------------------------------------------------------------------------------------
 
-    async def _each(self, items: Sequence[Item], ask: Callable[[Item], Awaitable[Result]]) -> list[Result]:
-        """`ask` of each, in order. No more tasks than calls that can be under way."""
+    async def _each(self, items: Sequence[Item], call: Callable[[Item], Awaitable[Result]]) -> list[Result]:
+        """The results of `call`, in order. No more tasks than concurrent calls."""
         results: list[Any] = [None] * len(items)
         left = iter(enumerate(items))
 
         async def work() -> None:
             for i, item in left:
-                results[i] = await ask(item)
+                results[i] = await call(item)
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(len(items), self._connection.limits.at_once)):
+            for _ in range(min(len(items), self._connection.limits.max_concurrent_calls)):
                 tasks.create_task(work())
         return results
 
@@ -319,7 +322,7 @@ class ServerClient(Backend):
         self._connection.rate_limiter.spend(prompt_tokens + new_tokens)
 
     def count_failure(self, failure: Failure) -> Failure:
-        """Counted, for a request that no server was asked: as one try that went wrong."""
+        """Count a request that failed before it was sent, as one failed attempt."""
         usage, cause = self.usage, failure.cause
         usage.calls += 1
         usage.faults[cause] = usage.faults.get(cause, 0) + 1
@@ -327,7 +330,7 @@ class ServerClient(Backend):
         return failure
 
 
-# What servers answer -------------------------------------------------------------------------------------------------
+# Responses -----------------------------------------------------------------------------------------------------------
 
 
 def _read_chat(answer: Any) -> Answer:
@@ -335,7 +338,7 @@ def _read_chat(answer: Any) -> Answer:
     message = choice["message"]
     text = message["content"]
     if text is None and (message.get("reasoning_content") or message.get("reasoning")):
-        text = ""  # it was cut while it still thought
+        text = ""  # truncated within its reasoning
     return _answer(answer, choice, text)
 
 
@@ -346,7 +349,7 @@ def _read_completion(answer: Any) -> Answer:
 
 def _answer(answer: Any, choice: Any, text: Any) -> Answer:
     if not isinstance(text, str):
-        raise Garbage("there is no text in the answer")
+        raise Garbage("the response contains no text")
     usage = answer.get("usage") or {}
     return Answer(
         text,
@@ -357,19 +360,19 @@ def _answer(answer: Any, choice: Any, text: Any) -> Answer:
 
 
 def _read_classes(answer: Any) -> tuple[float, int]:
-    """vLLM's /classify: the number and the prompt's tokens."""
+    """vLLM's /classify: the score and the number of prompt tokens."""
     return _number(answer["data"][0]["probs"]), int((answer.get("usage") or {}).get("prompt_tokens") or 0)
 
 
 def _read_sglang(answer: Any) -> tuple[float, int]:
-    """SGLang's /classify: one object, or a list with one."""
+    """SGLang's /classify: an object, or a list of one."""
     one = answer[0] if isinstance(answer, list) else answer
     return _number(one["embedding"]), int((one.get("meta_info") or {}).get("prompt_tokens") or 0)
 
 
 def _number(values: Any) -> float:
     if len(values) != 1:
-        raise Garbage(f"{len(values)} numbers instead of one (not a reward model with one label?)")
+        raise Garbage(f"{len(values)} numbers instead of one (not a reward model with a single label?)")
     if isinstance(values[0], bool) or not isinstance(values[0], int | float) or not math.isfinite(values[0]):
         raise Garbage("not a finite number")
     return float(values[0])

@@ -17,14 +17,13 @@ from plaudit.report.progress import print_line
 from plaudit.types import Group, Score
 
 # What changes no score and no total: how hard a reward is pressed, and what becomes of its failures.
-HARMLESS = ("name", "limits", "cache", "workers", "timeout_s", "on_failure", "max_failure_rate")
+HARMLESS = ("name", "cache", "workers", "on_failure", "max_failure_rate")
 # How a score is used, not what it is.
-USE = (*HARMLESS, "when", "weight", "combine", "scale", "clip", "normalise", "gate", "malformed")
-HOW_REACHED = {
-    "model": {"url", "credential", "port", "start_timeout_s", "program", "limits", "prompt_price", "answer_price"},
-    "sampling": {"timeout_s"},
-}
-"""How a model is reached and what it costs, not which one it is."""
+USE = (*HARMLESS, "when", "weight", "combine", "scale", "bounds", "normalise", "gate", "malformed")
+HOW_REACHED = ("url", "credential", "port", "program", "prompt_price", "answer_price")
+"""Settings of `model`: how it is reached and what it costs, not which one it is."""
+LIMITS_OF_ANSWERS = ("unreadable_retries", "retry_temperature")
+"""The only `limits` that scores depend on: which of a judge's answers is read."""
 
 
 class ScoreCache:
@@ -115,10 +114,10 @@ def settings_without(reward: RewardSettings, without: Sequence[str]) -> dict[str
         if isinstance(value := getattr(reward, name), RewardSettings)
     }
     settings = reward.model_dump(mode="json", exclude={*without, *inner} & set(type(reward).model_fields))
-    for section, names in HOW_REACHED.items():
-        if isinstance(settings.get(section), dict):
-            settings[section] = {name: value for name, value in settings[section].items() if name not in names}
-    return settings | inner
+    if isinstance(model := settings.get("model"), dict):
+        settings["model"] = {name: value for name, value in model.items() if name not in HOW_REACHED}
+    limits = {name: value for name, value in settings.pop("limits").items() if name in LIMITS_OF_ANSWERS}
+    return settings | inner | ({"limits": limits} if limits else {})
 
 
 def _by_content(value: Any, files: Mapping[str, str]) -> Any:

@@ -44,7 +44,7 @@ class Asker:
         self._cache = cache if wanted else None
         self._by_group = repeatable and reward.rounded_together
         self._digest: str | None = None
-        self._places = asyncio.Semaphore(self.limits.at_once) if self.limits.at_once else None
+        self._places = asyncio.Semaphore(self.limits.max_concurrent_groups) if self.limits.max_concurrent_groups else None
         self._next_start = 0.0
         self._failed_calls, self._given_up_until = 0, 0.0
         self._last_failure: Failure | None = None
@@ -142,7 +142,7 @@ class Asker:
 
     async def _with_retries(self, group: Group, work: Work) -> list[Score]:
         scores = await self._call(group, work)
-        for retry in range(self.limits.retries):
+        for retry in range(self.limits.group_retries):
             again = [i for i, score in enumerate(scores) if score.failure is not None]
             if not again or self.given_up is not None:
                 break
@@ -164,10 +164,10 @@ class Asker:
             return await self._in_turn(group, work)
 
     async def _in_turn(self, group: Group, work: Work) -> list[Score]:
-        if self.limits.per_s and self.given_up is None:
+        if self.limits.groups_per_s and self.given_up is None:
             now = time.monotonic()
             start = max(now, self._next_start)
-            self._next_start = start + 1.0 / self.limits.per_s
+            self._next_start = start + 1.0 / self.limits.groups_per_s
             await asyncio.sleep(start - now)
         if (why := self.given_up) is not None:
             if time.monotonic() < self._given_up_until:
@@ -191,7 +191,7 @@ class Asker:
         """A bug in the reward is a failure of these samples, not the end of the run."""
         limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(self.limits.timeout_s) as limit:
+            async with asyncio.timeout(self.limits.group_timeout_s) as limit:
                 given = await work([group])
             shape = [len(scores) for scores in given]
             if shape != [len(group.samples)]:
@@ -200,7 +200,7 @@ class Asker:
         except Exception as error:
             cause, message = "exception", last_line(error)
             if limit is not None and limit.expired():  # a TimeoutError may be the reward's own
-                cause, message = "timeout", f"the group took longer than {self.limits.timeout_s} s"
+                cause, message = "timeout", f"the group took longer than {self.limits.group_timeout_s} s"
         return [failed(cause, message, sample.text) for sample in group.samples]
 
 

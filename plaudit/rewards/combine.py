@@ -2,7 +2,7 @@
 
 Of each reward, for each sample it was asked about:
 
-    x = clip(scale · value)         or what the recipe states for malformed answers and failures
+    x = clip(scale · value, bounds) or what the recipe states for malformed answers and failures
     x = (x − mean) / (std + eps)    if it is to be normalised: by its group (divisor n − 1, as GRPO), or by all values so far
     total = combine(total, weight · x)      in the order of the recipe; the first one begins
 
@@ -97,7 +97,7 @@ def counted_value(reward: RewardSettings, score: Score) -> float | None:
         return reward.malformed
     if score.value is None:
         return None
-    low, high = reward.clip or (None, None)
+    low, high = reward.bounds or (None, None)
     x = reward.scale * score.value
     return min(max(x, -math.inf if low is None else low), math.inf if high is None else high)
 

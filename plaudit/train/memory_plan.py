@@ -29,7 +29,7 @@ from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.models.weights import has_device_memory
 from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.report.progress import print_line
-from plaudit.rewards.judges.model_rewards import ModelReward, all_models_of
+from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES
 
 RESIDENT = ": weights, resident"
@@ -87,7 +87,7 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     """Each with the names of all rewards that share it, and the first of those rewards."""
     rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
     found: dict[Any, tuple[str, ModelReward]] = {}
-    for name, reward in (model for asked in rewards for model in all_models_of(asked)):
+    for name, reward in (model for asked in rewards for model in find_all_model_rewards(asked)):
         key = reward.model, reward.scalar
         found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
     return list(found.values())

@@ -36,7 +36,7 @@ def flaky(tmp_path_factory):
     """Settings of a reward that sometimes fails."""
     path = tmp_path_factory.mktemp("flaky") / "flaky.py"
     path.write_text(FLAKY)
-    return {"kind": "function", "name": "flaky", "path": str(path), "workers": 1, "timeout_s": 60}
+    return {"kind": "function", "name": "flaky", "path": str(path), "workers": 1, "limits": {"timeout_s": 60}}
 
 
 @pytest.fixture

@@ -152,12 +152,14 @@ def test_served_model_with_a_local_tokenizer_is_rendered(doctor, server, tmp_pat
 
 @pytest.mark.parametrize("kind", ["group_judge", "pairwise_judge"])
 def test_pair_is_scored_as_one_group(doctor, server, kind):
-    code, findings, _ = doctor({"kind": kind, "model": {"placement": "server", "url": server.url}, "sampling": {"retry": 5}})
+    code, findings, _ = doctor(
+        {"kind": kind, "model": {"placement": "server", "url": server.url}, "limits": {"unreadable_retries": 5}}
+    )
     assert code == 1, "the echoed prompt is not a verdict"
     failed = findings_for(findings, "reward")[1:]
     assert {mark for mark, _ in failed} == {"✗"}
     assert all(
-        "unparsable: the judge's answer cannot be read (2 tries)" in text and "Its answer: 'answer to " in text
+        "unparsable: the judge's answer cannot be parsed (2 attempts)" in text and "Its answer: 'answer to " in text
         for _, text in failed
     )
     assert len(server.requests) == len(BUILT_IN_PAIRS) * 2 * (2 if kind == "pairwise_judge" else 1), (
@@ -204,14 +206,14 @@ def test_unusable_models_are_reported_in_one_line_each(doctor, tmp_path, tiny_mo
     assert code == 1
     messages = dict(text.split(": ", 1) for _, text in findings_for(findings, "reward"))
     assert [mark for mark, _ in findings_for(findings, "reward")] == ["✗"] * 7 + ["✓"]
-    assert messages["dead"].startswith("http://127.0.0.1:9/v1/models: nobody listens there")
+    assert messages["dead"].startswith("http://127.0.0.1:9/v1/models: nothing listens there")
     assert messages["nowhere"] == f"{tmp_path / 'bar'}: there is no such folder. Did you mean {bare}?"
     assert "gives no score: it is no ...ForSequenceClassification" in messages["headless"]
     assert messages["bare"].startswith(f"no tokenizer could be loaded from {bare}")
-    assert "gives a number and writes nothing; use it with kind: scalar_model" in messages["classifier"]
-    assert "odd.jinja uses respnse, which this kind does not give." in messages["odd"]
+    assert "scores and does not generate; use it with kind: scalar_model" in messages["classifier"]
+    assert "odd.jinja uses respnse, which this kind does not provide." in messages["odd"]
     assert messages["odd"].endswith("Did you mean response?")
-    assert "takes 2,048 tokens at most: lower it" in messages["long"]
+    assert "2,048 tokens: lower it" in messages["long"]
 
 
 def test_broken_weights_fail(doctor, tmp_path, scalar):
@@ -226,7 +228,7 @@ def test_hanging_server_times_out(doctor, server, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "ANSWER_TIMEOUT_S", 0.5)
     server.fault_for_all = "hang"
     began = time.monotonic()
-    code, findings, _ = doctor(judge_reward(server.url, tmp_path / "t.jinja", sampling={"retry": 3}))
+    code, findings, _ = doctor(judge_reward(server.url, tmp_path / "t.jinja", limits={"unreadable_retries": 3}))
     assert code == 1
     assert time.monotonic() - began < 100
     assert all(mark == "✗" and "timeout" in text for mark, text in findings_for(findings, "reward")[1:])
@@ -253,7 +255,7 @@ def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
         assert findings_for(findings, "reward")[1][0] == "✗"
         monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
         _, _, third = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
-        assert "The one in JUDGE_API_KEY is not it." in third
+        assert "The one in JUDGE_API_KEY is not accepted." in third
     assert "very-secret-key" not in out + more + third
 
 

@@ -65,7 +65,7 @@ def recipe(tmp_path, tiny_model, prompts_file, reward_file):
 
 
 def function(path: Path, **settings) -> dict:
-    return {"kind": "function", "path": str(path), "workers": 1, "timeout_s": 60, **settings}
+    return {"kind": "function", "path": str(path), "workers": 1, "limits": {"timeout_s": 60}, **settings}
 
 
 def write_function(path: Path, body: str) -> Path:
@@ -482,7 +482,7 @@ def hostile(tmp_path):
 
     def settings(act: str, **more) -> dict:
         arguments, timeout_s = {"act": act, "calls": str(tmp_path / "calls")}, 3 if act == "hangs" else 60
-        return function(path, arguments=arguments, timeout_s=timeout_s, **{"max_failure_rate": 1.0, **more})
+        return function(path, arguments=arguments, limits={"timeout_s": timeout_s}, **{"max_failure_rate": 1.0, **more})
 
     return settings
 

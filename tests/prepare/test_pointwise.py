@@ -134,7 +134,9 @@ def test_rl_does_not_look_at_an_analysis(tmp_path):
 @pytest.mark.parametrize("needs", ["ground_truth", "extra_info.style"])
 def test_a_template_that_needs_what_these_rows_lack_is_told(tmp_path, make_rows, needs):
     (tmp_path / "t.jinja").write_text("{{ " + needs + " }}")
-    with pytest.raises(RecipeError, match=r"prepare: template: .*lacks what t.jinja needs.* These rows provide nothing but a task"):
+    with pytest.raises(
+        RecipeError, match=r"prepare: template: .*lacks something t.jinja needs.* These rows provide nothing but a task"
+    ):
         make_rows([groups(tmp_path)], tmp_path / "rows.parquet", template=tmp_path / "t.jinja")
 
 
@@ -142,7 +144,7 @@ def test_bad_rows_and_templates_are_told(tmp_path):
     with pytest.raises(DataError, match=r"row 0: column 'scores': 11 should be an integer from 0 to 10"):
         make_pointwise_rl([groups(tmp_path, {"scores": [1, 2, 3, 11]})], tmp_path / "rl.parquet")
     (tmp_path / "t.jinja").write_text("{{ candidates }}")
-    with pytest.raises(RecipeError, match="uses candidates, which this kind does not give"):
+    with pytest.raises(RecipeError, match="uses candidates, which this kind does not provide"):
         make_pointwise_rl([groups(tmp_path)], tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
 
 

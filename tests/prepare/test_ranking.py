@@ -230,7 +230,7 @@ def test_a_missing_column_and_a_template_that_asks_too_much_are_said(tmp_path):
     with pytest.raises(DataError, match="column 'translations' is missing"):
         make_ranking_rl([groups(tmp_path)], tmp_path / "rl.parquet", columns=Columns(candidates="translations"))
     (tmp_path / "t.jinja").write_text("{{ response }}")
-    with pytest.raises(RecipeError, match="uses response, which this kind does not give"):
+    with pytest.raises(RecipeError, match="uses response, which this kind does not provide"):
         make_ranking_rl([groups(tmp_path)], tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
 
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from plaudit.errors import RecipeError
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
-from plaudit.reward_models.connection import Limits
 from plaudit.reward_models.launch import LaunchedServer
 from support.paths import TESTS
 from support.processes import gone
@@ -142,8 +142,8 @@ def test_one_that_cannot_start_says_why(program):
 
 
 def test_one_that_takes_too_long_is_stopped(program):
-    server = launched(program, "--takes 1000", "--child", start_timeout_s=5.0)
-    with pytest.raises(RecipeError, match=r"within start_timeout_s, 5 s \(it said last: 'loading the weights'\)"):
+    server = launched(program, "--takes 1000", "--child", limits=ModelLimits(start_timeout_s=5.0))
+    with pytest.raises(RecipeError, match=r"within limits.start_timeout_s, 5 s \(its last line: 'loading the weights'\)"):
         ask(server, "a")
     assert gone(*(starts(program)[0][name] for name in ("pid", "child")))
 
@@ -178,7 +178,7 @@ def test_one_that_dies_is_restarted_once(program, capsys):
 
 
 def test_many_who_ask_wait_for_the_same_restart(program):
-    server = launched(program, "--dies-after 30", limits=Limits(at_once=8, retries=0, backoff_s=0.01))
+    server = launched(program, "--dies-after 30", limits=ModelLimits(max_concurrent_calls=8, retries=0, backoff_s=0.01))
 
     async def run() -> list[Answer]:
         try:

@@ -112,7 +112,7 @@ def model(folder: Path, placement: str = "offload", **settings) -> dict[str, Any
     return {"path": str(folder), "placement": placement, "device": "cpu", **settings}
 
 
-JUDGING = {"kind": "judge", "sampling": {"max_new_tokens": 4, "retry": 0}}
+JUDGING = {"kind": "judge", "sampling": {"max_new_tokens": 4}, "limits": {"unreadable_retries": 0}}
 
 
 def runner_of(*rewards: dict[str, Any], **settings) -> RewardRunner:
@@ -219,7 +219,7 @@ def critique_of(folders: dict[str, Path], placement: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("limits", [{}, {"at_once": 1}])
+@pytest.mark.parametrize("limits", [{}, {"max_concurrent_groups": 1}])
 def test_all_critiques_are_written_before_the_scorer_comes(folders, loads, tmp_path, limits):
     reward = {**critique_of(folders, "offload"), "limits": limits}
     with runner_of(reward, cache=tmp_path / "scores.sqlite") as runner:
@@ -252,8 +252,9 @@ def test_critic_and_scorer_are_shared_with_other_rewards(folders, loads):
 
 
 def test_a_critic_that_fails_fails_its_samples(folders, loads):
-    sampling = {"max_new_tokens": 2048, "retry": 0}  # all that the model takes: there is no room for a prompt
-    reward = critique_of(folders, "offload") | {"sampling": sampling, "limits": {"retries": 1, "backoff_s": 0.0}}
+    sampling = {"max_new_tokens": 2048}  # the whole context: there is no room for a prompt
+    limits = {"unreadable_retries": 0, "group_retries": 1, "backoff_s": 0.0}
+    reward = critique_of(folders, "offload") | {"sampling": sampling, "limits": limits}
     with runner_of(reward, tolerant=True) as runner:
         scored = runner.collect(GROUPS)
         counts = runner.counts()
@@ -312,7 +313,8 @@ def test_what_a_model_is_known_by(folders, tmp_path):
     folder, digests = shutil.copytree(folders["kind"], tmp_path / "rm"), []
 
     def digest(path: Path | str, **settings) -> str:
-        given = {"kind": "scalar_model", "model": {"path": str(path), "device": "cpu", **settings}}
+        limits = settings.pop("limits", {})
+        given = {"kind": "scalar_model", "model": {"path": str(path), "device": "cpu", **settings}, "limits": limits}
         [reward] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
         return reward_digest(reward)
 
@@ -331,7 +333,7 @@ def test_what_a_model_is_known_by(folders, tmp_path):
     assert len(set(digests)) == len(digests)
     server = {"placement": "server", "url": "http://a:1"}
     assert digest(folder, **server) == digest(
-        folder, **server | {"url": "http://b:2", "limits": {"at_once": 2}, "prompt_price": 1.0}
+        folder, **server | {"url": "http://b:2", "limits": {"max_concurrent_calls": 2}, "prompt_price": 1.0}
     )
     before = digest("judge", **server, tokenizer=str(folder))
     (folder / "tokenizer_config.json").write_text("{}")
@@ -374,11 +376,12 @@ def test_calls_retries_tokens_and_cost_are_told(tmp_path, plaudit):
         served = {
             "placement": "server",
             "url": server.url,
-            "limits": {"retries": 2, "backoff_s": 0.001},
             "prompt_price": 2.0,
             "answer_price": 20.0,
         }
-        rewards = [{**JUDGING, "name": name, "template": str(template), "model": served} for name in ("first", "second")]
+        limits = {"unreadable_retries": 0, "retries": 2, "backoff_s": 0.001}
+        reward = {**JUDGING, "template": str(template), "model": served, "limits": limits}
+        rewards = [{**reward, "name": name} for name in ("first", "second")]
         with runner_of(*rewards) as runner:
             for i in range(2):
                 runner.collect([group("503:1 times", id=f"{i}")])
@@ -403,20 +406,17 @@ def metrics_of(run: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "judge/"))} for row in rows]
 
 
-@pytest.mark.parametrize("at_once", [1, 64])
+@pytest.mark.parametrize("concurrency", [1, 64])
 def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
-    tmp_path, tiny_model, plaudit, monkeypatch, at_once
+    tmp_path, tiny_model, plaudit, monkeypatch, concurrency
 ):
     monkeypatch.chdir(tmp_path)  # prompts have their file in their id, and so in what is drawn
     prompts = write_jsonl(Path("prompts.jsonl"), prompt_rows())
 
     def recipe(name: str, server: Grader) -> Path:
-        served = {
-            "placement": "server",
-            "url": server.url,
-            "limits": {"at_once": at_once, "retries": 1, "backoff_s": 0.05},
-        }
-        reward = {**JUDGING, "model": served, "limits": {"at_once": at_once}}
+        served = {"placement": "server", "url": server.url}
+        calls = {"max_concurrent_groups": concurrency, "max_concurrent_calls": concurrency}
+        reward = {**JUDGING, "model": served, "limits": {**calls, "unreadable_retries": 0, "retries": 1, "backoff_s": 0.05}}
         tree = rl_recipe(tiny_model, prompts, tmp_path / name, reward, run={"max_steps": 3})
         return write_recipe(tmp_path / f"{name}.yaml", tree)
 
@@ -433,20 +433,20 @@ def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
         stopped = [line for line in err.splitlines() if "reward 'judge' failed" in line]
         assert len(stopped) == 1
         assert err.splitlines()[-1] == stopped[0]
-        assert re.search(r"^step 2: reward 'judge' failed on at least \d+ of 12 samples .*nobody listens there", stopped[0])
+        assert re.search(r"^step 2: reward 'judge' failed on at least \d+ of 12 samples .*nothing listens there", stopped[0])
         assert "max_failure_rate is 0.1" in stopped[0]
         assert "go on with the same command" in stopped[0]
         assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
         code, _, err = plaudit("rl", file)
-        assert (code, "nobody listens there" in err) == (2, True), "still dead, and told before anything is sampled"
+        assert (code, "nothing listens there" in err) == (2, True), "still dead, and told before anything is sampled"
         before, server.dies_after = len(server.answered), None
         assert 12 < before < whole.total()
         server.live()
-        assert plaudit("rl", file, "rewards.0.model.limits.retries=3", "rewards.0.model.prompt_price=1")[0] == 0
+        assert plaudit("rl", file, "rewards.0.limits.retries=3", "rewards.0.model.prompt_price=1")[0] == 0
         # What was under way for a group of which nothing was known yet may be asked again; what was scored is not.
         assert set(server.answered) == set(whole)
         assert len(server.answered) - before <= whole.total() - 12
-        assert at_once > 1 or Counter(server.answered) == whole, "nothing is asked twice"
+        assert concurrency > 1 or Counter(server.answered) == whole, "nothing is asked twice"
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
     last = (tmp_path / name / "model/model.safetensors" for name in ("run", "whole"))
     assert len({file.read_bytes() for file in last}) == 1
@@ -520,14 +520,14 @@ def test_models_judges_a_plugin_and_rules_in_one_run(folders, tiny_model, tmp_pa
     plugin.write_text(PLUGIN)
 
     def run(name: str, models: dict[str, dict[str, Any]]) -> tuple[list[dict], list[dict]]:
-        writes = {"max_new_tokens": 4, "retry": 0}
+        generation = {"sampling": {"max_new_tokens": 4}, "limits": {"unreadable_retries": 0}}
         tree = rl_recipe(tiny_model, prompts, tmp_path / name, {}, run={"max_steps": 2}, optim={"lr": 1e-4})
         tree["rewards"] = [
             {"kind": "scalar_model", "name": "kind", "model": models["kind"], "scale": 0.1},
             {"kind": "repetition", "weight": 0.5},
             {"kind": "scalar_model", "name": "short", "model": models["short"], "weight": 0.2},
-            {"kind": "judge", "model": models["grader"], "sampling": writes, "scale": 0.1},
-            {"kind": "plugin", "path": str(plugin), "model": models["rider"], "sampling": writes, "weight": 0.3},
+            {"kind": "judge", "model": models["grader"], **generation, "scale": 0.1},
+            {"kind": "plugin", "path": str(plugin), "model": models["rider"], **generation, "weight": 0.3},
             {"kind": "length", "unit": "characters", "at_least": 1, "at_most": 20, "slack": 20, "weight": 0.1},
         ]
         train_rl(write_recipe(tmp_path / f"{name}.yaml", tree))

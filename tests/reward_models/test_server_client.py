@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 import pytest
@@ -11,15 +12,18 @@ from pydantic import ValidationError
 
 from plaudit.config import load
 from plaudit.errors import PlauditError, RecipeError
+from plaudit.recipe import ScoreRecipe
+from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import rate_limit
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams, ScalarScore, Usage
-from plaudit.reward_models.connection import Limits, fault_of
+from plaudit.reward_models.connection import fault_of
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.reward_models.server_client import ServerClient
 from support.fault_server import FaultServer
 
-QUICK = Limits(backoff_s=0.001)
+QUICK = ModelLimits(backoff_s=0.001)
+SERVED = {"placement": "server", "url": "http://a"}
 
 
 @pytest.fixture
@@ -38,13 +42,16 @@ def question(content: str, **fields) -> GenerationRequest:
 
 
 def ask(
-    settings: RewardModel, *contents: str, writing: SamplingParams | None = None, limits: Limits = QUICK
+    settings: RewardModel, *contents: str, writing: SamplingParams | None = None, limits: ModelLimits = QUICK
 ) -> tuple[list[Answer], Usage]:
     return write(settings, [question(content) for content in contents], writing, limits)
 
 
 def write(
-    settings: RewardModel, questions: Sequence[GenerationRequest], writing: SamplingParams | None = None, limits: Limits = QUICK
+    settings: RewardModel,
+    questions: Sequence[GenerationRequest],
+    writing: SamplingParams | None = None,
+    limits: ModelLimits = QUICK,
 ) -> tuple[list[Answer], Usage]:
     async def run() -> tuple[list[Answer], Usage]:
         client = ServerClient(settings, limits=limits)
@@ -57,7 +64,7 @@ def write(
     return asyncio.run(run())
 
 
-def judge(settings: RewardModel, *answers: str, limits: Limits = QUICK) -> list[ScalarScore]:
+def judge(settings: RewardModel, *answers: str, limits: ModelLimits = QUICK) -> list[ScalarScore]:
     async def run() -> list[ScalarScore]:
         client = ServerClient(settings, scalar=True, limits=limits)
         try:
@@ -109,7 +116,12 @@ def test_how_it_is_asked(server):
 
 def test_the_same_key_and_seed_have_the_same_randomness(server):
     for seed in (0, 0, 1):
-        write(model(server), [question("a"), question("b")], SamplingParams(7, temperature=1.0, seed=seed), Limits(at_once=1))
+        write(
+            model(server),
+            [question("a"), question("b")],
+            SamplingParams(7, temperature=1.0, seed=seed),
+            ModelLimits(max_concurrent_calls=1),
+        )
     seeds = [asked.body["seed"] for asked in server.requests]
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 4
@@ -174,7 +186,7 @@ def test_without_a_tokenizer_vllm_renders(server, capsys):
     assert [verdict.value for verdict in verdicts] == [0.25, None, 1.75, None, None]
     assert [verdict.too_long for verdict in verdicts] == [False, True, False, False, False]
     assert [cause(verdict) for verdict in verdicts] == [None, None, None, "garbage", "garbage"]
-    assert "renders the conversations itself" in capsys.readouterr().err
+    assert "renders the conversations instead" in capsys.readouterr().err
 
 
 def test_a_scalar_model_that_cannot_work_is_said_before_the_run(server, tiny_model):
@@ -195,14 +207,14 @@ CAUSES = {"500": "http", "503": "http", "429": "http", "half": "half", "reset": 
 
 @pytest.mark.parametrize("fault", CAUSES)
 def test_what_may_pass_is_tried_again(server, fault):
-    limits = Limits(backoff_s=0.001, retries=2, call_timeout_s=1.5 if fault == "hang" else None)
+    limits = ModelLimits(backoff_s=0.001, retries=2, attempt_timeout_s=1.5 if fault == "hang" else None)
     answers, usage = ask(model(server), f"{fault}:2 a", f"{fault} b", "c", limits=limits)
     assert [answer.text for answer in answers] == [f"answer to {fault}:2 a", None, "answer to c"]
     failure = answers[1].failure
     assert failure is not None
     assert failure.cause == CAUSES[fault]
     assert failure.message.startswith(f"{server.url}/v1/chat/completions: ")
-    assert failure.message.endswith("(3 tries)")
+    assert failure.message.endswith("(3 attempts)")
     assert (usage.calls, usage.retries, usage.failures) == (7, 4, {CAUSES[fault]: 1})
     check_counts(usage, 3)
 
@@ -226,11 +238,16 @@ def test_a_server_says_how_long_to_wait():
     assert (cause(answers[0]), usage.retries) == ("http", 0)  # beyond the deadline: said at once
 
 
-def test_a_deadline_ends_all_tries(server, monkeypatch):
-    monkeypatch.setattr("plaudit.reward_models.connection.random.uniform", lambda low, high: high)  # tries at 0, 0.3, 0.9, 2.1 s
+def test_a_deadline_ends_all_attempts(server, monkeypatch):
+    monkeypatch.setattr("plaudit.reward_models.connection.random.uniform", lambda low, high: high)  # attempts at 0, 0.3, 0.9, 2.1 s
     began = time.monotonic()
     answers, usage = ask(
-        model(server), "hang a", "500 b", "c", writing=SamplingParams(16, timeout_s=3.0), limits=Limits(retries=1000, backoff_s=0.3)
+        model(server),
+        "hang a",
+        "500 b",
+        "c",
+        writing=SamplingParams(16, timeout_s=3.0),
+        limits=ModelLimits(retries=1000, backoff_s=0.3),
     )
     assert time.monotonic() - began < 60
     assert [cause(answer) for answer in answers] == ["timeout", "http", None]
@@ -239,14 +256,16 @@ def test_a_deadline_ends_all_tries(server, monkeypatch):
 
 def test_waiting_for_a_turn_is_not_held_against_a_question():
     with FaultServer(latency_s=0.1) as server:
-        answers, _ = ask(model(server), *"abcdefgh", writing=SamplingParams(16, timeout_s=5.0), limits=Limits(at_once=1))
+        answers, _ = ask(
+            model(server), *"abcdefgh", writing=SamplingParams(16, timeout_s=5.0), limits=ModelLimits(max_concurrent_calls=1)
+        )
         assert [cause(answer) for answer in answers] == [None] * 8
         assert server.most_under_way == 1
 
 
 def test_no_more_calls_under_way_than_allowed_and_no_fewer():
     with FaultServer(latency_s=0.3) as server:
-        ask(model(server), *map(str, range(250)), limits=Limits(at_once=120))
+        ask(model(server), *map(str, range(250)), limits=ModelLimits(max_concurrent_calls=120))
         assert 100 < server.most_under_way <= 120  # aiohttp's own limit would be 100
 
 
@@ -257,7 +276,7 @@ def test_one_who_gives_up_waiting_leaves_nothing_behind(server):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await client.generate([question(f"hang {i}") for i in range(5)], SamplingParams(16))
-        under_way = client._connection.replicas.all[0].under_way
+        under_way = client._connection.replicas.all[0].in_flight
         await client.close()
         return under_way
 
@@ -281,7 +300,7 @@ def test_errors_have_a_cause():
 def test_a_server_that_is_not_there(server):
     server.die()
     began = time.monotonic()
-    with pytest.raises(RecipeError, match=rf"^{server.url}/v1/models: nobody listens there \(.*\)\. Is the server still running"):
+    with pytest.raises(RecipeError, match=rf"^{server.url}/v1/models: nothing listens there \(.*\)\. Is the server still running"):
         ask(model(server), "a")
     assert time.monotonic() - began < 60
 
@@ -310,7 +329,7 @@ def test_the_models_name(server):
 
 def test_one_of_several_models_has_to_be_named(server):
     server.others = ["dall-e", "embedder"]
-    with pytest.raises(RecipeError, match=r"it serves several models; set model\.path .*: judge, dall-e, embedder"):
+    with pytest.raises(RecipeError, match=r"it serves several models; set model\.path to one of judge, dall-e, embedder"):
         ask(model(server), "a")
     assert ask(model(server, path="judge"), "a")[0][0].text == "answer to a"
 
@@ -383,9 +402,9 @@ def test_a_client_for_text_gives_no_numbers(server):
 def test_the_least_loaded_is_asked():
     replicas = Replicas(["http://a", "http://b", "http://c"])
     a, b, c = replicas.all
-    a.under_way, b.under_way, c.under_way = 2, 1, 3
+    a.in_flight, b.in_flight, c.in_flight = 2, 1, 3
     assert replicas.choose() is b
-    b.under_way = 5
+    b.in_flight = 5
     assert replicas.choose() is a
     assert replicas.choose(avoid=a) is c
 
@@ -394,7 +413,7 @@ def test_what_belongs_together_stays_together_while_its_server_works():
     replicas = Replicas(["http://a", "http://b"])
     a, b = replicas.all
     assert replicas.choose("x") is a
-    a.under_way = 10
+    a.in_flight = 10
     assert [replicas.choose("x"), replicas.choose("y")] == [a, b]
     assert replicas.choose("x", avoid=a) is b  # a fault moves one call …
     assert replicas.choose("x") is a
@@ -409,7 +428,7 @@ def test_a_server_that_fails_rests_and_is_tried_by_one_call(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     replicas = Replicas(["http://a", "http://b"])
     a, b = replicas.all
-    b.under_way = 1
+    b.in_flight = 1
     for _ in range(2):
         a.failed()
     assert replicas.choose() is a  # two faults may be chance
@@ -435,7 +454,7 @@ def test_a_dead_replica_is_left_alone(capsys):
         answers, usage = ask(model(one, other), *map(str, range(100)))
         assert {cause(answer) for answer in answers} == {None}
         assert (len(one.requests), usage.failures) == (100, {})
-        assert f"warning: {other.url}/v1/models: nobody listens there" in capsys.readouterr().err
+        assert f"warning: {other.url}/v1/models: nothing listens there" in capsys.readouterr().err
 
 
 def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
@@ -444,13 +463,13 @@ def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
         other.dies_after = 20
 
         async def run() -> tuple[list[Answer], list[Answer], Usage]:
-            client = ServerClient(model(one, other), limits=Limits(at_once=16, backoff_s=0.01))
+            client = ServerClient(model(one, other), limits=ModelLimits(max_concurrent_calls=16, backoff_s=0.01))
             await client.open()
             before = await client.generate([question(f"a {i}") for i in range(200)], SamplingParams(16))
             other.dies_after = None
             other.live()
             replica = client._connection.replicas.all[1]
-            while time.monotonic() <= replica.rests_until:
+            while time.monotonic() <= replica.paused_until:
                 await asyncio.sleep(0.01)
             after = await client.generate([question(f"b {i}") for i in range(200)], SamplingParams(16))
             await client.close()
@@ -487,8 +506,8 @@ def test_2000_questions_with_30_percent_faults():
 
     contents = [content(i) for i in range(2000)]
     assert sum(not one.startswith("good") for one in contents) == 600
-    # Two servers count their tries apart, so that a fault may take four tries to pass.
-    limits = Limits(at_once=128, backoff_s=0.002, retries=5, call_timeout_s=4.0)
+    # Two servers count attempts separately, so a fault may take four attempts to pass.
+    limits = ModelLimits(max_concurrent_calls=128, backoff_s=0.002, retries=5, attempt_timeout_s=4.0)
     with FaultServer() as one, FaultServer() as other:
         answers, usage = ask(model(one, other), *contents, limits=limits)
         requests = len(one.requests) + len(other.requests)
@@ -504,37 +523,32 @@ def test_2000_questions_with_30_percent_faults():
     assert usage.new_tokens == 2 * (2000 - 200)
 
 
-# Limits of the recipe ------------------------------------------------------------------------------------------------
+# Limits --------------------------------------------------------------------------------------------------------------
 
 
-def by_recipe(settings: RewardModel, *contents: str, writing: SamplingParams | None = None) -> tuple[list[Answer], Usage]:
-    """Asked with the limits that the recipe gives."""
-    return write(settings, [question(content) for content in contents], writing, limits=settings.limits)
-
-
-def test_no_more_calls_at_once_than_the_recipe_says(server):
+def test_concurrent_calls_are_limited(server):
     server.latency_s = 0.1
-    by_recipe(model(server, limits={"at_once": 3}), *map(str, range(12)))
+    ask(model(server), *map(str, range(12)), limits=ModelLimits(max_concurrent_calls=3))
     assert server.most_under_way == 3
 
 
-def test_calls_begin_at_the_recipe_s_rate(server):
+def test_calls_per_second_are_limited(server):
     began = time.monotonic()
-    by_recipe(model(server, limits={"per_s": 50}), *map(str, range(6)))
+    ask(model(server), *map(str, range(6)), limits=ModelLimits(calls_per_s=50))
     assert all(asked.at - began >= 0.02 * i - 1e-3 for i, asked in enumerate(server.requests))
 
 
-def test_waiting_for_its_turn_costs_a_call_none_of_its_time(server):
-    answers, _ = by_recipe(model(server, limits={"per_s": 1}), *"abcd", writing=SamplingParams(16, timeout_s=2.0))
+def test_waiting_for_the_rate_limit_does_not_count_towards_the_timeout(server):
+    answers, _ = ask(model(server), *"abcd", writing=SamplingParams(16, timeout_s=2.0), limits=ModelLimits(calls_per_s=1))
     assert [cause(answer) for answer in answers] == [None] * 4
 
 
-def test_silence_and_retries_have_limits(server):
-    limits = {"read_timeout_s": 0.1, "retries": 1, "backoff_s": 0.0}
-    [answer], usage = by_recipe(model(server, limits=limits), "hang a")
+def test_attempts_have_a_timeout_and_are_retried(server):
+    limits = ModelLimits(attempt_timeout_s=0.1, retries=1, backoff_s=0.0)
+    [answer], usage = ask(model(server), "hang a", limits=limits)
     assert answer.failure is not None
     assert (answer.failure.cause, usage.calls) == ("timeout", 2)
-    assert "silent for 0.1 s (read_timeout_s). (2 tries)" in answer.failure.message
+    assert "no answer within 0.1 s" in answer.failure.message
 
 
 def test_tokens_of_a_minute_are_shared_out(monkeypatch):
@@ -578,23 +592,50 @@ def test_calls_under_way_have_their_tokens_reserved():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
-        ({"path": "m", "limits": {"at_once": 3}}, "limits belong to placement: server and launch"),
-        ({"path": "m", "placement": "offload", "limits": {"retries": 0}}, "limits belong to placement: server and launch"),
-        ({"placement": "server", "url": "http://a", "limits": {"at_once": 0}}, "greater than 0"),
-        ({"placement": "server", "url": "http://a", "prompt_price": -1}, "greater than or equal to 0"),
+        (
+            {"model": {"path": "m"}, "limits": {"max_concurrent_calls": 3}},
+            "limits.max_concurrent_calls belongs to placement: server",
+        ),
+        ({"model": {"path": "m", "placement": "offload"}, "limits": {"retries": 0}}, "limits.retries belongs to placement: server"),
+        ({"model": SERVED, "limits": {"start_timeout_s": 9}}, "limits.start_timeout_s belongs to placement: launch"),
+        ({"model": SERVED, "limits": {"max_concurrent_calls": 0}}, "greater than 0"),
+        ({"model": {**SERVED, "prompt_price": -1}}, "greater than or equal to 0"),
     ],
 )
-def test_limits_that_make_no_sense(settings, told):
-    with pytest.raises(ValidationError, match=told):
-        RewardModel.model_validate(settings)
+def test_limits_without_effect_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        ScoreRecipe.model_validate({"rewards": [{"kind": "judge", **settings}]})
 
 
-def test_a_misspelt_limit_is_told_with_the_right_name(tmp_path):
+def test_rewards_that_share_a_model_agree_in_the_limits_of_its_connections():
+    def rewards(**limits: Any) -> list[dict[str, Any]]:
+        first = {"kind": "judge", "model": SERVED, "limits": {"calls_per_s": 20, "timeout_s": 5}}
+        return [first, {"kind": "group_judge", "model": SERVED, "limits": limits}]
+
+    ScoreRecipe.model_validate({"rewards": rewards(calls_per_s=20, timeout_s=9, group_retries=1)})
+    with pytest.raises(ValidationError, match=r"judge and group_judge use the same model.*limits.calls_per_s: 20 and null"):
+        ScoreRecipe.model_validate({"rewards": rewards()})
+    scalar = {"kind": "scalar_model", "model": SERVED}  # a separate connection: it scores, the others generate
+    ScoreRecipe.model_validate({"rewards": [*rewards(calls_per_s=20), scalar]})
+
+
+@pytest.mark.parametrize(
+    ("setting", "suggestion"),
+    [
+        ("limits: {max_concurent_calls: 3}", "rewards.0.limits.max_concurrent_calls"),
+        ("limits: {at_once: 3}", "rewards.0.limits.max_concurrent_calls or rewards.0.limits.max_concurrent_groups"),
+        ("sampling: {retry: 3}", "rewards.0.limits.unreadable_retries"),
+        ("sampling: {timeout_s: 3}", "rewards.0.limits.timeout_s"),
+        ("timeout_s: 3", "rewards.0.limits.timeout_s"),
+        ("clip: [0, 1]", "rewards.0.bounds"),
+    ],
+)
+def test_an_unknown_setting_of_a_judge_suggests_the_right_one(tmp_path, setting, suggestion):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("rewards: [{kind: judge, model: {placement: server, url: 'http://a', limits: {at_onec: 3}}}]")
-    with pytest.raises(RecipeError, match=r"rewards.0.model.limits.at_onec is not a setting.*at_once"):
+    recipe.write_text(f"rewards: [{{kind: judge, model: {{placement: server, url: 'http://a'}}, {setting}}}]")
+    with pytest.raises(RecipeError, match=rf"is not a setting. Did you mean {suggestion}\?"):
         load(recipe)
 
 

@@ -116,7 +116,7 @@ def models(tmp_path_factory) -> Models:
     (folder / "rank.jinja").write_text(RANK)
 
     def rewards(**model) -> list[dict]:
-        common = {"model": model, "sampling": {"retry": 0, "max_new_tokens": 64}}
+        common = {"model": model, "sampling": {"max_new_tokens": 64}, "limits": {"unreadable_retries": 0}}
         return [
             {"kind": "judge", "template": str(folder / "grade.jinja"), **common},
             {"kind": "group_judge", "template": str(folder / "rank.jinja"), "weight": 0.1, **common},
@@ -377,7 +377,7 @@ def scoring(models, tmp_path) -> Iterator[Scoring]:
     port = free_port()
     model = {"path": str(models.judge), "placement": "launch", "program": str(PYTHON), "port": port, "arguments": ARGUMENTS}
     [reward, _] = models.rewards(**model)
-    recipe = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{**reward, "limits": {"at_once": 2}}]})
+    recipe = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{**reward, "limits": {"max_concurrent_groups": 2}}]})
     # More of the same, so that it lasts; told apart, or the cache would answer.
     rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(20) for row in ROWS])
     command = [sys.executable, "-m", "plaudit", "score", rows, "--rewards", recipe, "--out", tmp_path / "scored.jsonl"]

@@ -17,7 +17,7 @@ import pytest
 
 from plaudit.objectives.advantages import grpo
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
-from plaudit.rewards.functions.function import Function
+from plaudit.rewards.functions.function import Function, FunctionLimits
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score
@@ -68,37 +68,37 @@ def ask(reward: Reward | LiveReward, *groups: Group, **settings) -> list[list[fl
 
 
 def test_no_more_calls_at_once_than_allowed():
-    reward = Busy(takes_s=0.1, limits={"at_once": 3}).build()
+    reward = Busy(takes_s=0.1, limits={"max_concurrent_groups": 3}).build()
     ask(reward, *(group("a", id=str(i)) for i in range(12)))
     assert (reward.most, len(reward.began)) == (3, 12)
 
 
 def test_no_more_calls_a_second_than_allowed():
-    reward, began = Busy(takes_s=0.0, limits={"per_s": 100}).build(), time.monotonic()
+    reward, began = Busy(takes_s=0.0, limits={"groups_per_s": 100}).build(), time.monotonic()
     ask(reward, *(group("a", id=str(i)) for i in range(6)))
     assert all(call - began >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward.began)))
 
 
 def test_a_call_that_takes_too_long_fails_with_its_cause():
-    with RewardRunner([Busy(takes_s=30, limits={"timeout_s": 0.05})], tolerant=True) as runner:
+    with RewardRunner([Busy(takes_s=30, limits={"group_timeout_s": 0.05})], tolerant=True) as runner:
         [scored] = runner.collect([group("a", "b")])
     assert [score.failure.cause for score in scored.scores if score.failure] == ["timeout", "timeout"]
 
 
 def test_what_failed_is_asked_for_again_and_nothing_else():
-    reward = Busy(limits={"retries": 2, "backoff_s": 0.001}).build()
+    reward = Busy(limits={"group_retries": 2, "backoff_s": 0.001}).build()
     assert ask(reward, group("a", "f1", "f2", "f3")) == [[1.0, 1.0, 1.0, None]]
     assert reward.tries == {"a": 1, "f1": 2, "f2": 3, "f3": 3}
 
 
 def test_a_reward_that_compares_samples_is_asked_about_the_whole_group_again():
-    reward = Together(limits={"retries": 1, "backoff_s": 0.001}).build()
+    reward = Together(limits={"group_retries": 1, "backoff_s": 0.001}).build()
     assert ask(reward, group("a", "f1")) == [[1.0, 1.0]]
     assert reward.tries == {"a": 2, "f1": 2}
 
 
 def test_a_dead_reward_is_given_up_and_tried_again_later():
-    reward = Busy(takes_s=0.0, limits={"at_once": 1, "give_up_after": 3, "pause_s": 60})
+    reward = Busy(takes_s=0.0, limits={"max_concurrent_groups": 1, "give_up_after": 3, "pause_s": 60})
     with RewardRunner([reward], tolerant=True) as runner:
         scored = runner.collect([group(f"f{9 + i}", id=str(i)) for i in range(8)])
         causes = [one.scores[0].failure.cause for one in scored if one.scores[0].failure]
@@ -114,7 +114,7 @@ def test_rows_that_lack_something_do_not_count_as_a_dead_reward():
         def one(self, text: str) -> Score:
             return failed("no_ground_truth", "none") if text == "none" else Score(1.0)
 
-    reward = Lacking(Busy(takes_s=0.0, limits={"at_once": 1, "give_up_after": 2}))
+    reward = Lacking(Busy(takes_s=0.0, limits={"max_concurrent_groups": 1, "give_up_after": 2}))
     assert ask(reward, *(group("none", id=str(i)) for i in range(5)), group("a")) == [[None]] * 5 + [[1.0]]
 
 
@@ -155,7 +155,12 @@ def test_scores_belong_to_settings_and_files_not_to_how_they_are_used(tmp_path):
     path = write_function(tmp_path, "def compute_score(solution_str): return 1")
     base = Function(kind="function", path=str(path))
     digest = reward_digest(base)
-    assert reward_digest(Function(kind="function", path=str(path), weight=2.0, name="x", timeout_s=3.0, scale=0.1)) == digest
+    assert (
+        reward_digest(
+            Function(kind="function", path=str(path), weight=2.0, name="x", limits=FunctionLimits(timeout_s=3.0), scale=0.1)
+        )
+        == digest
+    )
     assert reward_digest(Function(kind="function", path=str(path), arguments={"a": 1})) != digest
     assert reward_digest(Function(kind="function", path=str(path), view={"extract": "line"})) != digest
     path.write_text("def compute_score(solution_str): return 2")
@@ -204,7 +209,7 @@ def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, c
 
 
 def test_what_is_given_up_is_not_waited_for():
-    reward = Busy(takes_s=0.0, limits={"at_once": 1, "per_s": 50, "give_up_after": 3}).build()
+    reward = Busy(takes_s=0.0, limits={"max_concurrent_groups": 1, "groups_per_s": 50, "give_up_after": 3}).build()
     ask(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
     assert len(reward.began) == 3
 
@@ -258,7 +263,9 @@ def responses() -> list[str]:
 def faulty(tmp_path) -> Function:
     path = write_function(tmp_path, FAULTY)
     arguments = {"log": str(tmp_path / "calls.txt")}
-    return Function(kind="function", path=str(path), arguments=arguments, timeout_s=5.0, workers=4, max_failure_rate=0.5)
+    return Function(
+        kind="function", path=str(path), arguments=arguments, limits=FunctionLimits(timeout_s=5.0), workers=4, max_failure_rate=0.5
+    )
 
 
 def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
@@ -302,7 +309,7 @@ def test_killed_in_the_middle_nothing_is_scored_twice(faulty, tmp_path):
     rows = [{"prompt": "p", "responses": texts[i : i + 6]} for i in range(0, len(texts), 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path(faulty.path).write_text(FAULTY.replace("    kind, number", f"{WAITS_AT_A_GATE}\n    kind, number", 1))
-    patient = faulty.model_copy(update={"timeout_s": 60.0})
+    patient = faulty.model_copy(update={"limits": FunctionLimits(timeout_s=60.0)})
     (tmp_path / "r.yaml").write_text(json.dumps({"rewards": [patient.model_dump(mode="json", exclude_defaults=True)]}))
     command = [sys.executable, "-m", "plaudit", "score", str(tmp_path / "rows.jsonl"), "--rewards", str(tmp_path / "r.yaml")]
     command += ["--out", str(tmp_path / "out.jsonl")]

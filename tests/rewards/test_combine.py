@@ -47,12 +47,12 @@ def approx(numbers):
 
 
 def test_scale_and_clip_are_for_values_and_not_for_what_the_recipe_states():
-    reward = Number(scale=0.1, clip=(-0.5, 0.6), malformed=-3.0, on_failure=7.0)
+    reward = Number(scale=0.1, bounds=(-0.5, 0.6), malformed=-3.0, on_failure=7.0)
     assert values(scored([reward], "4", "9", "-9", "?", "!")) == approx([0.4, 0.6, -0.5, -3.0, 7.0])
 
 
 def test_one_end_of_the_clip_may_be_open():
-    assert values(scored([Number(clip=(0.0, None))], "-1", "99")) == [0.0, 99.0]
+    assert values(scored([Number(bounds=(0.0, None))], "-1", "99")) == [0.0, 99.0]
 
 
 def test_without_an_extract_a_response_is_malformed_and_the_reward_is_not_asked_about_it():
@@ -171,7 +171,7 @@ def test_what_stands_behind_a_gate_that_does_not_apply_is_no_reward():
 
 def test_a_gate_names_a_reward_above_it():
     for rewards in ([{"gate": "b"}, {"name": "b"}], [{"name": "b", "gate": "b"}], [{"gate": "none"}]):
-        with pytest.raises(ValidationError, match="should name a reward above it"):
+        with pytest.raises(ValidationError, match="must name a reward above it"):
             ScoreRecipe.model_validate({"rewards": [{"kind": "exact"} | reward for reward in rewards]})
 
 

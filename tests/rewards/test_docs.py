@@ -15,7 +15,8 @@ import yaml
 from plaudit import plugins
 from plaudit.data.rollouts import parse_group
 from plaudit.recipe import RewardSettings, ScoreRecipe
-from plaudit.recipe.reward_models import CallLimits, JudgeSampling, RewardModel
+from plaudit.recipe.limits import JudgeLimits
+from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.recipe.section import Section
 from plaudit.rewards.combine import combine
 from plaudit.rewards.judges.judge import JsonField
@@ -125,7 +126,7 @@ def test_every_kind_that_asks_a_model_has_a_page():
 
 SETTINGS: dict[tuple[str, str], type[Section]] = {
     ("README", "## The model"): RewardModel,
-    ("README", "## Limits of a server"): CallLimits,
+    ("README", "## Limits"): JudgeLimits,
     ("README", "## Sampling"): JudgeSampling,
     ("judge", "### An entry of `fields`"): JsonField,
     ("rubric_judge", "### An entry of `criteria`"): Criterion,
@@ -311,7 +312,7 @@ def test_calls_of_pairs(row):
 @pytest.mark.parametrize(("count", "votes", "calls"), [(8, 1, 1), (8, 2, 2), (16, 1, 3), (9, 2, 4)])
 def test_calls_of_groups(count, votes, calls):
     """votes · ⌈(responses − overlap) / (max_candidates − overlap)⌉"""
-    reward = make("group_judge", "?", votes=votes, sampling={"retry": 0})
+    reward = make("group_judge", "?", votes=votes, limits={"unreadable_retries": 0})
     scores_of(reward, *(f"t{i}" for i in range(count)))
     assert len(reward.backend.asked) == calls
 

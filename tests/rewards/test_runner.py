@@ -22,7 +22,7 @@ from plaudit import plugins
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
-from plaudit.rewards.functions.function import Function
+from plaudit.rewards.functions.function import Function, FunctionLimits
 from plaudit.rewards.metrics import metrics
 from plaudit.rewards.reward import LiveReward, Reward, Rule
 from plaudit.rewards.rules.exact import Exact
@@ -169,7 +169,7 @@ def test_a_function_that_misbehaves_fails_its_own_sample_only(hostile):
 
 def test_a_function_that_hangs_is_killed_and_fails_its_own_sample_only(hostile):
     groups = [group("4", "5", act, "4", "5", id=act) for act in HANGS]
-    for scored in collect(function(hostile, timeout_s=3.0, workers=2), *groups):
+    for scored in collect(function(hostile, limits=FunctionLimits(timeout_s=3.0), workers=2), *groups):
         check_only_the_bad_one_fails(scored, "timeout", f"after 3 s.*{HANGS[scored.group.prompt.id]}")
 
 
@@ -183,7 +183,7 @@ def test_the_time_limit_is_for_running_not_for_waiting(tmp_path):
             return 1
         """,
     )
-    [scored] = collect(function(path, timeout_s=3.0), group(*"abcdefgh"))
+    [scored] = collect(function(path, limits=FunctionLimits(timeout_s=3.0)), group(*"abcdefgh"))
     assert values(scored) == [1.0] * 8
 
 
@@ -343,7 +343,7 @@ def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
         """,
     )
     program = tmp_path / "program.py"
-    settings = {"timeout_s": 1000.0, "workers": 2, "arguments": {"folder": str(tmp_path)}}
+    settings = {"limits": FunctionLimits(timeout_s=1000.0), "workers": 2, "arguments": {"folder": str(tmp_path)}}
     program.write_text(
         dedent(f"""
         import sys
@@ -375,7 +375,7 @@ def test_workers_are_gone_when_the_runner_is_left_in_the_middle_of_a_call(hostil
         yield group("c_code")
         raise RuntimeError("sampling broke")
 
-    with RewardRunner([function(hostile, timeout_s=1000.0, workers=2)]) as rewards:
+    with RewardRunner([function(hostile, limits=FunctionLimits(timeout_s=1000.0), workers=2)]) as rewards:
         workers = {child.pid for child in psutil.Process().children(recursive=True)} - before
         assert len(workers) >= 2
         with pytest.raises(RuntimeError, match="sampling broke"):
@@ -643,7 +643,7 @@ def test_a_recipe_holds_rewards_of_their_kinds_and_gives_them_back():
     exact, own = read.rewards
     assert isinstance(exact, Exact)
     assert isinstance(own, Function)
-    assert (exact.ignore_case, own.timeout_s, own.on_failure, own.label) == (True, 10.0, 0.5, "function")
+    assert (exact.ignore_case, own.limits.timeout_s, own.on_failure, own.label) == (True, 10.0, 0.5, "function")
     assert RLRecipe.model_validate(read.model_dump(exclude_unset=True)) == read
 
 
@@ -654,7 +654,7 @@ def test_a_recipe_holds_rewards_of_their_kinds_and_gives_them_back():
         ({"weight": 1.0}, ("rewards", 0), "no kind"),
         ({"kind": "exact", "ignorecase": True}, ("rewards", 0, "ignorecase"), "not permitted"),
         ({"kind": "function"}, ("rewards", 0, "path"), "required"),
-        ({"kind": "function", "path": "f.py", "timeout_s": 0}, ("rewards", 0, "timeout_s"), "greater than 0"),
+        ({"kind": "function", "path": "f.py", "limits": {"timeout_s": 0}}, ("rewards", 0, "limits", "timeout_s"), "greater than 0"),
         ({"kind": "function", "path": "f.py", "workers": True}, ("rewards", 0, "workers"), "should not be true"),
     ],
 )

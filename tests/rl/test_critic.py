@@ -451,7 +451,13 @@ def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(FAILS_ON_SOME)
     seen = []
     monkeypatch.setattr("plaudit.rl.learner.value_metrics", lambda samples: seen.extend(samples) or value_metrics(samples))
-    reward = {"kind": "function", "path": str(tmp_path / "reward.py"), "workers": 1, "timeout_s": 60, "max_failure_rate": 1.0}
+    reward = {
+        "kind": "function",
+        "path": str(tmp_path / "reward.py"),
+        "workers": 1,
+        "limits": {"timeout_s": 60},
+        "max_failure_rate": 1.0,
+    }
     train_rl(recipe(reward=reward, run={"max_steps": 1}))
     [row] = metrics_of(tmp_path / "run")
     assert 0 < row["dropped"] < 16

@@ -129,7 +129,14 @@ def run_server(
 
 def function(folder: Path, **settings: Any) -> dict:
     (folder / "function.py").write_text(FUNCTION)
-    return {"kind": "function", "name": "mine", "path": str(folder / "function.py"), "workers": 2, "timeout_s": 30, **settings}
+    return {
+        "kind": "function",
+        "name": "mine",
+        "path": str(folder / "function.py"),
+        "workers": 2,
+        "limits": {"timeout_s": 30},
+        **settings,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +148,7 @@ def folder(tmp_path_factory) -> Path:
 def rewards(folder) -> list[dict]:
     return [
         {"kind": "exact", "view": {"extract": "line"}, "when": {"data_source": ["", "sums"]}},
-        function(folder, weight=0.5, when={"data_source": "mine*"}, limits={"give_up_after": None}),
+        function(folder, weight=0.5, when={"data_source": "mine*"}, limits={"timeout_s": 30, "give_up_after": None}),
         {"kind": "length", "unit": "words", "at_most": 3, "weight": 0.0},
         {"kind": "overlong", "max_tokens": 10, "buffer_tokens": 10, "when": {"data_source": "sums"}},
     ]

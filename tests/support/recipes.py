@@ -64,7 +64,9 @@ def train_reward_model(recipe_file: Path, *overrides: str) -> Path:
 
 def rl_recipe(model_path: Path, prompts: Path, run_dir: Path, reward: Path | dict, **sections: dict) -> dict:
     """A small RL recipe; `reward` is a function's file or a reward's settings. Keyword arguments as in `sft_recipe`."""
-    function = reward if isinstance(reward, dict) else {"kind": "function", "path": str(reward), "workers": 1, "timeout_s": 60}
+    function = (
+        reward if isinstance(reward, dict) else {"kind": "function", "path": str(reward), "workers": 1, "limits": {"timeout_s": 60}}
+    )
     tree = {
         "model": {"path": str(model_path)},
         "data": {"train": str(prompts), "max_prompt_tokens": 64},

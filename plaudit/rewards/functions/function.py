@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from plaudit.recipe.limits import Limits
 from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
@@ -30,6 +31,11 @@ from plaudit.types import Group, Prompt, Sample, Score
 
 SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUP_PARAMETERS = ("prompts", "responses", "ground_truths", "extra_infos", "data_sources")
+
+
+class FunctionLimits(Limits):
+    timeout_s: PositiveFloat = 10.0
+    """Time limit for one call; when it is exceeded, the process is killed and the samples of the call have failed."""
 
 
 class Function(Reward):
@@ -43,8 +49,8 @@ class Function(Reward):
     """Its name; default: compute_score, or compute_scores with scores: group."""
     arguments: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Further keyword arguments of every call."""
-    timeout_s: PositiveFloat = 10.0
-    """Time limit of one call; when it is exceeded, the process is killed and the samples of the call have failed."""
+    limits: FunctionLimits = FunctionLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 2
     """Processes that score in parallel."""
 
@@ -69,7 +75,7 @@ class LiveFunction(LiveReward[Function]):
 
     def __init__(self, settings: Function):
         super().__init__(settings)
-        self._workers = WorkerPool(self._code(), settings.label, count=settings.workers, timeout_s=settings.timeout_s)
+        self._workers = WorkerPool(self._code(), settings.label, count=settings.workers, timeout_s=settings.limits.timeout_s)
 
     def _code(self) -> UserCode:
         functions, arguments = (self.settings.function_name,), self.settings.arguments

@@ -10,7 +10,7 @@ all; messages are rendered with its chat template. Both functions get the sample
 Differs from its source: they run in worker processes with a time limit, as every function of a user's does. Where a call for
 several samples raises or hangs, each sample is tried alone, so that one bad response fails by itself. A sample whose score is no
 number is asked for again at `retry_temperature`. A file that remembers something from one function to the other needs
-`limits: {at_once: 1}`.
+`limits: {max_concurrent_groups: 1}`.
 """
 
 import asyncio
@@ -22,10 +22,11 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from plaudit.files import text_digest
+from plaudit.recipe.limits import JudgeLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import GenerationRequest
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
-from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward, Reply, shown, writing
+from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward, Reply, prompt_text, sampling_params
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.reward import failed
 from plaudit.types import Failure, Group, Prompt, Score
@@ -35,6 +36,11 @@ Entry = dict[str, Any]
 """One entry of a list that came back: `text`, `messages` or `value`; or `cause` and `message`."""
 
 
+class PluginLimits(JudgeLimits):
+    function_timeout_s: PositiveFloat = 60.0
+    """Time limit for one call of a function; then its process is killed."""
+
+
 class Plugin(ModelReward):
     kind: Literal["plugin"]
     """A file with rm_preprocess and rm_postprocess, around a generating reward model."""
@@ -42,8 +48,8 @@ class Plugin(ModelReward):
     """The Python file. What lies beside it can be imported from it."""
     sampling: JudgeSampling = JudgeSampling()
     """How the model writes."""
-    timeout_s: PositiveFloat = 60.0
-    """The longest that one call of a function may take; then its process is killed."""
+    limits: PluginLimits = PluginLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 1
     """Processes that call the functions side by side."""
 
@@ -60,7 +66,7 @@ class LivePlugin(LiveModelReward[Plugin]):
         super().__init__(settings)
         trusted = settings.model.trust_remote_code
         code = UserCode(settings.path, FUNCTIONS, returns="list", tokenizer=_tokenizer(settings.model), trust_remote_code=trusted)
-        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.timeout_s)
+        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.limits.function_timeout_s)
 
     async def open(self) -> None:
         await self._workers.open()
@@ -84,7 +90,7 @@ class LivePlugin(LiveModelReward[Plugin]):
                 scores[i] = failed(question.cause, f"rm_preprocess: {question.message}", sample.text)
             else:
                 questions[i] = question
-        for attempt in range(self.settings.sampling.retry + 1):
+        for attempt in range(self.settings.limits.unreadable_retries + 1):
             left = {i: question for i, question in questions.items() if i not in scores or scores[i].failure is not None}
             if not left:
                 break
@@ -93,17 +99,23 @@ class LivePlugin(LiveModelReward[Plugin]):
 
     async def _ask(self, group: Group, questions: dict[int, GenerationRequest], attempt: int) -> dict[int, Score]:
         asked = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
-        answers = dict(zip(questions, await self.backend.generate(asked, writing(self.settings.sampling, attempt)), strict=True))
+        answers = dict(
+            zip(
+                questions,
+                await self.backend.generate(asked, sampling_params(self.settings.sampling, self.settings.limits, attempt)),
+                strict=True,
+            )
+        )
         readable = {i: answer.text for i, answer in answers.items() if answer.text is not None and answer.failure is None}
         entries = dict(zip(readable, await self._call("rm_postprocess", list(readable.values())), strict=True))
         scores: dict[int, Score] = {}
         for i, answer in answers.items():
             reply: Reply[Any] = Reply(
-                shown(questions[i]), None, answer.text, answer.failure, answer.too_long, answer.refused, attempt + 1
+                prompt_text(questions[i]), None, answer.text, answer.failure, answer.too_long, answer.refused, attempt + 1
             )
             view = group.samples[i].text
             if i not in entries:
-                scores[i] = reply.unfit(view)
+                scores[i] = reply.failed_score(view)
             elif "value" in (entry := entries[i]):
                 scores[i] = Score(entry["value"], entry.get("parts", {}), entry.get("malformed", False), None, view, reply.trace)
             else:

@@ -1,7 +1,7 @@
-"""The candidates of a group, for judges that compare them: identical ones as one, in an order that says nothing.
+"""The candidates of a group, for judges that compare them: duplicates merged, in a random but reproducible order.
 
-The order in which candidates are shown depends on what they are and on nothing else: neither on which was sampled first nor on what
-their row is called. So a group scored again, in any order, is asked the same questions.
+The order depends only on the candidates' texts, not on the order of sampling or the name of their row. So a group that is scored
+again, in any order, leads to the same requests.
 """
 
 import random
@@ -16,14 +16,14 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A text, and which samples of its group it is."""
+    """A text and the samples of its group that have it."""
 
     text: str
     samples: tuple[int, ...]
 
 
-def candidates_of(group: Group, *, shared: bool) -> list[Candidate]:
-    """By text; `shared`: samples with the same text (white space around it aside) are one candidate."""
+def group_candidates(group: Group, *, shared: bool) -> list[Candidate]:
+    """Sorted by text; `shared`: samples with the same text (apart from surrounding white space) are one candidate."""
     places: dict[str, list[int]] = {}
     for i, sample in enumerate(group.samples):
         places.setdefault(sample.text.strip(), []).append(i)
@@ -33,16 +33,16 @@ def candidates_of(group: Group, *, shared: bool) -> list[Candidate]:
 
 
 def shuffled(candidates: Sequence[Candidate], *key: int | str) -> list[Candidate]:
-    """In an order that the key and their texts decide."""
+    """In an order determined by the key and their texts."""
     order = list(candidates)
     random.Random(stable_seed(*key, *(candidate.text for candidate in candidates))).shuffle(order)
     return order
 
 
 def unjudged(value: float | None, text: str) -> Score:
-    """The score of a sample whose group has fewer than two candidates: the stated value, else what a malformed response is worth.
+    """The score of a sample whose group has fewer than two candidates: the given value, else that of a malformed response.
 
-    It is not malformed itself, but being the only one that can be read must not pay. (What `malformed` states is not scaled.)
+    It is not malformed itself, but being the only readable response must not be rewarded. (The value of `malformed` is not scaled.)
     """
     trace = {"not judged": "its group has fewer than two candidates"}
     return Score(0.0 if value is None else value, {"judged": 0.0}, view=text, trace=trace, unjudged=value is None)

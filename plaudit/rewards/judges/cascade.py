@@ -1,11 +1,11 @@
-"""A cheap rule and a judge that costs something, in one value.
+"""A cheap rule and an expensive judge, combined into one value.
 
     only     the judge alone
-    addon    1 where the rule passes; where it does not, judge_weight · judge, which is asked about these samples alone
+    addon    1 where the rule passes; elsewhere judge_weight · judge, which scores only those samples
     mixed    judge_weight · judge + (1 − judge_weight) · rule
 
-A rule passes if it gives more than `pass_above`. Where the judge fails, so does the sample: the rule's verdict does not stand in
-for it. Where the rule fails, the judge is not asked, unless `on_failure` of the rule gives a value to go on with.
+The rule passes if its value exceeds `pass_above`. If the judge fails, so does the sample: the rule's value does not replace it. If
+the rule fails, the judge is not called, unless the rule's `on_failure` gives a value to use instead.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from plaudit.rewards.combine import counted_value
 from plaudit.rewards.reward import PREPARED, LiveReward, Loadable, Reward, build, failed
 from plaudit.types import Group, Score
 
-OUTSIDE = ("when", "gate", "normalise", "weight", "combine", "cache", "max_failure_rate")
-"""Settings that the whole cascade has."""
+CASCADE_ONLY = ("when", "gate", "normalise", "weight", "combine", "cache", "max_failure_rate")
+"""Settings of the cascade, not of the rewards in it."""
 
 
 class Cascade(Reward):
@@ -34,23 +34,23 @@ class Cascade(Reward):
     judge: OneReward
     """The judge: a reward of any kind."""
     mode: Literal["only", "addon", "mixed"] = "addon"
-    """How they become one value."""
+    """How they are combined."""
     judge_weight: float = 1.0
-    """What the judge's value is multiplied by; in mixed, its share."""
+    """Factor of the judge's value; in mixed, its share."""
     pass_above: float = 0.5
-    """A rule's value above this is a pass."""
+    """The rule passes if its value exceeds this."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Cascade":
+    def _check_mode(self) -> "Cascade":
         if (self.rule is None) != (self.mode == "only"):
             raise ValueError("mode: only has no rule; addon and mixed need one")
         if self.mode == "mixed" and not 0.0 <= self.judge_weight <= 1.0:
             raise ValueError(f"mode: mixed shares 1 between judge and rule; judge_weight is {self.judge_weight:g}")
         for inner in self.inner:
-            changed = [name for name in OUTSIDE if getattr(inner, name) != type(inner).model_fields[name].get_default()]
+            changed = [name for name in CASCADE_ONLY if getattr(inner, name) != type(inner).model_fields[name].get_default()]
             if changed or inner.on_failure == "stop":
                 names = ", ".join(changed) or "on_failure: stop"
-                raise ValueError(f"{names}: a rule or judge inside a cascade cannot have that; the cascade can")
+                raise ValueError(f"{names}: set this on the cascade, not on the rule or judge inside it")
         return self
 
     @property

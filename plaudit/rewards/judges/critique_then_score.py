@@ -1,11 +1,11 @@
 """Critique, then score: one model writes a critique of the response, another reward scores response and critique together.
 
-The second reward is a `scalar_model` (critique-then-BT) or a `judge`. What it scores is the response, then `join`, then the
-critique, as if the policy had written all of it; that string is kept as the score's view, the critique in its trace. Where the
-first call fails, so does the sample: a score without its critique would be on another scale.
+The second reward is a `scalar_model` (critique-then-BT) or a `judge`. It scores response + `join` + critique, as if the policy had
+written all of it; that string is the score's view, the critique is in its trace. If the first call fails, so does the sample: a
+score without its critique would be on a different scale.
 
-Two models that share the device take turns: all critiques of a step are written with the critic there, then all scores are given
-with the scorer there.
+Two models that share the device take turns: all critiques of a step are generated with the critic loaded, then all scores with the
+scorer loaded.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from plaudit.recipe.limits import Limits
 from plaudit.recipe.rewards import OneReward, RewardSettings
 from plaudit.rewards.cache import keys
 from plaudit.rewards.judges.judge import Judge
@@ -30,23 +31,28 @@ class CritiqueThenScore(JudgeReward):
     kind: Literal["critique_then_score"]
     """A critique first, then a score of response and critique."""
     scorer: OneReward
-    """What scores them: a reward of kind scalar_model or judge, with a model of its own."""
+    """The reward that scores them: kind scalar_model or judge, with its own model."""
     join: str = "\n\nCritique:\n"
-    """What stands between response and critique."""
+    """Text between response and critique."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "CritiqueThenScore":
+    def _check_scorer(self) -> "CritiqueThenScore":
         inner = self.scorer
         if not isinstance(inner, ScalarModel | Judge):
-            raise ValueError(f"scorer should be of kind scalar_model or judge, not {inner.kind}")
-        common = {name: info.default for name, info in RewardSettings.model_fields.items() if name not in ("kind", "name")}
-        around = [name for name, default in common.items() if getattr(inner, name) != default]
-        if around:
-            raise ValueError(f"scorer has no {', '.join(around)} of its own; set it on the reward around it")
+            raise ValueError(f"scorer must be of kind scalar_model or judge, not {inner.kind}")
+        common = {
+            name: info.default for name, info in RewardSettings.model_fields.items() if name not in ("kind", "name", "limits")
+        }
+        changed = [name for name, default in common.items() if getattr(inner, name) != default]
+        # Only its calls have limits: groups are scored by the reward around it.
+        of_groups = {name: info.default for name, info in Limits.model_fields.items() if name != "backoff_s"}
+        changed += [f"limits.{name}" for name, default in of_groups.items() if getattr(inner.limits, name) != default]
+        if changed:
+            raise ValueError(f"a scorer cannot have {', '.join(changed)}; set it on the reward around it")
         return self
 
     @property
-    def own_template(self) -> str:
+    def default_template(self) -> str:
         return "critique"
 
     @property
@@ -113,15 +119,15 @@ class LiveCritiqueThenScore(LiveJudgeReward[CritiqueThenScore]):
             return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
         self._critiques |= zip(keys("", group, scores_alone=True), critiques, strict=True)
         pairs = zip(critiques, group.samples, strict=True)
-        return [PREPARED if reply.failure is None else reply.unfit(sample.text) for reply, sample in pairs]
+        return [PREPARED if reply.failure is None else reply.failed_score(sample.text) for reply, sample in pairs]
 
     def forget(self) -> None:
         self._critiques.clear()
 
     async def _criticise(self, group: Group) -> list[Reply[str]]:
-        questions = [self.question(group.prompt, response=sample.text) for sample in group.samples]
-        # A critique that was cut is still one.
-        return await self.ask(questions, lambda _, text: text, whole=False)
+        questions = [self.build_request(group.prompt, response=sample.text) for sample in group.samples]
+        # A truncated critique is still a critique.
+        return await self.query(questions, lambda _, text: text, complete=False)
 
     async def _score(self, group: Group) -> list[Score]:
         known = [self._critiques.get(key) for key in keys("", group, scores_alone=True)]
@@ -131,15 +137,15 @@ class LiveCritiqueThenScore(LiveJudgeReward[CritiqueThenScore]):
                 critiques = await self._criticise(group)
             except Unrenderable as error:
                 return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
-        scores = {i: reply.unfit(group.samples[i].text) for i, reply in enumerate(critiques) if reply.found is None}
+        scores = {i: reply.failed_score(group.samples[i].text) for i, reply in enumerate(critiques) if reply.value is None}
         left = [i for i in range(len(critiques)) if i not in scores]
         if left:
             joined = [self._joined(group.samples[i], critiques[i]) for i in left]
             [scored] = await self._scorer.score([dataclasses.replace(group, samples=tuple(joined))])
             for i, score in zip(left, scored, strict=True):
-                trace = {**score.trace, "critique": shortened(critiques[i].found or "")}
+                trace = {**score.trace, "critique": shortened(critiques[i].value or "")}
                 scores[i] = dataclasses.replace(score, trace=trace)
         return [scores[i] for i in range(len(group.samples))]
 
     def _joined(self, sample: Sample, critique: Reply[str]) -> Sample:
-        return dataclasses.replace(sample, text=f"{sample.text}{self.settings.join}{critique.found}")
+        return dataclasses.replace(sample, text=f"{sample.text}{self.settings.join}{critique.value}")

@@ -1,24 +1,24 @@
-"""A judge that sees a whole group at once (GRRM): it compares all candidates, then ranks and scores them.
+"""A judge that sees all responses to a prompt at once (GRRM): it compares all candidates, then ranks and scores them.
 
-Candidates are shown as A, B, C … in an order that is shuffled anew for each call; the answer's letters are taken back to the
-samples they stand for. A response without an extract is malformed and not shown (`view`); identical candidates share a letter; a
-group with fewer than two candidates left is not judged. The answer's end is read (`plaudit/rewards/rules/ranking_lines.py`):
+Candidates are shown as A, B, C … in an order that is shuffled for each call; the letters in the answer are mapped back to the
+samples. A response without an extract is malformed and not shown (`view`); identical candidates share a letter; a group with fewer
+than two candidates is not judged. The end of the answer is parsed (`plaudit/rewards/rules/ranking_lines.py`):
 
-    ranking_score   B > A = D > C, then B: 9, A: 7, D: 7, C: 2     worth the scores; the ranking must be the one they imply
-    score           A: 7, B: 9, C: 2, D: 7                         worth the scores
-    ranking         B > A = D > C                                  worth the share of the others that it beats, ties half
+    ranking_score   B > A = D > C, then B: 9, A: 7, D: 7, C: 2     value: the scores; the ranking must be the one they imply
+    score           A: 7, B: 9, C: 2, D: 7                         value: the scores
+    ranking         B > A = D > C                                  value: the share of the others it beats, ties half
 
-With several `votes` the value is the mean over the calls that could be read; every other one shows the order before it backwards,
-for judges favour a place. A group with more candidates than `max_candidates` is
-split: the first `overlap` of the shuffled order (the anchors) are in every call, the others in one each. Calls differ in how strict
-they are, so with s(c, i) the score of candidate i in call c, a(c) the mean of the anchors in call c, and a the mean of all a(c):
+With several `votes` the value is the mean over the readable calls; every second one reverses the order of the one before it,
+because judges have a position bias. A group with more candidates than `max_candidates` is split: the first `overlap` of the
+shuffled order (the anchors) are in every call, the others in one each. Calls differ in strictness, so with s(c, i) the score of
+candidate i in call c, a(c) the mean of the anchors in call c, and a the mean of all a(c):
 
     value(i) = mean over the calls c that show i of s(c, i) − (a(c) − a)
 
-which may leave the scale of the scores by a little (`clip` bounds it). A call that fails, or cannot be read after all retries,
-fails the samples that no other call has judged. A call that is too long for the judge makes the whole group malformed.
+which may slightly leave the scale of the scores (`bounds` limits it). A call that fails, or is unreadable after all retries, fails
+the samples that no other call has judged. A call that is too long for the judge makes the entire group malformed.
 
-Differs from GRRM: its calls show the samples in their order, and are not split; in training it does not ask again.
+Differs from GRRM, which shows the samples in their order, does not split groups, and does not retry in training.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from plaudit.reward_models.backend import GenerationRequest
-from plaudit.rewards.judges.candidates import LETTERS, Candidate, candidates_of, shuffled, unjudged
+from plaudit.rewards.judges.candidates import LETTERS, Candidate, group_candidates, shuffled, unjudged
 from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_letters, within
 from plaudit.rewards.judges.templates import Unrenderable
@@ -39,7 +39,7 @@ from plaudit.types import Group, Prompt, Score
 
 @dataclass(frozen=True)
 class Call:
-    """One question about several candidates: LETTERS[i] stands for the i-th."""
+    """One request about several candidates: LETTERS[i] is the i-th."""
 
     vote: int
     shown: tuple[Candidate, ...]
@@ -53,27 +53,27 @@ class GroupJudge(JudgeReward):
     kind: Literal["group_judge"]
     """A judge that compares all responses to a prompt."""
     answer: Literal["ranking_score", "score", "ranking"] = "ranking_score"
-    """What its answer ends with: ranking and scores, scores alone, or the ranking alone."""
+    """What its answer ends with: ranking and scores, only scores, or only a ranking."""
     lowest: int = 0
-    """A lower score is an answer that cannot be read."""
+    """An answer with a lower score is unreadable."""
     highest: int = 10
-    """A higher score is, too."""
+    """An answer with a higher score is unreadable."""
     votes: PositiveInt = 1
-    """Calls for each group, each with an order of its own; the value is the mean."""
+    """Calls per group, each in a different order; the value is their mean."""
     share_letters: bool = True
-    """Identical candidates are shown once, and have the same value."""
+    """Identical candidates are shown once and get the same value."""
     max_candidates: Annotated[int, Field(ge=3, le=len(LETTERS))] = 8
-    """Most candidates in one call; a larger group is split."""
+    """Maximum candidates per call; a larger group is split."""
     overlap: PositiveInt = 2
-    """Candidates that all calls of a split group have in common, to bring their scores to one scale."""
+    """Candidates shown in every call of a split group, to bring their scores to one scale."""
     not_judged: float | None = None
-    """Value (before scale) in a group with fewer than two candidates; default: what `malformed` states, else 0."""
+    """Value (before scale) in a group with fewer than two candidates; default: the value of `malformed`, else 0."""
 
     scores_alone: ClassVar[bool] = False
     variables: ClassVar[frozenset[str]] = frozenset({"candidates", "answer", "lowest", "highest"})
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "GroupJudge":
+    def _check_bounds(self) -> "GroupJudge":
         if self.lowest >= self.highest:
             raise ValueError(f"lowest ({self.lowest}) should be less than highest ({self.highest})")
         if self.overlap >= self.max_candidates:
@@ -81,11 +81,11 @@ class GroupJudge(JudgeReward):
         return self
 
     @property
-    def own_template(self) -> str:
+    def default_template(self) -> str:
         return "group"
 
     def calls(self, candidates: Sequence[Candidate], vote: int) -> list[Call]:
-        """One call for all of them, or several that have the anchors in common; each shuffled for itself."""
+        """One call for all candidates, or several that share the anchors; each shuffled separately."""
         order = shuffled(candidates, self.sampling.seed, vote // 2)
         if vote % 2:
             order.reverse()
@@ -108,7 +108,7 @@ class LiveGroupJudge(LiveJudgeReward[GroupJudge]):
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        candidates = candidates_of(group, shared=self.settings.share_letters)
+        candidates = group_candidates(group, shared=self.settings.share_letters)
         if len(candidates) < 2:
             return [unjudged(self.settings.not_judged, sample.text) for sample in group.samples]
         calls = [call for vote in range(self.settings.votes) for call in self.settings.calls(candidates, vote)]
@@ -116,21 +116,21 @@ class LiveGroupJudge(LiveJudgeReward[GroupJudge]):
             questions = [self._question(group.prompt, call) for call in calls]
         except Unrenderable as error:
             return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
-        replies = await self.ask(questions, lambda i, text: self._read(text, len(calls[i].shown)))
+        replies = await self.query(questions, lambda i, text: self._read(text, len(calls[i].shown)))
         too_long = next((reply for reply in replies if reply.too_long), None)
-        if too_long is not None:  # for all of them: who shares a call with a long one is a matter of luck
-            return [too_long.unfit(sample.text) for sample in group.samples]
+        if too_long is not None:  # for all of them: which candidates share a call with a long one is chance
+            return [too_long.failed_score(sample.text) for sample in group.samples]
         scores: dict[int, Score] = {}
         for candidate in candidates:
-            about = [(call, reply) for call, reply in zip(calls, replies, strict=True) if candidate in call.shown]
-            score = self._of(candidate, about, list(zip(calls, replies, strict=True)))
+            own = [(call, reply) for call, reply in zip(calls, replies, strict=True) if candidate in call.shown]
+            score = self._candidate_score(candidate, own, list(zip(calls, replies, strict=True)))
             scores |= dict.fromkeys(candidate.samples, score)
         return [scores[i] for i in range(len(group.samples))]
 
     def _question(self, prompt: Prompt, call: Call) -> GenerationRequest:
         shown = [{"letter": letter, "text": candidate.text} for letter, candidate in zip(LETTERS, call.shown, strict=False)]
         own = {"answer": self.settings.answer, "lowest": self.settings.lowest, "highest": self.settings.highest}
-        return self.question(prompt, call.vote, candidates=shown, **own)
+        return self.build_request(prompt, call.vote, candidates=shown, **own)
 
     def _read(self, text: str, count: int) -> dict[str, float] | None:
         scores = read_letters(text, LETTERS[:count], self.settings.answer)
@@ -141,11 +141,11 @@ class LiveGroupJudge(LiveJudgeReward[GroupJudge]):
             return None
         return scores
 
-    def _of(self, candidate: Candidate, about: Sequence[Judged], judged: Sequence[Judged]) -> Score:
-        read = [(call, reply, reply.found) for call, reply in about if reply.found is not None]
+    def _candidate_score(self, candidate: Candidate, own: Sequence[Judged], judged: Sequence[Judged]) -> Score:
+        read = [(call, reply, reply.value) for call, reply in own if reply.value is not None]
         if not read:
-            failed = next((reply for _, reply in about if reply.failure is not None), about[-1][1])
-            return failed.unfit(candidate.text)
+            failed = next((reply for _, reply in own if reply.failure is not None), own[-1][1])
+            return failed.failed_score(candidate.text)
         offsets = {vote: _offsets([one for one in judged if one[0].vote == vote]) for vote in {call.vote for call, _, _ in read}}
         values: dict[int, list[float]] = {}
         for call, _, found in read:
@@ -162,11 +162,11 @@ def _letter(call: Call, candidate: Candidate) -> str:
 
 
 def _offsets(judged: Sequence[Judged]) -> Mapping[Call, float]:
-    """How much kinder than the others each call of a vote was to the anchors: a(c) − a."""
-    kindness = {
-        call: fmean(reply.found[_letter(call, anchor)] for anchor in call.anchors) if call.anchors else 0.0
+    """How much higher than the others each call of a vote scored the anchors: a(c) − a."""
+    anchor_means = {
+        call: fmean(reply.value[_letter(call, anchor)] for anchor in call.anchors) if call.anchors else 0.0
         for call, reply in judged
-        if reply.found is not None
+        if reply.value is not None
     }
-    mean = fmean(kindness.values()) if kindness else 0.0
-    return {call: kind - mean for call, kind in kindness.items()}
+    mean = fmean(anchor_means.values()) if anchor_means else 0.0
+    return {call: anchor_mean - mean for call, anchor_mean in anchor_means.items()}

@@ -1,15 +1,15 @@
-"""A generative judge, asked about one response at a time.
+"""A generative judge of single responses.
 
-The prompt comes from a template, the score from the answer, by one of these parsers (`plaudit/rewards/judges/parsing.py`):
+Its prompt is rendered from a template, and its answer parsed by one of these parsers (`plaudit/rewards/judges/parsing.py`):
 
     last_number_line   8                           a number alone on the last line (GRRM's pointwise model)
     tag                <score>8</score>            or a line `score: 8`
-    regex              what `pattern` finds last: its first group
+    regex              the last match of `pattern`: its first group
     json               {"score": 8, "style": 3}    `field`; its other numbers become parts
     true_false         True                        worth 1 or 0 (TinyV's verifier: question, reference and final answer)
     total_score        Total Score: 8/10           worth score / 10 (the rubric reward model)
 
-With several `votes` the value is the mean of those that could be read; a sample fails if none could.
+With several `votes` the value is the mean of the readable ones; a sample fails if there is none.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,27 +34,27 @@ from plaudit.rewards.judges.parsing import (
 )
 from plaudit.types import Group, Prompt, Sample, Score
 
-SCALES_OF_THEIR_OWN = ("true_false", "total_score")
+FIXED_SCALES = ("true_false", "total_score")
 
 
 class JsonField(Section):
-    """What a field of the judge's JSON must be."""
+    """Constraints on a field of the judge's JSON."""
 
     name: str
     """Its name."""
     type: Literal["number", "integer", "boolean", "string"] = "number"
-    """What it holds."""
+    """Its type."""
     minimum: float | None = None
-    """The least number."""
+    """Lowest number."""
     maximum: float | None = None
-    """The greatest number."""
+    """Highest number."""
 
 
 class Judge(JudgeReward):
     kind: Literal["judge"]
     """A generative judge of single responses."""
     parser: Literal["last_number_line", "tag", "regex", "json", "true_false", "total_score"] = "last_number_line"
-    """How the score is read from its answer."""
+    """How the score is parsed from its answer."""
     tag: str = "score"
     """parser: tag. The tag's name."""
     pattern: str | None = None
@@ -62,19 +62,19 @@ class Judge(JudgeReward):
     field: str = "score"
     """parser: json. The field that is the score."""
     fields: tuple[JsonField, ...] = ()
-    """parser: json. Fields that must be there, and what they must be: JSON Schema's type, minimum and maximum."""
+    """parser: json. Required fields, with JSON Schema's type, minimum and maximum."""
     lowest: float | None = None
-    """A lower score is an answer that cannot be read. Default: 0 with our template, which asks for 0 to 10; else none."""
+    """An answer with a lower score is unreadable. Default: 0 with the built-in template, which asks for 0 to 10; else none."""
     highest: float | None = None
-    """A higher score is, too. Default: 10 with our template; else none."""
+    """An answer with a higher score is unreadable. Default: 10 with the built-in template; else none."""
     votes: PositiveInt = 1
-    """How often it is asked about each response; the value is the mean."""
+    """Answers per response; the value is their mean."""
 
     variables: ClassVar[frozenset[str]] = frozenset({"response", "parser", "tag", "field", "lowest", "highest"})
 
     @field_validator("pattern")
     @classmethod
-    def _can_be_read(cls, pattern: str | None) -> str | None:
+    def _check_pattern(cls, pattern: str | None) -> str | None:
         import regex
 
         try:
@@ -84,43 +84,45 @@ class Judge(JudgeReward):
         return pattern
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Judge":
+    def _check_parser(self) -> "Judge":
         if (self.parser == "regex") != (self.pattern is not None):
             raise ValueError("parser: regex needs a pattern, and no other parser has one")
         if self.parser == "regex" and self.template is None:
-            raise ValueError("parser: regex needs a template: ours cannot ask for an answer that your pattern finds")
+            raise ValueError(
+                "parser: regex needs a template: the built-in one does not ask for an answer that your pattern matches"
+            )
         if self.fields and self.parser != "json":
             raise ValueError("fields belong to parser: json")
-        if self.parser in SCALES_OF_THEIR_OWN and (self.lowest, self.highest) != (None, None):
-            raise ValueError(f"parser: {self.parser} has a scale of its own, from 0 to 1: lowest and highest are for other parsers")
-        low, high = self.bounds
+        if self.parser in FIXED_SCALES and (self.lowest, self.highest) != (None, None):
+            raise ValueError(f"parser: {self.parser} has a fixed scale from 0 to 1: lowest and highest are for other parsers")
+        low, high = self.score_range
         if low is not None and high is not None and low >= high:
             raise ValueError(f"lowest ({low:g}) should be less than highest ({high:g})")
         if self.votes > 1 and self.sampling.temperature == 0:
-            raise ValueError("votes at temperature 0 are all the same; set sampling.temperature")
+            raise ValueError("votes at temperature 0 are identical; set sampling.temperature")
         return self
 
     @property
-    def bounds(self) -> tuple[float | None, float | None]:
-        """Of what the judge is asked for: another number is not its score."""
-        if self.template is not None or self.parser in SCALES_OF_THEIR_OWN:
+    def score_range(self) -> tuple[float | None, float | None]:
+        """The range of valid scores: a number outside it is not the judge's score."""
+        if self.template is not None or self.parser in FIXED_SCALES:
             return self.lowest, self.highest
         return 0.0 if self.lowest is None else self.lowest, 10.0 if self.highest is None else self.highest
 
     @property
-    def own_template(self) -> str:
+    def default_template(self) -> str:
         return "verifier" if self.parser == "true_false" else "pointwise"
 
     def about(self, response: str) -> dict[str, Any]:
         """What its template is told besides the row."""
-        lowest, highest = self.bounds
+        lowest, highest = self.score_range
         own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": lowest, "highest": highest}
         return {"response": response, **own}
 
     def reader(self) -> Callable[[str], Found | None]:
         """What an answer says, or None."""
         rules = {one.name: FieldRule(one.type, one.minimum, one.maximum) for one in self.fields}
-        lowest, highest = self.bounds
+        lowest, highest = self.score_range
 
         def read(text: str) -> Found | None:
             match self.parser:
@@ -150,16 +152,16 @@ class Judge(JudgeReward):
 class LiveJudge(LiveJudgeReward[Judge]):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         read = self.settings.reader()
-        return await self.ask_each(groups, range(self.settings.votes), self._question, lambda _, text: read(text), self._score)
+        return await self.score_each(groups, range(self.settings.votes), self._question, lambda _, text: read(text), self._score)
 
     def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
-        return self.question(prompt, vote, **self.settings.about(sample.text))
+        return self.build_request(prompt, vote, **self.settings.about(sample.text))
 
     def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
-        found = [reply.found for reply in replies if reply.found is not None]
+        found = [reply.value for reply in replies if reply.value is not None]
         if not found:
-            return replies[-1].unfit(view)
-        trace = next(reply.trace for reply in replies if reply.found is not None)
+            return replies[-1].failed_score(view)
+        trace = next(reply.trace for reply in replies if reply.value is not None)
         names = list(dict.fromkeys(name for one in found for name in one.parts))
         parts = {name: fmean(one.parts[name] for one in found if name in one.parts) for name in names}
         if self.settings.votes > 1:

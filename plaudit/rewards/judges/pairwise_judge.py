@@ -1,12 +1,12 @@
-"""A judge that compares two responses at a time: a response is worth the share of its comparisons that it wins, ties half.
+"""A judge that compares two responses at a time. A response's value is the share of its comparisons that it wins, ties half.
 
     all          every pair of the group's candidates
-    tournament   `rounds` rounds (default: ⌈log₂ candidates⌉); in each, candidates that have won alike meet (Swiss system), none
-                 twice while there are others; one of an odd number sits out
+    tournament   `rounds` rounds (default: ⌈log₂ candidates⌉) of a Swiss tournament: candidates with similar results meet, if
+                 possible not twice; with an odd number one sits out
 
-Each pair is shown in both orders (`both_orders`), for judges favour a place; a pair counts only if both answers could be read. Part
-`consistent`: the share of a response's pairs in which both orders have the same winner. Identical candidates are one. A response
-none of whose pairs fits into the judge's prompt is malformed; one of whose pairs none could be judged has failed.
+Each pair is shown in both orders (`both_orders`), because judges have a position bias; a pair counts only if both answers are
+readable. Part `consistent`: the share of a response's pairs in which both orders have the same winner. Identical candidates count
+as one. A response is malformed if none of its pairs fits into the judge's prompt, and has failed if none of them could be judged.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from plaudit.rewards.judges.candidates import Candidate, candidates_of, shuffled, unjudged
+from plaudit.rewards.judges.candidates import Candidate, group_candidates, shuffled, unjudged
 from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_choice
 from plaudit.rewards.judges.templates import Unrenderable
 from plaudit.types import Group, Score
 
-WORTH = {"A": 1.0, "tie": 0.5, "B": 0.0}
-"""What the answer is worth to the candidate that is shown first."""
+POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0}
+"""Points for the candidate that is shown first, by answer."""
 Pair = tuple[int, int]
 
 
@@ -35,25 +35,25 @@ class PairwiseJudge(JudgeReward):
     pairs: Literal["all", "tournament"] = "all"
     """Which pairs are compared."""
     rounds: PositiveInt | None = None
-    """pairs: tournament. How many rounds; default: as many as halve the group down to one."""
+    """pairs: tournament. Number of rounds; default: ⌈log₂ candidates⌉."""
     both_orders: bool = True
-    """Each pair is shown twice, in either order."""
+    """Each pair is judged in both orders."""
     ties: bool = True
-    """The judge may say that neither is better."""
+    """The judge may answer that neither is better."""
     not_judged: float | None = None
-    """Value (before scale) in a group with fewer than two candidates; default: what `malformed` states, else 0."""
+    """Value (before scale) in a group with fewer than two candidates; default: the value of `malformed`, else 0."""
 
     scores_alone: ClassVar[bool] = False
     variables: ClassVar[frozenset[str]] = frozenset({"first", "second", "ties"})
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "PairwiseJudge":
+    def _check_rounds(self) -> "PairwiseJudge":
         if self.rounds is not None and self.pairs != "tournament":
             raise ValueError("rounds belong to pairs: tournament")
         return self
 
     @property
-    def own_template(self) -> str:
+    def default_template(self) -> str:
         return "pairwise"
 
     def build(self) -> "LivePairwiseJudge":
@@ -65,7 +65,7 @@ class LivePairwiseJudge(LiveJudgeReward[PairwiseJudge]):
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        candidates = shuffled(candidates_of(group, shared=True), self.settings.sampling.seed)
+        candidates = shuffled(group_candidates(group, shared=True), self.settings.sampling.seed)
         if len(candidates) < 2:
             return [unjudged(self.settings.not_judged, sample.text) for sample in group.samples]
         games = _Games(len(candidates))
@@ -81,19 +81,21 @@ class LivePairwiseJudge(LiveJudgeReward[PairwiseJudge]):
         return [scores[i] for i in range(len(group.samples))]
 
     async def _play(self, group: Group, candidates: Sequence[Candidate], pairs: Sequence[Pair], games: "_Games") -> None:
-        # With one order only, who is shown first has been shuffled with the candidates.
+        # With a single order, which one is first was decided by shuffling the candidates.
         shown = [order for x, y in pairs for order in ([(x, y), (y, x)] if self.settings.both_orders else [(x, y)])]
         ties = self.settings.ties
-        questions = [self.question(group.prompt, first=candidates[x].text, second=candidates[y].text, ties=ties) for x, y in shown]
-        choices = [choice for choice in WORTH if ties or choice != "tie"]
-        replies = await self.ask(questions, lambda _, text: read_choice(text, choices))
+        questions = [
+            self.build_request(group.prompt, first=candidates[x].text, second=candidates[y].text, ties=ties) for x, y in shown
+        ]
+        choices = [choice for choice in POINTS if ties or choice != "tie"]
+        replies = await self.query(questions, lambda _, text: read_choice(text, choices))
         each = 2 if self.settings.both_orders else 1
         for i, pair in enumerate(pairs):
             games.add(pair, replies[i * each : (i + 1) * each])
 
 
 class _Games:
-    """What was played so far, by candidate."""
+    """Results so far, by candidate."""
 
     def __init__(self, count: int):
         self._results: list[list[float]] = [[] for _ in range(count)]
@@ -106,19 +108,19 @@ class _Games:
         self._met.add(frozenset(pair))
         for player in pair:
             self._replies[player] += replies
-        if any(reply.found is None for reply in replies):
+        if any(reply.value is None for reply in replies):
             return
-        worths = [WORTH[reply.found or ""] for reply in replies]
-        for_x = [worths[0], *(1.0 - worth for worth in worths[1:])]  # in the second order, x is shown second
-        for player, results in ((x, for_x), (y, [1.0 - worth for worth in for_x])):
+        points = [POINTS[reply.value or ""] for reply in replies]
+        for_x = [points[0], *(1.0 - point for point in points[1:])]  # in the second order, x is shown second
+        for player, results in ((x, for_x), (y, [1.0 - point for point in for_x])):
             self._results[player].append(fmean(results))
             self._consistent[player].append(float(len(set(results)) == 1))
 
     def next_round(self) -> list[Pair]:
-        """Neighbours in the table of wins so far; candidates that met already only if no other is left."""
+        """Neighbours in the table of wins; candidates that have met already only if no other is left."""
         table = sorted(range(len(self._results)), key=lambda player: -sum(self._results[player]))
         if len(table) % 2:
-            # The one that has sat out least often so far, from the bottom.
+            # The lowest of those that have sat out least often.
             table.remove(max(reversed(table), key=lambda player: len(self._replies[player])))
         pairs = []
         while table:
@@ -134,7 +136,7 @@ class _Games:
             failed = next((reply for reply in replies if reply.failure is not None), None)
             if not replies:
                 return Score(0.5, {"judged": 0.0}, view=text, trace={"not judged": "it sat out"})
-            return (failed or next(reply for reply in replies if reply.too_long)).unfit(text)
+            return (failed or next(reply for reply in replies if reply.too_long)).failed_score(text)
         parts = {"judged": 1.0, "pairs": float(len(self._results[player])), "consistent": fmean(self._consistent[player])}
-        trace = next(reply.trace for reply in replies if reply.found is not None)
+        trace = next(reply.trace for reply in replies if reply.value is not None)
         return Score(fmean(self._results[player]), parts, view=text, trace=trace)

@@ -41,7 +41,7 @@ class Found:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def behind_thoughts(text: str, marker: str | None = None) -> str | None:
+def strip_thoughts(text: str, marker: str | None = None) -> str | None:
     """The answer without the judge's thoughts: what follows the last `</think>`, and of that, what follows the last `marker`.
 
     None if the thoughts do not end, or the marker is not there.

@@ -1,10 +1,10 @@
-"""A judge that scores a response by named criteria: each is a part, and the value is their weighted mean.
+"""A judge that scores a response by named criteria. Each criterion is a part; the value is their weighted mean.
 
     value = Σ weight · score / Σ weight                      scores from `lowest` to `highest`, as the judge gives them
 
-`calls: one` asks for all criteria at once; `calls: each` asks about one criterion at a time, so that none colours the next. The
-answer is a JSON object of criterion → score, or lines `criterion: score`. A response has a value only if every criterion has a
-score: a mean of those that happened to be read would not be comparable.
+`calls: one` requests all criteria in one call; `calls: each` makes a call for each, so that none influences the next. The answer is
+a JSON object of criterion → score, or lines `criterion: score`. A response has a value only if every criterion has a score: a mean
+over the readable ones would not be comparable.
 """
 
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ from plaudit.types import Group, Prompt, Sample, Score
 
 class Criterion(Section):
     name: Annotated[str, Field(pattern=r"^[^\s:{}\"'<>*_`~#-][^:{}\"'<>*`\n]*$")]
-    """What it is called in the judge's answer and among the parts."""
+    """Its name in the judge's answer and among the parts."""
     description: str = ""
-    """What it means, for the judge."""
+    """Its definition, for the judge."""
     weight: PositiveFloat = 1.0
-    """Its share of the value."""
+    """Its weight in the mean."""
 
 
 class RubricJudge(JudgeReward):
     kind: Literal["rubric_judge"]
     """A judge that scores by criteria."""
     criteria: Annotated[tuple[Criterion, ...], Field(min_length=1)]
-    """What responses are judged by."""
+    """The criteria."""
     calls: Literal["one", "each"] = "one"
     """One call for all criteria, or one for each."""
     answer: Literal["json", "lines"] = "json"
-    """How the judge writes scores: a JSON object, or lines `criterion: score`."""
+    """Format of the judge's scores: a JSON object, or lines `criterion: score`."""
     lowest: float = 0.0
-    """The least score; a lower one is an answer that cannot be read."""
+    """Lowest score; an answer with a lower one is unreadable."""
     highest: float = 10.0
-    """The greatest score."""
+    """Highest score; an answer with a higher one is unreadable."""
 
     variables: ClassVar[frozenset[str]] = frozenset({"response", "criteria", "answer", "lowest", "highest"})
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "RubricJudge":
+    def _check_criteria(self) -> "RubricJudge":
         names = [criterion.name.casefold() for criterion in self.criteria]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -55,7 +55,7 @@ class RubricJudge(JudgeReward):
         return self
 
     @property
-    def own_template(self) -> str:
+    def default_template(self) -> str:
         return "rubric"
 
     def build(self) -> "LiveRubricJudge":
@@ -64,7 +64,7 @@ class RubricJudge(JudgeReward):
 
 class LiveRubricJudge(LiveJudgeReward[RubricJudge]):
     @property
-    def _asked_together(self) -> list[list[Criterion]]:
+    def _criteria_per_call(self) -> list[list[Criterion]]:
         return (
             [list(self.settings.criteria)]
             if self.settings.calls == "one"
@@ -72,14 +72,14 @@ class LiveRubricJudge(LiveJudgeReward[RubricJudge]):
         )
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        return await self.ask_each(
-            groups, self._asked_together, self._question, lambda some, text: self._read(text, some), self._score
+        return await self.score_each(
+            groups, self._criteria_per_call, self._question, lambda some, text: self._read(text, some), self._score
         )
 
     def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> GenerationRequest:
         shown: list[dict[str, Any]] = [{"name": one.name, "description": one.description, "weight": one.weight} for one in criteria]
         own = {"answer": self.settings.answer, "lowest": self.settings.lowest, "highest": self.settings.highest}
-        return self.question(prompt, response=sample.text, criteria=shown, **own)
+        return self.build_request(prompt, response=sample.text, criteria=shown, **own)
 
     def _read(self, text: str, criteria: Sequence[Criterion]) -> dict[str, float] | None:
         scores = read_criteria(text, [criterion.name for criterion in criteria], self.settings.answer, self.settings.highest)
@@ -90,10 +90,10 @@ class LiveRubricJudge(LiveJudgeReward[RubricJudge]):
         )
 
     def _score(self, replies: Sequence[Reply[dict[str, float]]], view: str) -> Score:
-        unread = next((reply for reply in replies if reply.found is None), None)
+        unread = next((reply for reply in replies if reply.value is None), None)
         if unread is not None:
-            return unread.unfit(view)
-        parts = {name: score for reply in replies for name, score in (reply.found or {}).items()}
+            return unread.failed_score(view)
+        parts = {name: score for reply in replies for name, score in (reply.value or {}).items()}
         weights = {criterion.name: criterion.weight for criterion in self.settings.criteria}
         value = sum(weights[name] * score for name, score in parts.items()) / sum(weights.values())
         answers = {"answers": [reply.trace["answer"] for reply in replies]} if len(replies) > 1 else {}

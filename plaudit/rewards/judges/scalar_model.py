@@ -1,8 +1,8 @@
-"""A scalar (Bradley–Terry) reward model: one number for a conversation that ends with the response.
+"""A scalar (Bradley–Terry) reward model: one score for a conversation that ends with the response.
 
-The conversation is rendered with the model's own tokenizer and chat template, never the policy's. What the model sees of the
-response is the reward's view: thoughts are stripped there. A conversation that is too long for it is malformed (0, or what
-`malformed` states), not cut: half of an answer would be scored as if it were all of it.
+The conversation is rendered with the model's own tokenizer and chat template, never the policy's. The model sees the response
+through the reward's view, where thoughts are stripped. A conversation that is too long for it is malformed (0, or the value of
+`malformed`), not truncated: half an answer would be scored as if it were complete.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from plaudit.types import Group, Score
 
 class ScalarModel(ModelReward):
     kind: Literal["scalar_model"]
-    """A reward model that gives a number (Bradley–Terry)."""
+    """A scalar (Bradley–Terry) reward model."""
 
     scalar: ClassVar[bool] = True
 
@@ -30,13 +30,13 @@ class LiveScalarModel(LiveModelReward[ScalarModel]):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         flat = [(group.prompt, sample) for group in groups for sample in group.samples]
         conversations = [[*prompt.messages, {"role": "assistant", "content": sample.text}] for prompt, sample in flat]
-        verdicts = iter(await self.backend.score(conversations))
-        return [[self._score(next(verdicts), sample.text) for sample in group.samples] for group in groups]
+        results = iter(await self.backend.score(conversations))
+        return [[self._score(next(results), sample.text) for sample in group.samples] for group in groups]
 
-    def _score(self, verdict, view: str) -> Score:
-        if verdict.too_long:
+    def _score(self, result, view: str) -> Score:
+        if result.too_long:
             trace = {"malformed": "too long for the reward model"}
-            return Score(0.0, malformed=True, view=view, trace=trace, passing=verdict.refused)
-        if verdict.failure is not None:
-            return Score(None, failure=verdict.failure, view=view)
-        return Score(verdict.value, view=view)
+            return Score(0.0, malformed=True, view=view, trace=trace, passing=result.refused)
+        if result.failure is not None:
+            return Score(None, failure=result.failure, view=view)
+        return Score(result.value, view=view)

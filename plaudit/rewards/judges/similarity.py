@@ -1,7 +1,7 @@
 """Semantic similarity: the cosine of the embeddings of response and ground truth, from −1 to 1.
 
-The embedding model is one of sentence-transformers', in this process. Of several accepted truths the nearest counts. An empty
-response has no meaning to compare: 0, and malformed.
+The embedding model is a sentence-transformers model in this process. With several accepted truths the nearest one counts. An empty
+response is malformed: 0.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ Encode = Callable[[list[str]], Any]
 
 class Similarity(Reward):
     kind: Literal["similarity"]
-    """How near the response's meaning is to the ground truth's (sentence-transformers)."""
+    """Semantic similarity of response and ground truth (sentence-transformers)."""
     path: str
     """The embedding model: a folder, or a name on the hub."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it computes."""
+    """Device it runs on."""
     batch_size: PositiveInt = 32
-    """Texts at a time."""
+    """Texts per batch."""
 
     @property
     def rounded_together(self) -> bool:
@@ -47,7 +47,7 @@ class LiveSimilarity(LiveReward[Similarity]):
     def __init__(self, settings: Similarity):
         super().__init__(settings)
         self._encode: Encode | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def open(self) -> None:
         self._encode = await asyncio.to_thread(self._load)
@@ -64,9 +64,9 @@ class LiveSimilarity(LiveReward[Similarity]):
         try:
             model = SentenceTransformer(self.settings.path, device=None if self.settings.device == "auto" else self.settings.device)
         except (OSError, ValueError, RuntimeError) as error:
-            told = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise RecipeError(
-                f"reward '{self.settings.label}': no embedding model could be loaded from {self.settings.path}: {told}"
+                f"reward '{self.settings.label}': cannot load an embedding model from {self.settings.path}: {reason}"
             ) from None
         return partial(model.encode, batch_size=self.settings.batch_size, show_progress_bar=False, convert_to_numpy=True)
 
@@ -79,7 +79,7 @@ class LiveSimilarity(LiveReward[Similarity]):
         if not truths:
             return [no_truth(group.prompt, sample, "similarity", "a text or a list of them") for sample in group.samples]
         responses = [sample.text for sample in group.samples]
-        async with self._one_at_a_time:
+        async with self._lock:
             vectors = _unit(await asyncio.to_thread(self._encode, [*truths, *responses]))
         cosines = vectors[len(truths) :] @ vectors[: len(truths)].T
         scores = []

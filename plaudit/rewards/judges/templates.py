@@ -1,7 +1,7 @@
-"""A judge's prompt: a Jinja2 file of the user's, or one of ours (`prompts/`), filled in for one sample or one group.
+"""A judge's prompt: the user's or a built-in Jinja2 template (`prompts/`), rendered for one sample or one group.
 
-A variable that the kind does not give is an error when the reward is opened, before anything is asked. One that a row lacks (its
-ground truth, a field of extra_info) fails that row's samples: the data's fault. Templates test for it with `is defined`.
+A variable that the kind does not provide is an error when the reward is opened, before anything is scored. A value that a row lacks
+(its ground truth, a field of extra_info) fails that row's samples. Templates can test for it with `is defined`.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,13 +11,13 @@ from typing import Any
 from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.types import Failure, Prompt
 
-OURS = Path(__file__).parent / "prompts"
-OF_THE_ROW = frozenset({"prompt", "question", "task", "ground_truth", "extra_info", "data_source"})
+BUILT_IN = Path(__file__).parent / "prompts"
+ROW_VARIABLES = frozenset({"prompt", "question", "task", "ground_truth", "extra_info", "data_source"})
 """Variables that every template has."""
 
 
 class Unrenderable(Exception):
-    """The row lacks something that the template needs."""
+    """The row lacks something the template needs."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.message)
@@ -25,7 +25,7 @@ class Unrenderable(Exception):
 
 
 class JudgeTemplate:
-    """A compiled template. `where` begins its error messages."""
+    """A compiled template. `where` prefixes its error messages."""
 
     def __init__(self, file: Path, variables: Collection[str], where: str):
         import jinja2.meta
@@ -36,7 +36,7 @@ class JudgeTemplate:
             problem = "is a folder" if file.is_dir() else f"does not exist.{nearest_path(file)}"
             raise RecipeError(f"{where}: template: {file} {problem}")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_as_people_write
+            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_format_value
         )
         try:
             text = file.read_text(encoding="utf-8")
@@ -46,11 +46,11 @@ class JudgeTemplate:
             raise RecipeError(f"{where}: template: {file} cannot be read: {error}") from None
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(f"{where}: template: {file}:{error.lineno}: {error.message}") from None
-        known = sorted({*variables, *OF_THE_ROW})
+        known = sorted({*variables, *ROW_VARIABLES})
         unknown = sorted(named - set(known) - set(environment.globals))
         if unknown:
-            there = f"There are {', '.join(known)}.{did_you_mean(unknown[0], known)}"
-            raise RecipeError(f"{where}: template: {file} uses {', '.join(unknown)}, which this kind does not give. {there}")
+            available = f"Available: {', '.join(known)}.{did_you_mean(unknown[0], known)}"
+            raise RecipeError(f"{where}: template: {file} uses {', '.join(unknown)}, which this kind does not provide. {available}")
 
     def render(self, prompt: Prompt, variables: Mapping[str, Any]) -> str:
         """The text for this row. Raises Unrenderable."""
@@ -60,11 +60,12 @@ class JudgeTemplate:
             return self._template.render({**_row(prompt), **variables})
         except jinja2.UndefinedError as error:
             cause = "no_ground_truth" if "ground_truth" in str(error) else "no_field"
-            told = str(error).replace("'dict object' has no attribute", "there is no field")
-            there = f" (extra_info has: {', '.join(map(str, prompt.extra_info)) or 'nothing'})" if cause == "no_field" else ""
-            raise Unrenderable(Failure(cause, f"row {prompt.id} lacks what {self.file.name} needs: {told}{there}"[:500])) from None
-        except Exception as error:  # a filter that does not fit the row's value, and whatever else a template may do
-            message = f"row {prompt.id}: {self.file.name} cannot be filled in: {type(error).__name__}: {error}"
+            missing = str(error).replace("'dict object' has no attribute", "no field")
+            fields = f" (extra_info has: {', '.join(map(str, prompt.extra_info)) or 'nothing'})" if cause == "no_field" else ""
+            message = f"row {prompt.id} lacks something {self.file.name} needs: {missing}{fields}"
+            raise Unrenderable(Failure(cause, message[:500])) from None
+        except Exception as error:  # a filter that does not fit the row's value, or anything else a template may do
+            message = f"row {prompt.id}: {self.file.name} cannot be rendered: {type(error).__name__}: {error}"
             raise Unrenderable(Failure("no_field", message[:500])) from None
 
 
@@ -80,25 +81,25 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 
 def task_of(prompt: Prompt) -> str:
-    """The question where that is all there is; else the whole conversation, with who said what."""
+    """The question if that is all there is; else the full conversation with its roles."""
     if _bare_question(prompt) is not None or len(prompt.messages) < 2:
         return question_of(prompt)
     return "\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in prompt.messages)
 
 
 def _bare_question(prompt: Prompt) -> str | None:
-    asked = prompt.extra_info.get("question")
-    return asked if isinstance(asked, str) and asked.strip() else None
+    question = prompt.extra_info.get("question")
+    return question if isinstance(question, str) and question.strip() else None
 
 
 def question_of(prompt: Prompt) -> str:
-    """`extra_info.question` if the row has it (the bare question), else what the user said last."""
-    if (asked := _bare_question(prompt)) is not None:
-        return asked
-    said = [message.get("content") for message in prompt.messages if message.get("role") == "user"]
-    return str(said[-1] or "") if said else ""
+    """`extra_info.question` if the row has it (the bare question), else the user's last message."""
+    if (question := _bare_question(prompt)) is not None:
+        return question
+    contents = [message.get("content") for message in prompt.messages if message.get("role") == "user"]
+    return str(contents[-1] or "") if contents else ""
 
 
-def _as_people_write(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     """`from 0 to 10`, not `from 0.0 to 10.0`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from plaudit.recipe.limits import Limits
 from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
@@ -45,13 +46,18 @@ LONGEST_READ = 4000
 WORKER = Path(__file__).with_name("maths") / "worker.py"
 
 
+class MathLimits(Limits):
+    timeout_s: PositiveFloat = 5.0
+    """Time limit for one call, which compares one answer; an answer that takes longer is malformed."""
+
+
 class Math(Reward):
     kind: Literal["math"]
     """The final answer equals the reference, mathematically."""
     tolerance: NonNegativeFloat = 0.0
     """Numbers that differ by at most this share of the reference are equal too; 0: exactly equal only."""
-    timeout_s: PositiveFloat = 5.0
-    """The longest that one answer may take to compare; one that takes longer is malformed."""
+    limits: MathLimits = MathLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 2
     """Processes that compare formulas side by side."""
 
@@ -65,7 +71,7 @@ class LiveMath(LiveReward[Math]):
     def __init__(self, settings: Math):
         super().__init__(settings)
         code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth"), arguments={"tolerance": settings.tolerance})
-        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.timeout_s)
+        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.limits.timeout_s)
 
     async def open(self) -> None:
         await self._workers.open()

@@ -2,10 +2,10 @@
 
     reward = −penalty · clip((l − (L − B)) / B, 0, 1)        l: the response's tokens, L: max_tokens, B: buffer_tokens
 
-Differs from DAPO: the cost stops growing at `penalty`, unless `clip: false` leaves the upper end open.
+Differs from DAPO: the cost stops growing at `penalty`, unless `capped: false` leaves the upper end open.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
@@ -24,15 +24,7 @@ class Overlong(Rule):
     penalty: NonNegativeFloat = 1.0
     """The cost at max_tokens."""
     capped: bool = True
-    """It does not grow beyond that. `clip: false` says the same as `capped: false`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _clip_is_capped(cls, given: Any) -> Any:
-        # `clip` with two numbers is what every reward has: bounds of its value.
-        if isinstance(given, dict) and isinstance(given.get("clip"), bool) and "capped" not in given:
-            return {name: setting for name, setting in given.items() if name != "clip"} | {"capped": given["clip"]}
-        return given
+    """The cost does not grow beyond max_tokens; false leaves it open-ended."""
 
     @model_validator(mode="after")
     def _begins_at_a_length(self) -> "Overlong":

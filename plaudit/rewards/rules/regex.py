@@ -9,8 +9,14 @@ from typing import Literal
 import regex
 from pydantic import PositiveFloat, field_validator
 
+from plaudit.recipe.limits import Limits
 from plaudit.rewards.reward import Rule
 from plaudit.types import Prompt, Sample, Score
+
+
+class RegexLimits(Limits):
+    timeout_s: PositiveFloat = 1.0
+    """Time limit for one call, which searches one response, in CPU seconds of the process."""
 
 
 class Regex(Rule):
@@ -20,8 +26,8 @@ class Regex(Rule):
     """A regular expression. Flags stand in it: `(?i)` ignores case; with `(?s)`, `.` matches line ends too."""
     full: bool = False
     """The whole response must match, white space around it aside; else any place in it."""
-    timeout_s: PositiveFloat = 1.0
-    """The longest that one response is searched, in CPU seconds of the process."""
+    limits: RegexLimits = RegexLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Concurrency, rates, time limits, retries, and when it is given up."""
 
     @field_validator("pattern")
     @classmethod
@@ -37,9 +43,9 @@ class Regex(Rule):
         try:
             # concurrent: sampling goes on meanwhile, in other threads.
             if self.full:
-                found = compiled.fullmatch(sample.text.strip(), timeout=self.timeout_s, concurrent=True)
+                found = compiled.fullmatch(sample.text.strip(), timeout=self.limits.timeout_s, concurrent=True)
             else:
-                found = compiled.search(sample.text, timeout=self.timeout_s, concurrent=True)
+                found = compiled.search(sample.text, timeout=self.limits.timeout_s, concurrent=True)
         except TimeoutError:
             return Score(0.0, {"timed_out": 1.0}, malformed=True, view=sample.text)
         return Score(float(found is not None), {"timed_out": 0.0}, view=sample.text)

@@ -123,7 +123,13 @@ def test_a_verifier_sees_question_reference_and_the_extracted_answer_only():
 
 
 def test_an_unreadable_answer_is_asked_for_again_at_a_higher_temperature():
-    reward = make("judge", ["dunno", "<think>5", "6"], sampling={"retry": 2, "retry_temperature": 0.9, "timeout_s": 7, "seed": 5})
+    reward = make(
+        "judge",
+        ["dunno", "<think>5", "6"],
+        model={"placement": "server", "url": "http://a"},
+        sampling={"seed": 5},
+        limits={"unreadable_retries": 2, "retry_temperature": 0.9, "timeout_s": 7},
+    )
     [score] = scores_of(reward, "r")
     assert (score.value, score.trace["tries"]) == (6.0, 3)
     backend = backend_of(reward)
@@ -145,25 +151,25 @@ def test_only_what_could_not_be_read_is_asked_for_again():
 
 
 def test_a_judge_that_is_never_readable_has_failed_and_the_cause_says_so():
-    [got] = collect(make("judge", "I would rather not.", sampling={"retry": 1}, malformed=-1.0), group("r"))
+    [got] = collect(make("judge", "I would rather not.", limits={"unreadable_retries": 1}, malformed=-1.0), group("r"))
     assert values(got) == [None]
     [score] = got.by_reward["judge"]
     assert score.failure is not None
     assert score.failure.cause == "unparsable"
-    assert "2 tries" in score.failure.message
+    assert "2 attempts" in score.failure.message
     assert "I would rather not." in score.failure.message
     assert not score.malformed
 
 
 def test_a_failed_call_is_tried_again_and_keeps_its_cause():
-    reward = make("judge", lambda _: Failure("http", "502"), sampling={"retry": 2})
+    reward = make("judge", lambda _: Failure("http", "502"), limits={"unreadable_retries": 2})
     assert causes(scores_of(reward, "r")) == ["http"]
     assert len(backend_of(reward).asked) == 3
 
 
 def test_an_answer_that_was_cut_is_not_read():
     """1 may be the beginning of 10."""
-    assert causes(scores_of(make("judge", lambda _: Answer("So:\n1", truncated=True), sampling={"retry": 0}), "r")) == [
+    assert causes(scores_of(make("judge", lambda _: Answer("So:\n1", truncated=True), limits={"unreadable_retries": 0}), "r")) == [
         "unparsable"
     ]
 
@@ -183,7 +189,7 @@ def test_scores_out_of_bounds_are_not_read():
 
 
 def test_votes_are_averaged_over_those_that_could_be_read():
-    reward = make("judge", ["4", "x", "8", "x"], votes=3, sampling={"temperature": 1.0, "retry": 0})
+    reward = make("judge", ["4", "x", "8", "x"], votes=3, sampling={"temperature": 1.0}, limits={"unreadable_retries": 0})
     [score] = scores_of(reward, "r")
     assert score.value == 6.0
     assert score.parts == {"votes": 2.0}
@@ -245,8 +251,8 @@ def test_our_templates_show_the_whole_conversation_unless_the_row_has_a_bare_que
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{{ respons }}", r"uses respons, which this kind does not give.*Did you mean response\?"),
-        ("{{ candidates }}", "uses candidates, which this kind does not give"),
+        ("{{ respons }}", r"uses respons, which this kind does not provide.*Did you mean response\?"),
+        ("{{ candidates }}", "uses candidates, which this kind does not provide"),
         ("{{ response", r"t\.jinja:1: "),
         ("a\n{% if %}", r"t\.jinja:2: "),
     ],
@@ -292,7 +298,7 @@ def test_where_a_model_listens_does_not_count_for_what_is_known_already():
         return reward_digest(make("judge", **{"model": {"placement": "server", "url": "http://a:1"}, **given}))
 
     moved = {"placement": "server", "url": ["http://b:2", "http://c:3"], "credential": "KEY"}
-    assert digest() == digest(model=moved, sampling={"timeout_s": 5}, limits={"at_once": 3})
+    assert digest() == digest(model=moved, limits={"timeout_s": 5, "max_concurrent_groups": 3})
     assert len({digest(), digest(sampling={"temperature": 1.0}), digest(model={**moved, "path": "x"}), digest(parser="tag")}) == 4
 
 
@@ -456,7 +462,7 @@ def test_a_failed_call_fails_all_its_samples_and_a_failed_vote_only_itself():
     assert causes(scores_of(reward, "1", "2", "3")) == ["timeout"] * 3
     good = by_content(int)
     calls = iter([Failure("timeout", "t"), None])
-    reward = make("group_judge", lambda prompt: next(calls) or good(prompt), votes=2, sampling={"retry": 0})
+    reward = make("group_judge", lambda prompt: next(calls) or good(prompt), votes=2, limits={"unreadable_retries": 0})
     got = scores_of(reward, "1", "2")
     assert [(score.value, score.parts["votes"]) for score in got] == [(1.0, 1.0), (2.0, 1.0)]
 
@@ -467,7 +473,7 @@ def test_a_group_answer_that_does_not_parse_is_retried_at_temperature_one():
     reward = make("group_judge", lambda prompt: next(answers) or good(prompt))
     assert [score.value for score in scores_of(reward, "1", "2")] == [1.0, 2.0]
     assert [writing.temperature for _, writing in backend_of(reward).asked] == [0.0, 1.0, 1.0]
-    never = make("group_judge", "B > A", sampling={"retry": 1})
+    never = make("group_judge", "B > A", limits={"unreadable_retries": 1})
     assert causes(scores_of(never, "1", "2")) == ["unparsable"] * 2
 
 
@@ -498,7 +504,7 @@ def test_a_large_group_is_split_and_its_calls_brought_to_one_scale():
 
 def test_a_failed_part_of_a_split_group_fails_what_it_alone_has_seen():
     good, first = by_content(int), iter([Failure("http", "502")])
-    reward = make("group_judge", lambda p: next(first, None) or good(p), max_candidates=4, sampling={"retry": 0})
+    reward = make("group_judge", lambda p: next(first, None) or good(p), max_candidates=4, limits={"unreadable_retries": 0})
     texts = [str(i) for i in range(8)]
     got = scores_of(reward, *texts)
     asked = [set(shown_in(prompt).values()) for prompt, _ in backend_of(reward).asked]
@@ -569,7 +575,9 @@ def test_nobody_meets_twice_in_a_tournament_while_there_are_others():
 
 
 def test_a_pair_counts_only_if_both_orders_were_read():
-    reward = make("pairwise_judge", lambda p: "who knows" if pair_in(p) == ("1", "3") else larger(p), sampling={"retry": 0})
+    reward = make(
+        "pairwise_judge", lambda p: "who knows" if pair_in(p) == ("1", "3") else larger(p), limits={"unreadable_retries": 0}
+    )
     got = scores_of(reward, "1", "2", "3")
     assert [score.value for score in got] == [0.0, 0.5, 1.0]
     assert [score.parts["pairs"] for score in got] == [1.0, 2.0, 1.0]
@@ -727,7 +735,7 @@ def test_a_plugin_file_runs_unchanged(tmp_path):
 
 
 def test_a_bad_response_in_a_plugin_fails_alone(tmp_path):
-    reward = plugin(tmp_path, "7 points", timeout_s=3.0)
+    reward = plugin(tmp_path, "7 points", limits={"function_timeout_s": 3.0})
     got = scores_of(reward, "good", "raise", "hang")
     assert [score.value for score in got] == [7.0, None, None]
     assert causes(got) == [None, "exception", "timeout"]
@@ -772,7 +780,7 @@ def test_plugins_that_cannot_be_used_are_told_before_anything_is_asked(tmp_path,
     ],
 )
 def test_what_plugins_do_wrong_is_never_a_score(tmp_path, text, cause):
-    assert causes(scores_of(plugin(tmp_path, "x", text, sampling={"retry": 0}), "a", "b")) == [cause] * 2
+    assert causes(scores_of(plugin(tmp_path, "x", text, limits={"unreadable_retries": 0}), "a", "b")) == [cause] * 2
 
 
 def test_plugins_may_return_arrays_and_messages(tmp_path):
@@ -825,7 +833,7 @@ def test_a_plugin_gets_the_reward_models_tokenizer(tmp_path, tiny_model):
         ("group_judge", {"lowest": 10}, "should be less than highest"),
         ("pairwise_judge", {"rounds": 2}, "rounds belong to pairs: tournament"),
         ("critique_then_score", {"scorer": {"kind": "exact"}}, "scalar_model or judge, not exact"),
-        ("critique_then_score", {"scorer": {"kind": "judge", "model": MODEL, "weight": 2}}, "scorer has no weight of its own"),
+        ("critique_then_score", {"scorer": {"kind": "judge", "model": MODEL, "weight": 2}}, "a scorer cannot have weight"),
         ("plugin", {}, "path"),
     ],
 )
@@ -893,7 +901,7 @@ def test_what_plaudit_config_prints_is_the_same_recipe(reward, tmp_path):
     ],
 )
 def test_what_is_not_on_the_scale_that_was_asked_for_is_not_read(settings, answer):
-    reward = make("judge", answer, sampling={"retry": 0}, **settings)
+    reward = make("judge", answer, limits={"unreadable_retries": 0}, **settings)
     assert causes(scores_of(reward, "A")) == ["unparsable"]
 
 
@@ -916,7 +924,7 @@ def totals(reward: LiveReward, cache: Path, *texts: str) -> list[float | None]:
 
 def test_what_malformed_states_is_not_kept_in_a_score(tmp_path):
     """A group that cannot be compared is worth what `malformed` states now: not scaled, not clipped, not as it was before."""
-    for stated in ({"scale": 0.01, "malformed": -0.04}, {"malformed": -1.0}, {"scale": 0.1, "malformed": -0.04, "clip": [0, 1]}):
+    for stated in ({"scale": 0.01, "malformed": -0.04}, {"malformed": -1.0}, {"scale": 0.1, "malformed": -0.04, "bounds": [0, 1]}):
         reward = make("group_judge", "unused", **stated)
         assert totals(reward, tmp_path / "scores.sqlite", "same", "same") == [stated["malformed"]] * 2
     assert totals(make("group_judge", "unused"), tmp_path / "scores.sqlite", "same", "same") == [0.0, 0.0]
@@ -936,14 +944,18 @@ def test_a_limit_of_a_servers_own_is_not_kept(tmp_path):
 def test_a_call_of_a_split_group_that_is_too_long_is_nobodys_bad_luck():
     texts = [f"answer {i}" for i in range(10)] + ["long " * 100]
     answer = lambda text: Answer(None, too_long=True) if "long long" in text else "unused"  # noqa: E731
-    reward = make("group_judge", answer, answer="score", malformed=-1.0, sampling={"retry": 0})
+    reward = make("group_judge", answer, answer="score", malformed=-1.0, limits={"unreadable_retries": 0})
     assert [score.malformed for score in scores_of(reward, *texts)] == [True] * 11
 
 
-def test_an_answer_may_take_as_long_as_its_tokens():
-    assert make("judge").sampling.longest_s == 120.0
-    assert make("judge", sampling={"max_new_tokens": 8192}).sampling.longest_s == pytest.approx(409.6)
-    assert make("judge", sampling={"max_new_tokens": 8192, "timeout_s": 9}).sampling.longest_s == 9.0
+def test_the_default_timeout_of_an_answer_depends_on_its_length():
+    def answer_timeout_s(**settings: Any) -> float:
+        reward = make("judge", model={"placement": "server", "url": "http://a"}, **settings)
+        return reward.limits.call_timeout_s(reward.sampling.max_new_tokens)
+
+    assert answer_timeout_s() == 120.0
+    assert answer_timeout_s(sampling={"max_new_tokens": 8192}) == pytest.approx(409.6)
+    assert answer_timeout_s(sampling={"max_new_tokens": 8192}, limits={"timeout_s": 9}) == 9.0
 
 
 def test_who_goes_away_leaves_the_others_in_line():

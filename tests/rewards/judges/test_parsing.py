@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from plaudit.rewards.judges.parsing import (
     FieldRule,
     Found,
-    behind_thoughts,
     objects_in,
     read_choice,
     read_criteria,
@@ -21,6 +20,7 @@ from plaudit.rewards.judges.parsing import (
     read_tagged,
     read_total_score,
     read_true_false,
+    strip_thoughts,
 )
 
 
@@ -43,7 +43,7 @@ from plaudit.rewards.judges.parsing import (
     ],
 )
 def test_only_what_follows_the_thoughts_counts(text, marker, answer):
-    assert behind_thoughts(text, marker) == answer
+    assert strip_thoughts(text, marker) == answer
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_no_answer_makes_a_parser_raise_or_give_a_number_that_is_none(text):
         *(read_letters(text, "AB", "ranking") or {}).values(),
     ]
     assert all(number is None or (isinstance(number, float) and math.isfinite(number)) for number in read)
-    assert "</think>" not in (behind_thoughts(text) or "")
+    assert "</think>" not in (strip_thoughts(text) or "")
     assert read_choice(text, ["A", "B"]) in ("A", "B", None)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plaudit.rewards.rules.math import Math, references
+from plaudit.rewards.rules.math import Math, MathLimits, references
 from plaudit.rewards.rules.maths import worker as math_worker
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.rewards.runner import RewardRunner
@@ -149,7 +149,7 @@ def group(*texts: str, truth: object = "4") -> Group:
 
 def payer(timeout_s: float) -> Iterator[Callable[..., list[list[Score]]]]:
     """A function that scores groups, with the same two processes for all tests."""
-    reward = Math(kind="math", timeout_s=timeout_s).build()
+    reward = Math(kind="math", limits=MathLimits(timeout_s=timeout_s)).build()
     loop = asyncio.new_event_loop()
     loop.run_until_complete(reward.open())
     yield lambda *groups: loop.run_until_complete(reward.score(groups))
@@ -238,7 +238,7 @@ def test_nothing_in_an_answer_can_hang_or_break_it(pay_soon):
 
 
 def test_an_answer_that_takes_too_long_is_malformed():
-    reward = Math(kind="math", workers=1, timeout_s=0.001).build()
+    reward = Math(kind="math", workers=1, limits=MathLimits(timeout_s=0.001)).build()
 
     async def score() -> list[Score]:
         await reward.open()

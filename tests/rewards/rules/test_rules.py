@@ -217,7 +217,7 @@ def test_a_pattern_that_cannot_be_read_is_told_when_the_recipe_is_read(pattern):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_search_that_takes_too_long_is_the_policys_fault(full):
-    got = score("regex", "a" * 50_000, pattern=r"(a|aa)+(?=b)c", full=full, timeout_s=0.05)
+    got = score("regex", "a" * 50_000, pattern=r"(a|aa)+(?=b)c", full=full, limits={"timeout_s": 0.05})
     assert (got.value, got.malformed, got.parts) == (0.0, True, {"timed_out": 1.0})
 
 
@@ -360,8 +360,8 @@ def test_overlong_grows_over_the_buffer(tokens, cost, open_end, penalty):
     # L = 3200, B = 1024: it begins at 2176.
     settings = {"max_tokens": 3200, "buffer_tokens": 1024, "penalty": penalty}
     assert value("overlong", "", tokens=tokens, **settings) == pytest.approx(-penalty * cost, abs=1e-15)
-    assert value("overlong", "", tokens=tokens, clip=True, **settings) == pytest.approx(-penalty * cost, abs=1e-15)
-    assert value("overlong", "", tokens=tokens, clip=False, **settings) == pytest.approx(-penalty * open_end, abs=1e-15)
+    assert value("overlong", "", tokens=tokens, capped=True, **settings) == pytest.approx(-penalty * cost, abs=1e-15)
+    assert value("overlong", "", tokens=tokens, capped=False, **settings) == pytest.approx(-penalty * open_end, abs=1e-15)
 
 
 def test_overlong_costs_nothing_as_plus_zero_and_may_begin_at_once():
@@ -372,13 +372,12 @@ def test_overlong_costs_nothing_as_plus_zero_and_may_begin_at_once():
 def test_overlong_settings():
     with pytest.raises(ValidationError, match=r"buffer_tokens \(9\) is greater than max_tokens \(8\)"):
         rule("overlong", max_tokens=8, buffer_tokens=9)
-    for wrong in ({"buffer_tokens": 0}, {"penalty": -1.0}, {"max_tokens": 0}, {"clip": "no"}):
+    for wrong in ({"buffer_tokens": 0}, {"penalty": -1.0}, {"max_tokens": 0}, {"capped": "somewhat"}):
         with pytest.raises(ValidationError):
             rule("overlong", **{"max_tokens": 8, "buffer_tokens": 4} | wrong)
-    opened = rule("overlong", max_tokens=8, buffer_tokens=4, clip=False)
+    opened = rule("overlong", max_tokens=8, buffer_tokens=4, capped=False)
     assert rule("overlong", **{k: v for k, v in opened.model_dump().items() if k != "kind"}) == opened
-    # What every reward has under this name: bounds of its value.
-    assert rule("overlong", max_tokens=8, buffer_tokens=4, clip=[-0.5, None]).clip == (-0.5, None)
+    assert rule("overlong", max_tokens=8, buffer_tokens=4, bounds=[-0.5, None]).bounds == (-0.5, None)
 
 
 # Repetition ----------------------------------------------------------------------------------------------------------
@@ -414,9 +413,9 @@ def test_repetition_costs_the_share_of_repeated_ngrams(text, settings, share, pe
 SETTINGS = {
     "contains": [{}, {"text": ["a", "B"], "need": "all", "ignore_case": True}],
     "length": [{"at_most": 100, "slack": 50}, {"unit": "words", "at_least": 3}, {"unit": "characters", "at_least": 3}],
-    "overlong": [{"max_tokens": 100, "buffer_tokens": 50}, {"max_tokens": 9, "buffer_tokens": 9, "clip": False}],
+    "overlong": [{"max_tokens": 100, "buffer_tokens": 50}, {"max_tokens": 9, "buffer_tokens": 9, "capped": False}],
     "ranking": [{"format": format} for format in ("ranking_score", "ranking", "zero", "no_analysis")],
-    "regex": [{"pattern": r"(\w+\s?)+$", "timeout_s": 0.05}, {"pattern": ".*a", "full": True}],
+    "regex": [{"pattern": r"(\w+\s?)+$", "limits": {"timeout_s": 0.05}}, {"pattern": ".*a", "full": True}],
     "repetition": [{}, {"unit": "characters", "n": 1}],
     "think_format": [{}, {"prefilled": True}, {"answer_tag": "response", "prefilled": False, "empty_thoughts": True}],
 }
@@ -532,7 +531,9 @@ def test_any_response_gives_a_finite_value_or_a_failure(kind, given_settings):
 
 @each_rule
 def test_the_same_words_from_the_runner_with_all_truths(kind, given_settings):
-    reward: Reward = rule(kind, **given_settings, max_failure_rate=1.0, limits={"give_up_after": None})
+    reward: Reward = rule(
+        kind, **{**given_settings, "limits": {**given_settings.get("limits", {}), "give_up_after": None}}, max_failure_rate=1.0
+    )
     samples = tuple(sample_of(text, tokens=len(text)) for text in TEXTS)
     groups = [Group(Prompt(f"p{i}", [], ground_truth=truth), NONE, samples) for i, truth in enumerate(TRUTHS)]
     with RewardRunner([reward]) as rewards:
