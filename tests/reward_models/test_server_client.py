@@ -377,7 +377,7 @@ def test_keys_come_from_the_environment_and_are_never_shown(monkeypatch):
     with FaultServer(key="velvet-hammer") as server:
         with pytest.raises(RecipeError, match=r"HTTP 401\. Set credential to the NAME"):
             ask(model(server), "a")
-        with pytest.raises(RecipeError, match="environment variable JUDGE_PASS, which is not set"):
+        with pytest.raises(RecipeError, match="environment variable JUDGE_PASS, which should hold its key, is not set"):
             ask(model(server, credential="JUDGE_PASS"), "a")
         monkeypatch.setenv("JUDGE_PASS", "velvet-hammer")
         assert ask(model(server, credential="JUDGE_PASS"), "a")[0][0].text == "answer to a"

@@ -327,9 +327,12 @@ def test_a_value_stated_for_a_rule_that_failed_is_no_pass(mode, value):
         ({"mode": "mixed", "judge_weight": 2.0, "rule": {"kind": "exact"}, "judge": {"kind": "exact"}}, "judge_weight is 2"),
         (
             {"rule": {"kind": "exact", "weight": 2.0}, "judge": {"kind": "exact"}},
-            "weight: a rule or judge inside a cascade cannot have that",
+            "weight: set this on the cascade",
         ),
-        ({"rule": {"kind": "exact", "on_failure": "stop"}, "judge": {"kind": "exact"}}, "on_failure: stop: a rule or judge"),
+        (
+            {"rule": {"kind": "exact", "on_failure": "stop"}, "judge": {"kind": "exact"}},
+            "on_failure: stop: set this on the cascade",
+        ),
         ({"rule": {"kind": "exact"}, "judge": {"kind": "exat"}}, "unknown kind"),
     ],
 )

@@ -280,9 +280,9 @@ def test_a_split_group_by_hand():
 
 
 def _candidates(texts: list[str]) -> list[Any]:
-    from plaudit.rewards.judges.candidates import candidates_of
+    from plaudit.rewards.judges.candidates import group_candidates
 
-    return candidates_of(group(*texts), shared=True)
+    return group_candidates(group(*texts), shared=True)
 
 
 def test_pairs_by_hand():

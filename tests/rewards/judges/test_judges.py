@@ -24,7 +24,7 @@ from plaudit.explain import explain
 from plaudit.recipe import ScoreRecipe
 from plaudit.reward_models.backend import Answer, ScalarScore
 from plaudit.rewards.cache import reward_digest
-from plaudit.rewards.judges.candidates import candidates_of, shuffled
+from plaudit.rewards.judges.candidates import group_candidates, shuffled
 from plaudit.rewards.judges.model_rewards import shortened
 from plaudit.rewards.judges.similarity import LiveSimilarity
 from plaudit.rewards.reward import LiveReward, build
@@ -392,7 +392,8 @@ def test_the_order_in_which_candidates_are_shown_says_nothing():
     collect(reward, *(group(*order, id=str(i)) for i, order in enumerate(permutations(("1", "2", "3")))))
     assert len({prompt for prompt, _ in backend_of(reward).asked}) == 1
     firsts = {
-        shuffled(candidates_of(group(*(f"{i:02}{letter}" for letter in "abcd")), shared=True), 0)[0].samples[0] for i in range(40)
+        shuffled(group_candidates(group(*(f"{i:02}{letter}" for letter in "abcd")), shared=True), 0)[0].samples[0]
+        for i in range(40)
     }
     assert firsts == {0, 1, 2, 3}
 
@@ -685,7 +686,7 @@ def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
 def test_similarity_without_its_model(tmp_path):
     pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": str(tmp_path / "gone")}]}).rewards
-    with pytest.raises(RecipeError, match="no embedding model could be loaded from"):
+    with pytest.raises(RecipeError, match="cannot load an embedding model from"):
         scores_of(reward, "a", truth="a")
 
 
@@ -820,7 +821,7 @@ def test_a_plugin_gets_the_reward_models_tokenizer(tmp_path, tiny_model):
         ("judge", {"parser": "regex", "pattern": "x"}, "needs a template"),
         ("judge", {"fields": [{"name": "a"}]}, "fields belong to parser: json"),
         ("judge", {"lowest": 3, "highest": 3}, "should be less than"),
-        ("judge", {"votes": 3}, "all the same"),
+        ("judge", {"votes": 3}, "identical"),
         ("judge", {"model": {"placement": "server"}}, "needs a url"),
         ("judge", {"model": {}}, "path is missing"),
         ("rubric_judge", {}, "criteria"),
@@ -912,7 +913,7 @@ def test_a_template_of_ones_own_may_ask_for_any_number(tmp_path):
 
 
 def test_parsers_with_a_scale_of_their_own_have_no_other():
-    with pytest.raises(ValidationError, match="total_score has a scale of its own"):
+    with pytest.raises(ValidationError, match="total_score has a fixed scale"):
         make("judge", parser="total_score", lowest=1, highest=10)
 
 
