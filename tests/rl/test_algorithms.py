@@ -286,16 +286,16 @@ def test_a_fixed_coefficient_holds_the_policy_back(tmp_path, recipe):
 
 
 def test_the_greedy_sample_is_scored_and_not_trained_on(tmp_path, recipe, recorded, monkeypatch):
-    calls = []
+    requested = set()
     generate = NativeEngine.generate
 
     def generate_and_record(self, requests, sampling):
-        calls.append((sampling.temperature, [request.n for request in requests]))
+        requested.update((sampling.temperature, request.n) for request in requests)
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(NativeEngine, "generate", generate_and_record)
     train_rl(recipe(algorithm={"kind": "remax"}, run={"max_steps": 1}))
-    assert sorted(calls) == [(0.0, [1, 1, 1]), (1.0, [4, 4, 4])]
+    assert requested == {(0.0, 1), (1.0, 4)}
     [samples] = recorded
     assert len(samples) == 3 * 4
     # A = reward − baseline: of the samples of a prompt, the same is taken off.
