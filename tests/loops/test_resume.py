@@ -48,6 +48,15 @@ def recipe_for(folder: Path, name: str, tiny_model: Path, rows_file: Path, model
     return write_recipe(folder / f"{name}.yaml", recipe)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tiny_model, rows_file) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plaudit.run.draw_curves", lambda *_: None)
+        train_sft(recipe_for(folder, "run", tiny_model, rows_file, {}))
+    return folder / "run"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant):
     reference = recipe_for(tmp_path, "reference", tiny_model, rows_file, VARIANTS[variant])
@@ -67,8 +76,8 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
 
 
 @pytest.mark.parametrize("moment", ["open .step_000010.aside/state.json", "os.rename checkpoints/.step_000010.aside"])
-def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, moment):
-    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, uninterrupted, moment):
+    (tmp_path / "reference").symlink_to(uninterrupted)
     killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, {})
     aside = tmp_path / "killed/checkpoints/.step_000010.aside"
     signalled(signal.SIGKILL, moment, "sft", killed)
@@ -78,11 +87,15 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, m
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, number):
-    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+@pytest.mark.parametrize(
+    ("number", "forked"),
+    [(signal.SIGINT, True), (signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)],
+    ids=["ctrl-c", "sigterm", "ctrl-c in a new interpreter"],
+)
+def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, uninterrupted, number, forked):
+    (tmp_path / "reference").symlink_to(uninterrupted)
     stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
-    output = signalled(number, "behind line 3", "sft", stopped, forked=number != signal.SIGINT)
+    output = signalled(number, "behind line 3", "sft", stopped, forked=forked)
     assert f"Go on with: plaudit sft {stopped}" in output
     assert "Traceback" not in output
     last = sorted((tmp_path / "stopped/checkpoints").iterdir())[-1]
@@ -91,8 +104,8 @@ def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_fi
     assert_same_result(tmp_path / "stopped", tmp_path / "reference")
 
 
-def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_model, rows_file, capsys):
-    train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, {}))
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_model, rows_file, uninterrupted, capsys):
+    (tmp_path / "reference").symlink_to(uninterrupted)
     damaged = recipe_for(tmp_path, "damaged", tiny_model, rows_file, {})
     train_sft(damaged)
     before, last = sorted((tmp_path / "damaged/checkpoints").iterdir())[-2:]

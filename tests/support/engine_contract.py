@@ -450,13 +450,6 @@ class EngineContract:
                 assert_logprobs(b, whole_logits(subject.model, request.tokens, b.tokens), temperature=0.0)
         assert same(subject.sample(requests, sampling), before)
 
-    def test_sleep_and_wake_change_nothing(self, subject):
-        requests, sampling = requests_of((6, 20), n=2), Sampling(max_new_tokens=12)
-        before = subject.sample(requests, sampling)
-        subject.engine.sleep()
-        subject.engine.wake()
-        assert same(subject.sample(requests, sampling), before)
-
     # What cannot be sampled
 
     @pytest.mark.parametrize("bad", ["empty", "too long", "too long with its answer"])
