@@ -287,7 +287,7 @@ def test_a_model_that_always_fails_is_not_asked_for_ever():
     results = bisect_failures(range(1000), compute, lambda failure: failure)
     assert {f.cause for f in results} == {"exception"}
     assert len(results) == 1000
-    assert len(calls) <= 2 * batch_bisection.MOST_FAILURES
+    assert len(calls) <= 2 * batch_bisection.MAX_FAILURES
 
 
 def test_scores_that_are_no_numbers_are_failures(classifier, monkeypatch):

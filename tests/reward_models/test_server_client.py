@@ -458,7 +458,7 @@ def test_a_dead_replica_is_left_alone(capsys):
 
 
 def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
-    monkeypatch.setattr("plaudit.reward_models.replicas.REST_S", 0.05)
+    monkeypatch.setattr("plaudit.reward_models.replicas.PAUSE_S", 0.05)
     with FaultServer(latency_s=0.005) as one, FaultServer(latency_s=0.005) as other:
         other.dies_after = 20
 
