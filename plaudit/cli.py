@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(prepare, name="prepare")
 
-# `--optim.lr 1e-5`, as others write it, must reach us, who can say how it is written here.
+# `--optim.lr 1e-5` must reach our parser, which explains how to write an override.
 ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}
 RecipeFile = Annotated[Path, typer.Argument(metavar="R.yaml", help="The recipe.", show_default=False)]
 Overrides = Annotated[
@@ -42,7 +42,7 @@ Overrides = Annotated[
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Supervised fine-tuning on conversations. Started again with the same recipe, it goes on where it stopped."""
+    """Supervised fine-tuning on conversations. Run the same command again to resume."""
     loaded, sources = load_checked(recipe, overrides, "sft")
 
     from plaudit.loops.sft import train
@@ -54,9 +54,9 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def dpo(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Direct preference optimisation on pairs of answers. Started again with the same recipe, it goes on where it stopped.
+    """Direct preference optimisation on pairs of answers. Run the same command again to resume.
 
-    Rows have `chosen` and `rejected`; docs/preferences.md tells the rest.
+    Rows have `chosen` and `rejected`; see docs/preferences.md.
     """
     loaded, sources = load_checked(recipe, overrides, "dpo")
 
@@ -69,9 +69,9 @@ def dpo(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command("reward-model", context_settings=ANYTHING_MAY_FOLLOW)
 def reward_model(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Train a Bradley–Terry reward model on pairs of answers. Started again with the same recipe, it goes on where it stopped.
+    """Train a Bradley–Terry reward model on pairs of answers. Run the same command again to resume.
 
-    Rows have `chosen` and `rejected`; docs/preferences.md tells the rest. `kind: scalar_model` uses what it makes.
+    Rows have `chosen` and `rejected`; see docs/preferences.md. Use the result as a reward with `kind: scalar_model`.
     """
     loaded, sources = load_checked(recipe, overrides, "reward-model")
 
@@ -84,9 +84,9 @@ def reward_model(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Reinforcement learning against rewards. Started again with the same recipe, it goes on where it stopped.
+    """Reinforcement learning against rewards. Run the same command again to resume.
 
-    `plaudit config R.yaml --explain` lists every setting; docs/rl.md tells the rest.
+    `plaudit config R.yaml --explain` lists every setting; see docs/rl.md.
     """
     loaded, sources = load_checked(recipe, overrides, "rl")
 
@@ -101,27 +101,31 @@ def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
 def sample(
     model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
     prompts: Annotated[list[Path], typer.Argument(help="Files of prompts (.parquet, .jsonl, .json).", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The file to write, or to go on with: a line of JSON per prompt.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per prompt.", show_default=False)],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Sample from the likeliest tokens with this probability.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many likeliest tokens.")] = None,
-    min_p: Annotated[float, typer.Option(min=0.0, max=0.999, help="Leave out tokens this much less likely than the best.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens that add up to this probability.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = None,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=0.999, help="Drop tokens below this fraction of the best one's probability.")
+    ] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 4096,
-    too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What happens to longer ones.")] = "filter",
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What to do with longer prompts.")] = "filter",
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences sampled side by side. Default: 256 on a CPU, 1024 on a GPU.")
+        int | None, typer.Option(min=1, help="Sequences sampled concurrently. Default: 256 on a CPU, 1024 on a GPU.")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
 ) -> None:
-    """Sample responses to prompts from any model. Started again with the same settings, it goes on where it stopped."""
+    """Sample responses to prompts from any model. Run the same command again to resume."""
     from plaudit.data.conversations import resolve_sources
 
     if out.suffix != ".jsonl":
@@ -146,12 +150,12 @@ def sample(
 def score(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows with responses (.parquet, .jsonl, .json).", show_default=False)],
     rewards: Annotated[Path, typer.Option(help="A recipe with a list of rewards, or an RL recipe.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The file to write, or to go on with: a line of JSON per row.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per row.", show_default=False)],
     tokenizer: Annotated[str | None, typer.Option(help="A model whose tokenizer counts tokens where rows do not say.")] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Use the first n rows only.")] = None,
     set: Annotated[list[str] | None, typer.Option("--set", help="Replaces a setting of the recipe: rewards.0.weight=2.")] = None,
 ) -> None:
-    """Score saved responses with a recipe's rewards. Started again with the same settings, it goes on where it stopped.
+    """Score saved responses with a recipe's rewards. Run the same command again to resume.
 
     A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `reward_model.ground_truth`,
     `extra_info`, `tokens`. Each line of the output is the row with `reward`, `parts`, `malformed`, `failure` and `view`.
@@ -245,7 +249,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def main() -> None:
-    """Run the command; what is the user's to mend is one line on stderr, the rest keeps its traceback (less any secret)."""
+    """Run the command; user errors are one line on stderr, others keep their traceback (secrets redacted)."""
     sys.excepthook = _show_traceback
     try:
         app()

@@ -66,12 +66,24 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
     ("verb", "explains"),
     [
         ((), ["Train language models with reward models.", "sft", "config", "doctor", "prepare", "--version"]),
-        (("sft",), ["Supervised fine-tuning on conversations", "goes on where it stopped", "R.yaml", "section.name=value"]),
-        (("dpo",), ["Direct preference optimisation", "goes on where it stopped", "chosen and rejected", "section.name=value"]),
-        (("reward-model",), ["Bradley–Terry reward model", "goes on where it stopped", "scalar_model", "section.name=value"]),
-        (("rl",), ["Reinforcement learning against rewards", "goes on where it stopped", "R.yaml", "section.name=value"]),
-        (("sample",), ["Sample responses to prompts", "goes on where it stopped", "--out", "--max-new-tokens", "--n"]),
-        (("score",), ["Score saved responses", "goes on where it stopped", "--rewards", "--out", "ground_truth"]),
+        (
+            ("sft",),
+            ["Supervised fine-tuning on conversations", "Run the same command again to resume", "R.yaml", "section.name=value"],
+        ),
+        (
+            ("dpo",),
+            ["Direct preference optimisation", "Run the same command again to resume", "chosen and rejected", "section.name=value"],
+        ),
+        (
+            ("reward-model",),
+            ["Bradley–Terry reward model", "Run the same command again to resume", "scalar_model", "section.name=value"],
+        ),
+        (
+            ("rl",),
+            ["Reinforcement learning against rewards", "Run the same command again to resume", "R.yaml", "section.name=value"],
+        ),
+        (("sample",), ["Sample responses to prompts", "Run the same command again to resume", "--out", "--max-new-tokens", "--n"]),
+        (("score",), ["Score saved responses", "Run the same command again to resume", "--rewards", "--out", "ground_truth"]),
         (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
         (
             ("serve",),

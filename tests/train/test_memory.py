@@ -18,13 +18,13 @@ from plaudit.checkpoint import find_checkpoint, save_checkpoint
 from plaudit.config import load as load_recipe
 from plaudit.data.pack import micro_batches
 from plaudit.errors import RecipeError
-from plaudit.loops import rl
 from plaudit.models import residual
 from plaudit.models.liger import use_liger
 from plaudit.models.memory import Budget, plan_memory
 from plaudit.models.products import fuse_parameters, fused_view
 from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
+from plaudit.rl import learner
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
@@ -343,7 +343,7 @@ def ppo(tmp_path, tiny_model, prompts_file, reward_file) -> Callable[..., Path]:
 @pytest.mark.usefixtures("no_curves", "apart")
 def test_ppo_with_everything_offloaded_is_ppo(tmp_path, ppo, monkeypatch):
     """Weights, trainers' states and metrics; and while the policy is sampled, nothing else counts as being there."""
-    monkeypatch.setattr(rl, "has_device_memory", lambda device: True)
+    monkeypatch.setattr(learner, "has_device_memory", lambda device: True)
     reserved = []
     made = NativeEngine.__init__
     monkeypatch.setattr(
