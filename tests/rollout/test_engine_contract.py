@@ -9,9 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models.trainable import load_policy
-from plaudit.recipe import ModelSettings
+from plaudit.recipe import ModelSettings, RolloutSettings
+from plaudit.rollout.engine import EngineSetup, build_engine
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.world import World
 from support.engine_contract import EngineContract, Subject, sharpen
+from support.paths import REPOSITORY
 
 
 def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
@@ -26,10 +29,19 @@ def native_on_a_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return Subject(NativeEngine(deepcopy(model), tokenizer), model, tokenizer)
 
 
+def users(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
+    """The example of the documentation, named as a recipe names it."""
+    rollout = RolloutSettings(engine=f"{REPOSITORY / 'docs/transformers_engine.py'}:TransformersEngine")
+    subject = Subject(build_engine(EngineSetup(rollout, model, tokenizer, World.alone())), model, tokenizer)
+    subject.sync(0)
+    return subject
+
+
 ENGINES = {
     "native": native(),
     "native on a copy": native_on_a_copy,
     "native in three rows and blocks of 8": native(max_sequences=3, block_tokens=8),
+    "a user's own": users,
 }
 
 
