@@ -95,6 +95,21 @@ def rloo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
     return grpo(rewards_G, valid_G, divide_by_std=False) * (n / max(n - 1, 1))
 
 
+def opo(rewards_G: Tensor, valid_G: Tensor, *, lengths_G: Tensor) -> Tensor:
+    """A_i = r_i − Σ_j n_j r_j / Σ_j n_j over the group's valid samples, n their lengths in tokens        (OPO, Hao et al. 2025)
+
+    The baseline of least gradient variance, where a sample's gradient has a squared norm in proportion to its length. Never
+    divided by the std. As in GRPO, with fewer than two valid samples A = 0.
+    """
+    advantages_G = torch.zeros_like(rewards_G)
+    if valid_G.sum() < 2:
+        return advantages_G
+    r, n = rewards_G[valid_G], lengths_G[valid_G].to(rewards_G.dtype)
+    r = r - r.min()  # so that equal rewards give exactly 0
+    advantages_G[valid_G] = r - (n * r).sum() / n.sum()
+    return advantages_G
+
+
 def gdpo(step: StepRewards) -> Tensor:
     """A_S = whiten(r − mean(r) of the group), over the step's samples (GDPO): each reward was normalised by its group before."""
     return whiten(step.by_group(partial(grpo, divide_by_std=False)), step.compared_S)

@@ -60,6 +60,7 @@ ESTIMATORS = {
     for estimator in (
         Estimator("grpo", "grpo", "group", "a sample against the mean of its group", GROUP, ("divide_by_std",)),
         Estimator("rloo", "rloo", "group", "a sample against the mean of the others in its group", GROUP),
+        Estimator("opo", "opo", "group", "a sample against its group's mean weighted by length", GROUP | {"lengths"}),
         Estimator(
             "gdpo", "gdpo", "step", "grpo for each reward separately, then whitened over the step", GROUP | {"normalised rewards"}
         ),

@@ -36,6 +36,7 @@ from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_rec
 
 # Without a critic; ppo is tested in test_critic.py.
 KINDS = tuple(name for name, estimator in ESTIMATORS.items() if "critic" not in estimator.needs)
+COMPARING = tuple(name for name, estimator in ESTIMATORS.items() if "group" in estimator.needs)
 SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
 ALGORITHMS = {
     "GRPO": {"kind": "grpo"},
@@ -43,6 +44,7 @@ ALGORITHMS = {
     "DAPO": {"kind": "grpo", "clip_ratio": [0.2, 0.28], "aggregation": "token-mean"},
     "RLOO": {"kind": "rloo", "kl_reward": {"coefficient": 0.01}},
     "REINFORCE": {"kind": "rloo", "loss": "policy_gradient"},
+    "OPO": {"kind": "opo"},
     "REINFORCE++": {"kind": "reinforce++", "discount": 0.99, "kl_reward": {"coefficient": 0.01, "target": 0.05, "horizon": 100}},
     "REINFORCE++ baseline": {"kind": "reinforce++-baseline", "kl_coefficient": 0.001, "kl_estimator": "k2"},
     "ReMax": {"kind": "remax", "loss": "policy_gradient"},
@@ -190,13 +192,20 @@ def test_each_kind_by_hand():
     assert of_samples("reinforce++") == pytest.approx([0, 2 / root(12 / 7), -1 / root(12 / 7), -1 / root(12 / 7)], abs=1e-7)
 
 
+def test_opo_weighs_its_baseline_by_length():
+    """Rewards 1 and 5 of lengths 3 and 1: the baseline is (3·1 + 1·5) / 4 = 2. Equal rewards of any lengths: 0."""
+    rewards = [*paid(1, length=3), *paid(5, length=1), *paid(0.1, length=7), *paid(0.1, length=2)]
+    found = token_advantages(rewards, [2, 2], AlgorithmSettings(kind="opo"))
+    assert [A.tolist() for A in found] == [[-1.0] * 3, [3.0], [0.0] * 7, [0.0] * 2]
+
+
 def test_reinforce_plus_plus_discounts_tokens_far_from_the_end():
     [A] = token_advantages(paid(1, length=3), [1], AlgorithmSettings(kind="reinforce++", discount=0.5))
     returns = np.array([0.25, 0.5, 1.0])
     np.testing.assert_allclose(A, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "gdpo", "reinforce++-baseline"])
+@pytest.mark.parametrize("kind", COMPARING)
 def test_a_group_left_with_one_sample_gets_nothing_and_counts_nowhere(kind):
     """The others have what they have without it. (Dropped samples are not there at all.)"""
     algorithm = AlgorithmSettings(kind=kind)
@@ -407,7 +416,7 @@ def test_settings_that_mean_nothing_are_refused(recipe, algorithm, told):
         train_rl(recipe(algorithm=algorithm))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "gdpo", "reinforce++-baseline"])
+@pytest.mark.parametrize("kind", COMPARING)
 def test_groups_of_one_are_refused_where_they_are_compared(recipe, kind):
     with pytest.raises(RecipeError, match=rf"rollout.n is 1, but {kind.replace('+', '[+]')} compares the samples of a group"):
         train_rl(recipe(algorithm={"kind": kind}, rollout={"n": 1}))
