@@ -260,16 +260,16 @@ def test_a_folder_of_another_recipe_is_refused_and_left_as_it_is(copy_of_finishe
     code, _, said = plaudit("sft", *command, "optim.lr=0.05", "optim.max_grad_norm=null", "model.lora.rank=4", "run.epochs=2")
     assert code == 2
     assert said.splitlines() == [
-        f"{run} belongs to a run of another recipe:",
-        "  model.lora.alpha: not set there, 32.0 now",
-        "  model.lora.dropout: not set there, 0.0 now",
-        "  model.lora.merge_on_save: not set there, true now",
-        "  model.lora.rank: not set there, 4 now",
-        '  model.lora.targets: not set there, "all-linear" now',
-        "  optim.lr: 0.1 there, 0.05 now",
-        "  optim.max_grad_norm: 1.0 there, null now",
-        "  run.epochs: 1.0 there, 2.0 now",
-        "Choose another run.dir, or undo the difference to go on with that run.",
+        f"{run} belongs to a run with another recipe:",
+        "  model.lora.alpha: was not set, is now 32.0",
+        "  model.lora.dropout: was not set, is now 0.0",
+        "  model.lora.merge_on_save: was not set, is now true",
+        "  model.lora.rank: was not set, is now 4",
+        '  model.lora.targets: was not set, is now "all-linear"',
+        "  optim.lr: was 0.1, is now 0.05",
+        "  optim.max_grad_norm: was 1.0, is now null",
+        "  run.epochs: was 1.0, is now 2.0",
+        "Choose another run.dir, or undo the difference to resume that run.",
     ]
     assert content(run) == before
 
@@ -294,7 +294,7 @@ def test_other_data_is_refused(tmp_path, recipe):
     train_sft(file)
     before = content(tmp_path / "run")
     write_jsonl(rows, arithmetic_rows(21))
-    with pytest.raises(RunError, match=rf"belongs to a run of another recipe:\n  {rows}: its content has changed\n"):
+    with pytest.raises(RunError, match=rf"belongs to a run with another recipe:\n  {rows}: its content has changed\n"):
         train_sft(file)
     assert content(tmp_path / "run") == before
 
@@ -309,7 +309,7 @@ def test_another_file_behind_the_same_name_is_refused(tmp_path, recipe):
     file = recipe(data={"train": "mine", "dataset_info": str(info)}, run={"max_steps": 1})
     train_sft(file)
     info.write_text(json.dumps({"mine": {"file_name": "b.jsonl", **entry}}))
-    with pytest.raises(RunError, match=r"a\.jsonl: not part of both runs\n.*b\.jsonl: not part of both runs\n"):
+    with pytest.raises(RunError, match=r"a\.jsonl: is not part of both runs\n.*b\.jsonl: is not part of both runs\n"):
         train_sft(file)
 
 
@@ -348,7 +348,7 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path, recipe, plaudit, nam
     code, _, said = plaudit("sft", recipe())
     top = name.partition("/")[0]
     assert code == 2
-    assert said == f"{tmp_path / 'run'}: holds {top} but no run.json, so no run wrote them; choose another run.dir\n"
+    assert said == f"{tmp_path / 'run'}: contains {top} but no run.json, so no run wrote them; choose another run.dir\n"
     assert content(tmp_path / "run") == before
 
 
@@ -397,7 +397,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, recipe, plaudit):
     (tmp_path / "file").write_text("")
     code, _, said = plaudit("sft", recipe(), f"run.dir={tmp_path / 'file/run'}")
     assert code == 2
-    assert said.startswith(f"run.dir: {tmp_path / 'file/run'} cannot be made or written to: [Errno {errno.ENOTDIR}]")
+    assert said.startswith(f"run.dir: {tmp_path / 'file/run'} cannot be created or written to: [Errno {errno.ENOTDIR}]")
     assert len(said.splitlines()) == 1
 
 
@@ -412,7 +412,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, recipe, plaudit):
         folder.chmod(0o555)
     code, _, said = plaudit("sft", recipe(), f"run.dir={folder}")
     assert code == 2
-    assert said.startswith(f"run.dir: {folder} cannot be made or written to: ")
+    assert said.startswith(f"run.dir: {folder} cannot be created or written to: ")
     assert len(said.splitlines()) == 1
 
 
@@ -497,7 +497,7 @@ def test_how_to_go_on_can_be_pasted_into_a_shell(recipe, monkeypatch):
     update = Trainer.update
     monkeypatch.setattr(sys, "argv", ["/bin/plaudit", "sft", "my recipe.yaml", "run.project=a b"])
     monkeypatch.setattr(Trainer, "update", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or update(*arguments))
-    with pytest.raises(Interrupted, match=r"^stopped after step 1 of 8, saved\. Go on with: plaudit sft 'my recipe.yaml' 'run"):
+    with pytest.raises(Interrupted, match=r"^stopped after step 1 of 8, saved\. Resume with: plaudit sft 'my recipe.yaml' 'run"):
         train_sft(file)
 
 
@@ -620,7 +620,7 @@ def test_free_space_is_looked_at_first(tmp_path, recipe, plaudit, monkeypatch):
     assert code == 2
     assert said.splitlines()[-1] == (
         f"{run / 'checkpoints/step_000004'}: not enough disk space: a checkpoint takes 0.00 GB and 0.00 GB are free; "
-        "step_000002 is intact. Make room, then start again with the same command."
+        "step_000002 is intact. Free some space, then run the same command to resume."
     )
     assert_whole(run / "checkpoints/step_000002")
     assert not leftovers(run)
@@ -652,15 +652,15 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
         assert code == 2
         last = said.splitlines()[-1]
         assert last.startswith("update 4: the loss or gradient was not finite (loss nan")
-        assert "for the 3. time; train.max_skipped_steps is 2" in last
-        assert last.endswith("lower optim.lr, or use model.dtype=float32.")
+        assert "3 times so far; train.max_skipped_steps is 2" in last
+        assert last.endswith("lower optim.lr, or set model.dtype=float32.")
         assert "Traceback" not in said
         rows = metrics_of(tmp_path / "run")
         assert [row.get("skipped_steps") for row in rows] == [None, 0, 1, 2]
         assert math.isfinite(rows[1]["loss"])
         assert all(row["loss"] is None for row in rows[2:])  # JSON has no NaN
         assert checkpoints_of(tmp_path / "run") == [1, 2, 3]
-        assert again == ("going on from" in said)
+        assert again == ("resuming from" in said)
     for step in (1, 2, 3):
         state = json.loads((tmp_path / f"run/checkpoints/step_{step:06d}/state.json").read_text())
         assert state == {"step": step, "updates": step, "skipped_steps": step - 1, "best": None}
@@ -711,7 +711,7 @@ def test_settings_that_only_change_rounding_may_change_and_it_is_said(tmp_path, 
             train_sft(file)
     train_sft(file, "train.tokens_per_micro_batch=64", "model.gradient_checkpointing=true")
     said = capsys.readouterr().err
-    assert "train.tokens_per_micro_batch: 128 there, 64 now" in said
+    assert "train.tokens_per_micro_batch: was 128, is now 64" in said
     assert "not that of an uninterrupted run to the last bit" in said
 
 

@@ -55,7 +55,7 @@ def killed_and_started_again(verb: str, recipe: str, folder: Path) -> None:
     assert not (run / "model").exists()
     again = Command(verb, recipe, cwd=folder)
     assert again.wait() == 0, again.output
-    assert f"going on from runs/chain/{run.name}/checkpoints/step_{saved:06d}" in " ".join(again.output.split()), again.output
+    assert f"resuming from runs/chain/{run.name}/checkpoints/step_{saved:06d}" in " ".join(again.output.split()), again.output
 
 
 def assert_same(ours: Path, whole: Path) -> None:

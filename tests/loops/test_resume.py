@@ -96,7 +96,7 @@ def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_fi
     (tmp_path / "reference").symlink_to(uninterrupted)
     stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
     output = signalled(number, "behind line 3", "sft", stopped, forked=forked)
-    assert f"Go on with: plaudit sft {stopped}" in output
+    assert f"Resume with: plaudit sft {stopped}" in output
     assert "Traceback" not in output
     last = sorted((tmp_path / "stopped/checkpoints").iterdir())[-1]
     assert json.loads((last / "state.json").read_text())["step"] == exact_metrics(tmp_path / "stopped")[-1]["step"]
@@ -114,8 +114,8 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_mode
     capsys.readouterr()
     train_sft(damaged)
     said = capsys.readouterr().err
-    assert f"{last.name} is not whole (trainer/00000.safetensors has" in said
-    assert f"going on from {before}" in said
+    assert f"{last.name} is incomplete (trainer/00000.safetensors has" in said
+    assert f"resuming from {before}" in said
     assert_same_result(tmp_path / "damaged", tmp_path / "reference")
 
 

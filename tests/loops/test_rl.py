@@ -392,28 +392,28 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path, recipe, capsys):
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"rollout": {"temperature": 0.9}}, r"rollout\.temperature: 1\.0 there, 0\.9 now"),
-        ({"algorithm": {"kl_coefficient": 0.1}}, r"algorithm\.kl_coefficient: 0\.0 there, 0\.1 now"),
-        ({"train": {"prompts_per_step": 2}}, r"train\.prompts_per_step: 3 there, 2 now"),
-        ({"seed": 1}, r"seed: 0 there, 1 now"),
+        ({"rollout": {"temperature": 0.9}}, r"rollout\.temperature: was 1\.0, is now 0\.9"),
+        ({"algorithm": {"kl_coefficient": 0.1}}, r"algorithm\.kl_coefficient: was 0\.0, is now 0\.1"),
+        ({"train": {"prompts_per_step": 2}}, r"train\.prompts_per_step: was 3, is now 2"),
+        ({"seed": 1}, r"seed: was 0, is now 1"),
     ],
 )
 def test_a_changed_recipe_is_refused(tmp_path, recipe, sections, told):
     train_rl(recipe(run={"max_steps": 1}))
     seed = [f"seed={sections.pop('seed')}"] if "seed" in sections else []
-    with pytest.raises(RunError, match=rf"belongs to a run of another recipe:\n  {told}\nChoose another run\.dir, or undo"):
+    with pytest.raises(RunError, match=rf"belongs to a run with another recipe:\n  {told}\nChoose another run\.dir, or undo"):
         train_rl(recipe(**sections, run={"max_steps": 1}), *seed)
 
 
 def test_a_changed_setting_of_a_reward_is_refused_and_its_mended_file_is_told(tmp_path, recipe, capsys):
     reward = write_function(tmp_path / "reward.py", "def compute_score(solution_str): return len(solution_str)")
     train_rl(recipe(reward=reward))
-    with pytest.raises(RunError, match=r"\n  rewards\.0\.weight: 1\.0 there, 2\.0 now\n"):
+    with pytest.raises(RunError, match=r"\n  rewards\.0\.weight: was 1\.0, is now 2\.0\n"):
         train_rl(recipe(reward=function(reward, weight=2)))
     write_function(reward, "def compute_score(solution_str): return -len(solution_str)")
     capsys.readouterr()
     train_rl(recipe(reward=reward))
-    assert f"goes on with another {reward} than it began with" in " ".join(capsys.readouterr().err.split())
+    assert f"resumes although {reward} has changed" in " ".join(capsys.readouterr().err.split())
     train_rl(recipe(reward=reward))
     assert "another" not in capsys.readouterr().err
 
@@ -508,15 +508,15 @@ def test_samples_whose_reward_fails_are_dropped(tmp_path, recipe, hostile, recor
         assert_learnt(learnt, fine)
 
 
-def assert_learnt(learnt: list[Experience], samples: list[dict]) -> None:
+def assert_learnt(update: Update, samples: list[dict]) -> None:
     """Exactly these samples of a step, in their order, with the advantages and the weights that they have without any others."""
-    assert [experience.num_targets for experience in learnt] == [sample["tokens"] for sample in samples]
-    for experience, sample in zip(learnt, samples, strict=True):
+    assert [experience.num_targets for experience in update.samples] == [sample["tokens"] for sample in samples]
+    for experience, sample in zip(update.samples, samples, strict=True):
         group = [other["reward"] for other in samples if other["prompt_id"] == sample["prompt_id"]]
         spread = np.std(group, ddof=1) if len(group) > 1 else 0.0
         expected = (sample["reward"] - np.mean(group)) / (spread + 1e-6)
         np.testing.assert_allclose(experience.advantages, expected, atol=1e-9)
-        assert experience.weight == pytest.approx(1 / sum(s["tokens"] for s in samples))
+    assert update.weights == pytest.approx([1 / sum(s["tokens"] for s in samples)] * len(samples))
 
 
 @pytest.mark.parametrize("act", ["raises", "exits"])
@@ -535,7 +535,7 @@ def test_a_failure_counts_as_the_value_that_is_stated_for_it(tmp_path, recipe, h
 def test_on_failure_stop_names_reward_and_cause(tmp_path, recipe, hostile):
     told = (
         r"^step 1: reward 'style' failed on at least \d of \d+ samples \(\d exception: ValueError: no digits, at hostile\.py:8\); "
-        r"on_failure is stop\. Mend it, then go on with the same command\. What it failed on: .*run/failures/step_1\.jsonl$"
+        r"on_failure is stop\. Mend it, then go on with the same command\. The failed samples are in .*run/failures/step_1\.jsonl$"
     )
     with pytest.raises(TrainingStopped, match=told):
         train_rl(recipe(reward=hostile("raises", on_failure="stop", name="style")))
@@ -640,12 +640,12 @@ def test_sampler_and_trainer_have_the_same_logprobs(tmp_path, recipe, recorded, 
         assert 0 <= row["mismatch"] < 1e-4
         assert row["mismatch_kl"] < 1e-6
     # The ratio is taken against the trainer's own log-probs: they are the sampler's, but for rounding.
-    for samples in recorded[::2]:
+    for samples in (update.samples for update in recorded[::2]):
         for experience in samples:
             np.testing.assert_allclose(experience.old_logprobs, experience.sampler_logprobs, rtol=0, atol=1e-4)
     # A temperature that one side forgot would show.
     untempered = [sample["mean_logprob"] for step in (1, 2, 3) for sample in samples_of(tmp_path / "run", step)]
-    tempered = [experience.sampler_logprobs.mean() for samples in recorded[::2] for experience in samples]
+    tempered = [experience.sampler_logprobs.mean() for update in recorded[::2] for experience in update.samples]
     apart = np.abs(np.array(untempered) - np.array(tempered)).mean()
     assert apart < 1e-6 if temperature == 1.0 else apart > 0.01
 
@@ -654,8 +654,8 @@ def test_old_logprobs_of_the_sampler_give_the_same_update(tmp_path, recipe, reco
     settings = {"optim": LIKE_SGD, "run": {"max_steps": 1}}
     recomputed = weights_of(train_rl(recipe("recomputed", **settings)))
     sampler = weights_of(train_rl(recipe("sampler", **settings, algorithm={"old_logprobs": "sampler"})))
-    assert all(experience.old_logprobs is None for experience in recorded[0]), "the only update of a step needs none"
-    assert all(np.array_equal(experience.old_logprobs, experience.sampler_logprobs) for experience in recorded[1])
+    assert all(experience.old_logprobs is None for experience in recorded[0].samples), "the only update of a step needs none"
+    assert all(np.array_equal(experience.old_logprobs, experience.sampler_logprobs) for experience in recorded[1].samples)
     assert max((recomputed[name] - sampler[name]).abs().max().item() for name in sampler) < 1e-6
 
 
@@ -1028,7 +1028,7 @@ def test_what_the_context_cannot_hold_is_told_before_anything_is_sampled(tmp_pat
         train_rl(file)
     message = str(error.value)
     assert f"{rows}:11: 1," in message
-    assert "ones exceed the model's context of 2,048" in message
+    assert "exceed the context of the model, 2,048 tokens" in message
     assert "max_new_tokens" in message
     assert "\n" not in message
     assert not asked
