@@ -4,10 +4,10 @@ Each step takes the next pairs, packs them without padding into micro-batches, a
 
     L = (1/P) Σ −log σ( β (h_chosen − h_rejected) ),   h = log π(answer | prompt) − log π_ref(answer | prompt)
 
-over the P pairs of the whole step (or IPO's or the hinge loss; with the chosen answers' SFT loss beside it, if asked).
+over the P pairs of the whole step (or the IPO or hinge loss; plus the chosen answers' SFT loss, if `nll_coefficient` is set).
 
-Differs from the textbook: π_ref is asked once, before the first step, and is not there in training; the two answers of a pair share
-a micro-batch, and how a step is split into those changes nothing.
+Differs from the textbook: π_ref is evaluated once, before the first step, and not held in memory during training; the two answers
+of a pair share a micro-batch, and the split of a step into micro-batches changes nothing.
 """
 
 from functools import partial
@@ -53,7 +53,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         settled = resolve_checkpointing(recipe)
         policy = load_policy(settled.model, template, device, seed=recipe.seed)
-        known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # as long as the policy is what it starts as
+        known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 
@@ -65,7 +65,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
 
 def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe) -> dict[str, float]:
-    """The loss and all that is measured beside it, over all validation pairs."""
+    """Loss and metrics over all validation pairs."""
     logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch)
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)
     loss, others = dpo_shares(logprobs, pair_targets(pairs), recipe.loss, len(pairs), num_chosen)

@@ -1,6 +1,6 @@
-"""Passes over rows that are known before the first step: what SFT, DPO and reward models do alike.
+"""Training in passes over a fixed data set: what SFT, DPO and reward models share.
 
-Each step makes one update on the next rows of a seeded order, and validates and saves when it is time.
+Each step makes one update on the next rows of a seeded order, and validates and saves when due.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,7 @@ def train_in_passes(
     update: Callable[[list[Row]], tuple[list[Batch], Loss]],
     validate: Callable[[], dict[str, float]] | None,
 ) -> Path:
-    """All steps that are not done yet; returns the trained model's folder. `update`: of a step's rows, the micro-batches and the
-    loss."""
+    """Runs all remaining steps; returns the trained model's folder. `update` turns a step's rows into micro-batches and a loss."""
     recipe, settings = run.recipe, run.recipe.run
     order = RowOrder(len(rows), per_step=per_step, epochs=settings.epochs, seed=recipe.seed)
     total_steps = min(order.num_steps, settings.max_steps or order.num_steps)
@@ -40,10 +39,10 @@ def train_in_passes(
 
     with StepProgress(verb, total_steps, done) as progress:
         for step in range(done + 1, total_steps + 1):
-            taken = [rows[row] for row in order.rows(step - 1)]
-            batches, loss = update(taken)
+            step_rows = [rows[row] for row in order.rows(step - 1)]
+            batches, loss = update(step_rows)
             metrics = trainer.update(batches, loss, lr_at(step - 1, total_steps, recipe.optim))
-            tokens = sum(map(len, taken))
+            tokens = sum(map(len, step_rows))
             metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
             metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
 

@@ -4,10 +4,10 @@ Each step takes the next pairs, packs them without padding into micro-batches, a
 
     L = (1/P) Σ −log σ( r_chosen − r_rejected − margin ) + c (r_chosen + r_rejected)²,   r: the score at a conversation's last token
 
-over the P pairs of the whole step. Conversations are written as `scalar_model` will write them when the model is used.
+over the P pairs of the whole step. Conversations are rendered as `scalar_model` renders them when the model is used.
 
-Differs from the textbook: nothing is padded, so nothing depends on which token pads; validation says not only how often the model
-is right, but whether it is as sure as it is right.
+Differs from the textbook: nothing is padded, so nothing depends on the padding token; validation reports calibration as well as
+accuracy.
 """
 
 from functools import partial
@@ -65,7 +65,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
 
 def validate(classifier: TrainableModel, pairs: list[Pair], recipe: RewardModelRecipe) -> dict[str, float]:
-    """Over all validation pairs: the loss, how often the chosen answer is ahead, by how much, and how sure against how right."""
+    """Over all validation pairs: loss, accuracy, margin and calibration error."""
     chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, recipe.train.tokens_per_micro_batch)
     loss, others = reward_model_shares(scores, pair_targets(pairs), recipe.loss, len(pairs))
     measured = {"loss": loss, **others, "calibration_error": calibration_error(chosen - rejected)}

@@ -2,10 +2,10 @@
 
 Each step takes the next rows, packs them without padding into micro-batches, and moves the model down
 
-    L = −(1/N) Σ_t log p(token_t | tokens before it),   over the N tokens of the whole step that an assistant wrote.
+    L = −(1/N) Σ_t log p(token_t | tokens before it),   over the N assistant tokens of the whole step.
 
-Differs from the textbook: N is the whole step's, so splitting it into micro-batches changes nothing; sequences are packed end to
-end and never see each other; logits are never held whole.
+Differs from the textbook: N is the whole step's, so the split into micro-batches changes nothing; sequences are packed end to end
+and cannot attend to each other; the full logits are never materialised.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""Importance weights for tokens that another program has sampled. N tokens, in S sequences that lie end to end.
+"""Importance weights for tokens sampled by another program. N tokens, in S sequences laid end to end.
 
-The sampler computes with other kernels, perhaps in another precision, so the tokens are drawn not from π_old but from a policy near
-it. Each term of the loss is then weighted by how much likelier its token (or whole sequence) is under π_old than it was there.
+The sampler uses other kernels, perhaps another precision, so tokens are drawn not from π_old but from a policy near it. Each term
+of the loss is weighted by the ratio of its token's (or sequence's) probability under π_old to that under the sampler.
 """
 
 from typing import Literal, NamedTuple, assert_never
@@ -38,9 +38,9 @@ def importance_weights(
         d = log π_old − log sampler             at a token; at level sequence, its sum over the sequence's tokens
         w = exp(clamp(d, ±20))
         truncate: min(w, high)                  biased a little, of bounded variance (Yao et al. 2025, TIS)
-        mask:     w if low ≤ w ≤ high, else 0   what is too far off teaches nothing (IcePop; Liu et al. 2025, MIS)
+        mask:     w if low ≤ w ≤ high, else 0   ignores what is too far off (IcePop; Liu et al. 2025, MIS)
 
-    What is masked stays in the loss's denominators (verl takes it out of its mask, and so out of them).
+    Masked tokens stay in the loss's denominators (verl removes them from its mask, and so from the denominators).
     """
     d = old_logprobs_N.detach() - sampler_logprobs_N
     if level == "sequence":

@@ -7,18 +7,18 @@ from torch import Tensor
 
 from plaudit.objectives.aggregate import spread, sum_by_sequence
 
-# Beyond e^±20 a ratio says no more than "far off", and exp would overflow.
+# Beyond e^±20 a ratio only means "far off", and exp would overflow.
 MAX_LOG_RATIO = 20.0
 
 
 class TokenLoss(NamedTuple):
     loss_N: Tensor
     clipped_N: Tensor
-    """True where the clip bound set the loss: the clipped loss exceeds the plain one."""
+    """True where the clip bound sets the loss: the clipped loss exceeds the unclipped one."""
     dual_clipped_N: Tensor
-    """True where the dual clip set the loss."""
+    """True where the dual clip sets the loss."""
     ratio_N: Tensor
-    """π / π_old as the loss takes it: of a token, or of its whole sequence."""
+    """π / π_old as the loss uses it: of a token, or of its whole sequence."""
 
 
 def clipped(

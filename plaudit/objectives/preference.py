@@ -22,7 +22,7 @@ def hinge_loss(margins_P: Tensor) -> Tensor:
 def ipo_loss(chosen_ratios_P: Tensor, rejected_ratios_P: Tensor, *, beta: float) -> Tensor:
     """(h̄_chosen − h̄_rejected − 1 / (2β))²      with h̄ = h / number of tokens (Azar et al. 2023)
 
-    The paper writes sums; its authors used means, and so does everybody since, or else long answers outweigh all others.
+    The paper writes sums; its authors' code uses means, as all implementations do, or long answers would dominate.
     """
     return (chosen_ratios_P - rejected_ratios_P - 1 / (2 * beta)) ** 2
 
@@ -30,22 +30,22 @@ def ipo_loss(chosen_ratios_P: Tensor, rejected_ratios_P: Tensor, *, beta: float)
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor, *, centring_coefficient: float = 0.0) -> Tensor:
     """−log σ(r_chosen − r_rejected − margin) + c (r_chosen + r_rejected)²
 
-    Pairs say nothing about where zero is; the second term holds it between the two (Eisenstein et al. 2023).
+    Pairs do not determine the zero point; the second term keeps it between the two (Eisenstein et al. 2023).
     """
     loss_P = -logsigmoid(chosen_P - rejected_P - margins_P)
     return loss_P + centring_coefficient * (chosen_P + rejected_P) ** 2 if centring_coefficient else loss_P
 
 
 def share_preferred(margins_P: Tensor) -> Tensor:
-    """Per pair: 1 if the chosen one is ahead, 0 if it is behind, and a half for a tie, which is a coin's guess."""
+    """Per pair: 1 if the chosen answer scores higher, 0 if lower, ½ for a tie."""
     return (margins_P > 0).double() + 0.5 * (margins_P == 0).double()
 
 
 def calibration_error(margins_P: Tensor, *, bins: int = 10) -> Tensor:
     """Σ_b n_b / N · | accuracy_b − confidence_b |
 
-    A model that scores two answers m apart says with confidence σ(|m|) which one is better. Pairs are sorted by it into bins of
-    equal width between a half and one; in each, the share of right guesses should be the mean confidence (Guo et al. 2017).
+    A model that scores two answers m apart predicts the better one with confidence σ(|m|). Pairs are binned by confidence, in bins
+    of equal width between ½ and 1; in each, accuracy should equal the mean confidence (Guo et al. 2017).
     """
     confidence_P = margins_P.double().abs().sigmoid()
     right_P = share_preferred(margins_P)

@@ -1,10 +1,10 @@
 """The losses of updates on pairs, micro-batch by micro-batch: DPO's and a reward model's.
 
     L = (1/P) Σ_p ℓ_p                       over the P pairs of the whole update, with ℓ of objectives/preference.py
-        + c · (−(1/N) Σ_t log π(token_t))   DPO, if asked: over the N tokens of the whole update's chosen answers
+        + c · (−(1/N) Σ_t log π(token_t))   DPO with nll_coefficient: over the N tokens of the whole update's chosen answers
 
-Metrics beside it are means over the update's pairs. What is summed over a sequence is summed in float64: the log-prob of an answer
-of thousands of tokens is a large number, and what is learnt is a small difference of two such.
+Metrics are means over the update's pairs. Sums over a sequence are in float64: the log-prob of an answer of thousands of tokens is
+a large number, and the loss depends on a small difference of two of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +26,9 @@ Sums = tuple[Tensor, Tensor]
 
 
 def answer_logprobs(model: PreTrainedModel, batch: Batch) -> Sums:
-    """log π(answer | prompt): the sum over the learnt tokens of each sequence."""
+    """log π(answer | prompt): the sum over the target tokens of each sequence."""
     logprobs_N = target_logprobs(model, batch).logprobs_N.double()
-    # A sum for each sequence: sums by index add up in any order on a GPU.
+    # One sum per sequence: a scatter-add would add in any order on a GPU.
     sums = torch.stack([part.sum() for part in logprobs_N.split(_targets(batch).num_targets)])
     return sums[0::2], sums[1::2]
 
@@ -43,7 +43,7 @@ def _targets(batch: Batch) -> PairTargets:
     return batch.pairs
 
 
-# What is learnt ------------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 
 def dpo_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: DPOLossSettings) -> Loss:
@@ -59,7 +59,7 @@ def dpo_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: DPOLossSet
 def dpo_shares(
     logprobs: Sums, targets: PairTargets, settings: DPOLossSettings, num_pairs: int, num_chosen: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What some pairs add to the loss and the metrics of `num_pairs`, whose chosen answers have `num_chosen` tokens."""
+    """These pairs' share of the loss and metrics of an update of `num_pairs`, whose chosen answers have `num_chosen` tokens."""
     chosen_P, rejected_P = logprobs
     chosen_ratios_P, rejected_ratios_P = chosen_P - targets.ref_chosen_P, rejected_P - targets.ref_rejected_P
     margins_P = settings.beta * (chosen_ratios_P - rejected_ratios_P)
@@ -99,7 +99,7 @@ def reward_model_loss(model: PreTrainedModel, pairs: Sequence[Pair], settings: R
 def reward_model_shares(
     scores: Sums, targets: PairTargets, settings: RewardModelLossSettings, num_pairs: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What some pairs add to the loss and the metrics of `num_pairs`."""
+    """These pairs' share of the loss and metrics of an update of `num_pairs`."""
     chosen_P, rejected_P = scores
     loss_P = bradley_terry_loss(chosen_P, rejected_P, targets.margins_P, centring_coefficient=settings.centring_coefficient)
     metrics_P = {
@@ -111,7 +111,7 @@ def reward_model_shares(
     return loss_P.sum() / num_pairs, {name: values.sum() / num_pairs for name, values in metrics_P.items()}
 
 
-# What is measured ----------------------------------------------------------------------------------------------------
+# Evaluation ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -122,10 +122,10 @@ def measure(
     budget: int,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Sums:
-    """`answer_logprobs` or `answer_scores` of all pairs, in their order, on the CPU."""
+    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU."""
     model.eval()
     chosen, rejected = (torch.empty(len(pairs), dtype=torch.float64) for _ in range(2))
     for group in progress(split_by_tokens([len(pair) for pair in pairs], budget)):
-        some = sums(model, pack_pairs([pairs[i] for i in group], model.device))
-        chosen[group], rejected[group] = some[0].cpu(), some[1].cpu()
+        batch_chosen, batch_rejected = sums(model, pack_pairs([pairs[i] for i in group], model.device))
+        chosen[group], rejected[group] = batch_chosen.cpu(), batch_rejected.cpu()
     return chosen, rejected

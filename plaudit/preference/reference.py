@@ -1,8 +1,8 @@
-"""DPO's reference: log-probs of every pair's answers under the model that training starts from, taken once and kept.
+"""DPO's reference: log-probs of every pair's answers under the model that training starts from, computed once and kept.
 
-The policy as it is loaded is the reference, and under LoRA it is so without its adapters: no second model is loaded, unless the
-recipe names another one, which is gone again before training. The file belongs to the reference and to the pairs' tokens; a run
-that goes on reads it, so that its numbers are those it began with.
+The freshly loaded policy is the reference, under LoRA without its adapters: no second model is loaded, unless the recipe names
+another one, which is dropped again before training. The file is keyed by the reference and the pairs' tokens; a resumed run reads
+it, so that its numbers are the original ones.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ FILE = "reference.safetensors"
 
 
 def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableModel, folder: Path) -> list[Pair]:
-    """The pairs with the reference's log-probs: from the run's folder, or computed and put there. The policy has not moved yet."""
+    """The pairs with the reference's log-probs: from the run folder, or computed and stored there. The policy is still untrained."""
     file, key = folder / FILE, _key(pairs, recipe)
     known = _read(file, key)
     if known is None:
@@ -41,7 +41,7 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
         known = {"chosen": chosen, "rejected": rejected}
         with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:
             save_file(known, aside, metadata={"of": key})
-        print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.reference.path or 'the model as it begins'}")
+        print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.reference.path or 'the untrained model'}")
     columns = known["chosen"].tolist(), known["rejected"].tolist()
     return [replace(pair, ref_chosen=c, ref_rejected=r) for pair, c, r in zip(pairs, *columns, strict=True)]
 
