@@ -41,7 +41,7 @@ def kl(policy_logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: Estimator) -> Te
             return d.square() / 2
         case "k3":
             d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            # exp(d) − 1 in one: near d = 0, where most tokens are, fp32 would lose d²/2 beside the 1.
+            # exp(d) − 1 in one: near d = 0, where most tokens are, fp32 would lose d²/2 next to 1.
             return (torch.expm1(d) - d).clamp(-MAX_K3, MAX_K3)
     assert_never(kind)
 

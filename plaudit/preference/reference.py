@@ -29,7 +29,7 @@ FILE = "reference.safetensors"
 
 
 def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableModel, folder: Path) -> list[Pair]:
-    """The pairs with the reference's log-probs: from the run folder, or computed and stored there. The policy is still untrained."""
+    """The pairs with the reference's log-probs: from the run folder, or computed and stored there. The policy is untrained."""
     file, key = folder / FILE, _key(pairs, recipe)
     known = _read(file, key)
     if known is None:

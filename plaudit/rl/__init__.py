@@ -1,1 +1,1 @@
-"""The RL step, whoever runs it."""
+"""The RL step: collecting scored groups and training on them."""
