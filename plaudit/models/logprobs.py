@@ -39,7 +39,7 @@ def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0,
 
 
 def target_states(model: nn.Module, batch: Batch) -> Tensor:
-    """The hidden state that each token that `batch.loss_mask_T` marks is foretold from: the one before it; in order."""
+    """The hidden states that predict the tokens marked by `batch.loss_mask_T`, in order: each at the position before its token."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
     return hidden_TD[batch.loss_mask_T.nonzero()[:, 0] - 1]
 

@@ -58,7 +58,7 @@ def fuse_parameters(parameters: Sequence[Tensor]) -> Tensor:
     to: each parameter becomes a view of it, which it stays for training, saving and everything else."""
     whole = fused_view(parameters)
     if whole is None:
-        with torch.inference_mode(False):  # training goes on with this tensor
+        with torch.inference_mode(False):  # training keeps using this tensor
             whole = torch.cat([parameter.detach() for parameter in parameters])
         for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = view

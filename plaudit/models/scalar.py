@@ -199,7 +199,7 @@ class Transcript:
         return ids
 
     def examples(self, conversations: Sequence[tuple[str, Conversation]]) -> list[Example]:
-        """The same of many, each with its place for messages: sequences to score, of which no token is learnt."""
+        """The same for many conversations, each with its location for messages: sequences to score, with no target tokens."""
         texts = []
         for where, conversation in conversations:
             if conversation.tools:

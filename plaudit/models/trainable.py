@@ -126,7 +126,7 @@ def load_pretrained(
     except (OSError, ValueError, SafetensorError) as error:
         reason = redact(" ".join(str(error).split()))[:300]
         raise RecipeError(f"no model could be loaded from {path} (safetensors only, never pickled weights): {reason}") from None
-    # transformers would go on with new random weights in their place.
+    # transformers would continue with new random weights in their place.
     lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     lacking = [name for name in lacking if not name.startswith(tuple(new))]
     if lacking:

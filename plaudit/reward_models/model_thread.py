@@ -1,6 +1,6 @@
 """A thread that runs one model, so that the event loop never blocks.
 
-It takes everything in its queue and computes it as one batch, so many small concurrent requests cost a few passes. Loading and
+It takes everything in its queue and computes it as one batch: many small concurrent requests cost a few passes. Loading and
 unloading go through the same queue, after all requests that came before.
 """
 
