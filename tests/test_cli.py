@@ -90,7 +90,7 @@ def real_command(*arguments: object, flags: tuple[str, ...] = (), **environment:
             ["as an HTTP service", "--host", "--port", "--token-env", "--max-in-flight", "--grace-s", "section.name=value"],
         ),
         (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
-        (("config",), ["Print the resolved recipe", "where it comes from", "--explain", "R.yaml"]),
+        (("config",), ["Print the resolved recipe", "where each value comes from", "--explain", "R.yaml"]),
         (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
         (("prepare",), ["Prepare data sets and small models", "tiny-model"]),
         (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),
