@@ -485,9 +485,9 @@ def test_whoever_stops_waiting_is_not_computed_for():
 
     async def ask() -> None:
         thread = ModelThread("test", compute, CPU)
-        first = asyncio.create_task(thread.ask(["first"]))
+        first = asyncio.create_task(thread.compute(["first"]))
         await asyncio.to_thread(begun.wait)
-        second, third = (asyncio.create_task(thread.ask([name])) for name in ("second", "third"))
+        second, third = (asyncio.create_task(thread.compute([name])) for name in ("second", "third"))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.sleep(0)
@@ -495,7 +495,7 @@ def test_whoever_stops_waiting_is_not_computed_for():
         assert (await first, await third) == (["first"], ["third"])
         await thread.close(lambda: None)
         with pytest.raises(Closed):
-            await thread.ask(["fourth"])
+            await thread.compute(["fourth"])
 
     run(ask())
     assert seen == ["first", "third"]
