@@ -87,7 +87,7 @@ def test_started_waited_for_asked_and_stopped(program, capsys):
     assert gone(start["pid"], start["child"])
     said = capsys.readouterr().err
     assert "starting a server for models/judge on port" in said
-    assert "answers after" in said
+    assert "is ready after" in said
     assert (program.parent / "server.log").read_text() == "loading the weights\n"
 
 
@@ -127,13 +127,13 @@ def test_where_there_is_no_vllm_it_says_what_to_set(tmp_path):
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\"; exit 1\n")
     python.chmod(0o755)
     server = LaunchedServer(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
-    with pytest.raises(RecipeError, match="Install it there, or set program to a vllm elsewhere"):
+    with pytest.raises(RecipeError, match="Install it, or set program to a vllm installed elsewhere"):
         ask(server, "a")
 
 
 def test_one_that_cannot_start_says_why(program):
     server = launched(program, "--broken")
-    with pytest.raises(RecipeError, match=r"ended before it answered \(exit code 1, after printing 'ValueError: no such model'\)"):
+    with pytest.raises(RecipeError, match=r"ended before it was ready \(exit code 1, after printing 'ValueError: no such model'\)"):
         ask(server, "a")
     assert len(starts(program)) == 1  # what is wrong once is wrong twice
     nothing = LaunchedServer(server.model, program=["/no/such/python"], log=program.parent / "other.log")
@@ -165,11 +165,11 @@ def test_one_that_dies_is_restarted_once(program, capsys):
     first, second = starts(program)
     texts = [*(f"{first['pid']} {letter}" for letter in "abc"), *(f"{second['pid']} {letter}" for letter in "def"), None, None]
     assert [answer.text for answer in answers] == texts
-    assert "died (exit code 7, after printing 'out of memory'): starting it once more" in " ".join(capsys.readouterr().err.split())
+    assert "died (exit code 7, after printing 'out of memory'): restarting it" in " ".join(capsys.readouterr().err.split())
     for answer in answers[6:]:
         assert answer.failure is not None
         assert answer.failure.cause == "died"
-        assert "after it had been restarted" in answer.failure.message
+        assert "again after a restart" in answer.failure.message
     usage = server.usage
     assert usage.calls == 8 + usage.retries
     assert {cause: count for cause, count in usage.failures.items() if count} == {"died": 2}

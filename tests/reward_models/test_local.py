@@ -388,7 +388,7 @@ def test_prompts_that_are_too_long_or_empty_fail_alone(writer, tmp_path):
     assert [a.too_long for a in answers] == [False, True]
     (answer,) = write(writer, [question(1)], SamplingParams(4000))
     assert answer.failure is not None
-    assert "leaves no room for a prompt in the judge's 2,048 tokens" in answer.failure.message
+    assert "leaves no room for a prompt in a context of 2,048" in answer.failure.message
 
 
 def test_an_engine_that_breaks_is_a_failure_of_its_questions(writer, monkeypatch):
@@ -625,7 +625,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier,
 
     with_model(classifier, go, scalar=True, placement="offload")
     monkeypatch.setattr(scalar_inference, "load_scalar", out_of_memory)
-    with pytest.raises(RecipeError, match=r"does not fit into what is left of memory.*placement: offload"):
+    with pytest.raises(RecipeError, match=r"does not fit into the free part of memory.*placement: offload"):
         judge(classifier, [])
 
 
@@ -684,7 +684,7 @@ def test_wrong_architectures_are_told(classifier, tiny_models, tmp_path):
     causal = tiny_models["qwen2"]
     assert "Qwen2ForCausalLM gives no score" in why_not(causal)
     assert "value_head.safetensors" in why_not(causal)
-    assert "LlamaForSequenceClassification gives a number and writes nothing" in why_not(classifier, scalar=False)
+    assert "LlamaForSequenceClassification scores and does not generate" in why_not(classifier, scalar=False)
     three = make_classifier(causal, tmp_path / "three", labels=3)
     assert "Qwen2ForSequenceClassification has 3 labels, and a reward model has one" in why_not(three)
     AutoConfig.for_model("t5").save_pretrained(shutil.copytree(causal, tmp_path / "t5"))

@@ -10,8 +10,8 @@ from plaudit.types import Score, ScoredGroup
 from support.rewards import collect, function, group, values, write_function
 
 
-def group_function(path: Path, **settings):
-    return function(path, scores="group", limits={"give_up_after": None}, **settings)
+def group_function(path: Path, **limits):
+    return function(path, scores="group", limits={"give_up_after": None, **limits})
 
 
 def failures(scored: ScoredGroup) -> list[tuple[str, str] | None]:
@@ -90,7 +90,7 @@ def test_a_bad_call_fails_the_whole_group_and_no_other(tmp_path, body, cause, me
         def compute_scores(responses): return bad(responses) if "b" in responses else [1.0 for _ in responses]
         """,
     )
-    bad, good = collect(group_function(path, limits={"timeout_s": 0.5}), group("1", "b", "3"), group("1", "2", id="q"))
+    bad, good = collect(group_function(path, timeout_s=0.5), group("1", "b", "3"), group("1", "2", id="q"))
     assert values(bad) == [None] * 3
     for found in failures(bad):
         assert found is not None
