@@ -103,7 +103,7 @@ def result_of(scored: ScoredGroup, *, many: bool) -> dict[str, Any]:
 
 def _result(scored: ScoredGroup, i: int) -> dict[str, Any]:
     score, by_reward = scored.scores[i], {name: scores[i] for name, scores in scored.by_reward.items()}
-    views = {name: one.view for name, one in by_reward.items() if one.asked}
+    views = {name: one.view for name, one in by_reward.items() if one.applies}
     return {
         "reward": score.value,
         "parts": dict(score.parts),

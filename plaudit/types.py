@@ -99,7 +99,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward says of a sample: a value with its parts, or a failure. Never a hidden zero. With neither, it was not asked."""
+    """A reward's result for a sample: a value with its parts, or a failure, never a silent zero. Neither: it does not apply."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -111,13 +111,13 @@ class Score:
     trace: Mapping[str, Any] = field(default_factory=dict)
     """How the value came about: a judge's prompt and answer."""
     unjudged: bool = False
-    """Nobody could judge it (there was nothing to compare it with): worth what a malformed one is worth, if that is stated."""
+    """There was nothing to compare it with, so it was not judged: it gets the recipe's `malformed` value, if one is set."""
     passing: bool = False
-    """It may be another tomorrow, so it is not kept."""
+    """Valid for now but may differ later (a server's length limit), so it is not cached."""
 
     @property
-    def asked(self) -> bool:
-        """Whether the reward had anything to say of it: its `when` applies, and its gate is open."""
+    def applies(self) -> bool:
+        """Whether the reward applies to the sample: its `when` matches, and its gate is open."""
         return self.value is not None or self.failure is not None
 
 

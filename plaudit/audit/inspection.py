@@ -130,7 +130,7 @@ def _measure(panel: Panel, rollouts: Sequence[Rollout], settings: AuditSettings,
 
 
 def _require_some_value(responses: Sequence[Response]) -> None:
-    if not any(score.asked for r in responses for score in r.by_reward.values()):
+    if not any(score.applies for r in responses for score in r.by_reward.values()):
         raise DataError(
             "no reward applies to any of these rows: their `data_source` matches no `when` of the recipe. verl and TRL dumps have "
             "none; set one with --data-source"

@@ -136,7 +136,7 @@ def measure_rewards(responses: Sequence[Response]) -> dict[str, Any]:
     """For each reward by name: its values, and their correlation with length."""
     result = {}
     for name in dict.fromkeys(name for r in responses for name in r.by_reward):
-        scored = [r for r in responses if r.by_reward[name].asked]
+        scored = [r for r in responses if r.by_reward[name].applies]
         valued = [(value, r.length) for r in scored if (value := r.by_reward[name].value) is not None]
         values, lengths = [value for value, _ in valued], [length for _, length in valued]
         result[name] = {

@@ -35,7 +35,7 @@ from plaudit.recipe import (
     SFTRecipe,
     TrainingRecipe,
 )
-from plaudit.rewards.combine import has_reward
+from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 from plaudit.types import Conversation, Example, Prompt
@@ -147,7 +147,7 @@ class _Checkup:
         missing = sum(prompt.ground_truth is None for prompt in prompts)
         if missing:
             yield "!", f"{part}: {missing:,} prompts have no reward_model.ground_truth"
-        unmatched = [prompt for prompt in prompts if not has_reward(recipe.rewards, prompt)]
+        unmatched = [prompt for prompt in prompts if not any_reward_applies(recipe.rewards, prompt)]
         if unmatched:
             source = unmatched[0].data_source
             yield "✗", f"{part}: no reward's `when` matches {len(unmatched):,} of the prompts (first data_source: {source!r})"

@@ -24,7 +24,7 @@ from plaudit.recipe.limits import JudgeLimits, Limits
 from plaudit.recipe.rewards import View
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
 from plaudit.reward_models.model_registry import build_backend
-from plaudit.rewards.client import ROWS_FAULTS
+from plaudit.rewards.client import ROW_FAULTS
 from plaudit.rewards.judges.model_rewards import ModelReward, find_live_model_rewards, inner_rewards, shortened
 from plaudit.rewards.judges.templates import question_of
 from plaudit.rewards.reward import LiveReward
@@ -151,7 +151,7 @@ class ModelRewardCheck:
         text += f". Its answer: {quoted(shortened(answer, 300), 320)}" if answer and cause == "unparsable" else ""
         if cause == SLOW:
             return "!", text
-        if cause in ROWS_FAULTS and pair.prompt.id in BUILT_IN_IDS:
+        if cause in ROW_FAULTS and pair.prompt.id in BUILT_IN_IDS:
             return "!", f"{text} (a built-in question: your rows may have it)"
         return "✗" if all_failed else "!", text
 

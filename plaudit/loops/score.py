@@ -102,7 +102,7 @@ def score(job: ScoreJob) -> Summary:
             rows = islice(_rows(job.sources), len(file.done), total)
             while chunk := list(islice(rows, ROWS_AT_ONCE)):
                 groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
-                results = runner.collect(groups, learn=False)
+                results = runner.collect(groups, training=False)
                 _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
                 for (row, _), scored in zip(chunk, results, strict=True):
                     file.write(row | result_of(scored, many="responses" in row))

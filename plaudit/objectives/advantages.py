@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plaudit.objectives.aggregate import spread
+from plaudit.objectives.normalise import EPS, standardise
 
 WHITEN_EPS = 1e-8  # added to the variance under the root, as in verl's masked_whiten
 
@@ -66,7 +67,7 @@ class StepRewards:
 # Estimators ----------------------------------------------------------------------------------------------------------
 
 
-def grpo(rewards_G: Tensor, valid_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6) -> Tensor:
+def grpo(rewards_G: Tensor, valid_G: Tensor, *, divide_by_std: bool, eps: float = EPS) -> Tensor:
     """A_i = r_i − mean(r) over the group's valid samples; / (std(r) + eps) if `divide_by_std` (Shao et al. 2024; Dr.GRPO: not).
 
     std is the unbiased one (divisor n − 1). An invalid sample gets A = 0; its reward may be NaN and counts nowhere.
@@ -79,10 +80,7 @@ def grpo(rewards_G: Tensor, valid_G: Tensor, *, divide_by_std: bool, eps: float 
     # The lowest reward is subtracted first (A stays the same), so that equal rewards give exactly 0. The mean of seven 0.1s in
     # fp32 is not 0.1, and dividing by a std near 0 would make an advantage of that rounding.
     r = r - r.min()
-    A = r - r.mean()
-    if divide_by_std:
-        A = A / (r.std(correction=1) + eps)
-    advantages_G[valid_G] = A
+    advantages_G[valid_G] = standardise(r, r.mean(), r.std(correction=1), eps) if divide_by_std else r - r.mean()
     return advantages_G
 
 

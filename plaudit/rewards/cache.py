@@ -1,6 +1,6 @@
-"""Scores on disk, by what they are scores of: settings and files of the reward, prompt, and the string that was scored.
+"""Scores on disk, keyed by the reward's settings and files, the prompt, and the scored text.
 
-A run that was killed asks again only for what it had no answer to. Failures are not kept: they are what one wants to try again.
+A run that was killed and resumed scores only what is missing. Failures are not cached, so that they are tried again.
 """
 
 import json
@@ -16,9 +16,9 @@ from plaudit.recipe import RewardSettings
 from plaudit.report.progress import print_line
 from plaudit.types import Group, Score
 
-# What changes no score and no total: how hard a reward is pressed, and what becomes of its failures.
+# Settings that change no score and no total: the cache itself, and the handling of failures.
 HARMLESS = ("name", "cache", "workers", "on_failure", "max_failure_rate")
-# How a score is used, not what it is.
+# Settings that change how a score is used, not the score.
 USE = (*HARMLESS, "when", "weight", "combine", "scale", "bounds", "normalise", "gate", "malformed")
 HOW_REACHED = ("url", "credential", "port", "program", "prompt_price", "answer_price")
 """Settings of `model`: how it is reached and what it costs, not which one it is."""
@@ -27,58 +27,59 @@ LIMITS_OF_ANSWERS = ("unreadable_retries", "retry_temperature")
 
 
 class ScoreCache:
-    """An SQLite file. Where it fails later on (a full disk, a lock), scores are not kept any more, and that is said once."""
+    """An SQLite file. If it fails later (a full disk, a lock), caching stops with one warning."""
 
     def __init__(self, file: Path):
-        self.file, self._given_up = file, False
+        self.file, self._disabled = file, False
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            # It waits for nobody: the event loop would wait, and all rewards with it.
+            # A short timeout: a locked file would block the event loop, and all rewards with it.
             self._database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=0.2)
             self._database.execute("pragma journal_mode = wal")
             self._database.execute("pragma synchronous = normal")
             self._database.execute("create table if not exists scores (key text primary key, score text) without rowid")
         except (OSError, sqlite3.Error) as error:
-            raise RunError(f"{file}: scores cannot be kept there: {error}") from None
+            raise RunError(f"{file}: scores cannot be cached there: {error}") from None
 
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         found: dict[str, Score] = {}
-        if not self._given_up:
-            with self._or_give_up():
+        if not self._disabled:
+            with self._or_disable():
                 found = self._get(keys)
         return found
 
     def _get(self, keys: Sequence[str]) -> dict[str, Score]:
         found: dict[str, Score] = {}
         for start in range(0, len(keys), 500):
-            some = keys[start : start + 500]
-            marks = ",".join("?" * len(some))
-            with closing(self._database.execute(f"select key, score from scores where key in ({marks})", some)) as rows:
+            chunk = keys[start : start + 500]
+            marks = ",".join("?" * len(chunk))
+            with closing(self._database.execute(f"select key, score from scores where key in ({marks})", chunk)) as rows:
                 found |= {key: _loads(text) for key, text in rows}
         return found
 
     def put(self, scores: Mapping[str, Score]) -> None:
         rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None and not score.passing]
-        if rows and not self._given_up:
-            with self._or_give_up():
+        if rows and not self._disabled:
+            with self._or_disable():
                 self._database.execute("begin")
                 self._database.executemany("insert or replace into scores values (?, ?)", rows)
                 self._database.execute("commit")
 
     def clear(self) -> None:
-        """What was kept is not needed any more."""
-        if not self._given_up:
-            with self._or_give_up():
+        """Delete all scores."""
+        if not self._disabled:
+            with self._or_disable():
                 self._database.execute("delete from scores")
 
     @contextmanager
-    def _or_give_up(self) -> Iterator[None]:
+    def _or_disable(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            self._given_up = True
+            self._disabled = True
             print_line(
-                f"{self.file}: scores are not kept any more ({error}); if this is killed, they have to be asked for again", "yellow"
+                f"{self.file}: scores are no longer cached ({error}); if this run is killed, they have to be computed again",
+                "yellow",
             )
 
     def close(self) -> None:
@@ -98,8 +99,8 @@ def _loads(text: str) -> Score:
 
 
 def reward_digest(reward: RewardSettings, without: Sequence[str] = USE) -> str:
-    """Of all that its scores depend on, but for the samples. A file counts by its content, not by where it lies; so does a model's
-    folder, as far as that can be told quickly. A model on the hub or behind a URL counts by its name."""
+    """A digest of everything its scores depend on except the samples. Files count by content, not by path; so do a model folder's
+    files, by a quick fingerprint. A model on the hub or behind a URL counts by its name."""
     files = {str(file): fingerprint(file) if file.exists() else "absent" for file in [*reward.files, *reward.own_files]}
     folders = (Path(path).expanduser() for path in reward.models)
     files |= {str(path): model_fingerprint(path) for path in folders if path.exists()}
@@ -107,7 +108,7 @@ def reward_digest(reward: RewardSettings, without: Sequence[str] = USE) -> str:
 
 
 def settings_without(reward: RewardSettings, without: Sequence[str]) -> dict[str, Any]:
-    """A reward's settings, and those of rewards inside it, less the ones named."""
+    """A reward's settings and those of the rewards inside it, without the ones named."""
     inner = {
         name: settings_without(value, HARMLESS)
         for name in type(reward).model_fields
@@ -129,13 +130,13 @@ def _by_content(value: Any, files: Mapping[str, str]) -> Any:
 
 
 def keys(digest: str, group: Group, *, scores_alone: bool) -> list[str]:
-    """For each sample: of itself, or of its whole group and its place there if the reward compares them."""
+    """One key per sample: of the sample alone, or of its group and its index there if the reward compares samples."""
     prompt = group.prompt
-    asked = _json([digest, prompt.messages, prompt.tools, prompt.data_source, prompt.ground_truth, prompt.extra_info])
-    about = [[sample.text, sample.num_tokens, sample.status] for sample in group.samples]
+    row = _json([digest, prompt.messages, prompt.tools, prompt.data_source, prompt.ground_truth, prompt.extra_info])
+    samples = [[sample.text, sample.num_tokens, sample.status] for sample in group.samples]
     if scores_alone:
-        return [text_digest(asked + _json(one)) for one in about]
-    return [text_digest(asked + _json([about, i])) for i in range(len(about))]
+        return [text_digest(row + _json(one)) for one in samples]
+    return [text_digest(row + _json([samples, i])) for i in range(len(samples))]
 
 
 def _json(value: Any) -> str:

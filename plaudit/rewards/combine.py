@@ -1,13 +1,13 @@
-"""What a sample's rewards say together.
+"""Combines the scores of a sample's rewards into one.
 
-Of each reward, for each sample it was asked about:
+For each reward that applies to the sample:
 
-    x = clip(scale · value, bounds) or what the recipe states for malformed answers and failures
-    x = (x − mean) / (std + eps)    if it is to be normalised: by its group (divisor n − 1, as GRPO), or by all values so far
-    total = combine(total, weight · x)      in the order of the recipe; the first one begins
+    x = clip(scale · value, bounds) or the recipe's value for malformed answers and failures
+    x = (x − mean) / (std + eps)    if normalised: over its group (divisor n − 1, as in GRPO), or over all values so far
+    total = combine(total, weight · x)      in the order of the recipe; the first reward starts the total
 
-A reward of weight 0 is measured only: it appears in the parts, and its failure takes no sample away. Parts are x before it is
-normalised. A sample without a value it needs (dropped) counts in no mean and no deviation.
+A reward of weight 0 is only measured: it appears in the parts, and its failure drops no sample. Parts are x before normalisation. A
+dropped sample (one that lacks a value it needs) counts in no mean and no standard deviation.
 """
 
 import math
@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from plaudit.objectives.normalise import standardise
 from plaudit.recipe import RewardSettings
 from plaudit.types import Failure, Group, Prompt, Score
 
-EPS = 1e-6
 OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
     "multiply": lambda a, b: a * b,
@@ -29,8 +29,8 @@ NO_REWARD = "no_reward"
 
 
 @dataclass
-class Running:
-    """Mean and deviation of all values so far (Welford, merged step by step)."""
+class RunningMoments:
+    """Mean and standard deviation of all values so far (Welford's algorithm)."""
 
     count: int = 0
     mean: float = 0.0
@@ -46,20 +46,20 @@ class Running:
 
     def normalised(self, x: float) -> float:
         std = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return (x - self.mean) / (std + EPS) if self.count > 1 else 0.0
+        return standardise(x, self.mean, std) if self.count > 1 else 0.0
 
 
 def combine(
     rewards: Sequence[RewardSettings],
     group: Group,
     by_reward: Sequence[Sequence[Score]],
-    running: Mapping[str, Running] | None,
+    running: Mapping[str, RunningMoments] | None,
 ) -> tuple[Score, ...]:
-    """A group's scores, by reward and sample, as one for each sample. Without running means nothing is normalised: values of a
-    validation must be comparable from one to the next."""
-    counted = counted_values(rewards, by_reward)
-    missing = missing_values(rewards, group.prompt, by_reward, counted)
-    valid = [why is None for why in missing]
+    """A group's scores, by reward and sample, combined into one per sample. With `running` None (validation) nothing is normalised,
+    so that values are comparable between validations."""
+    counted = effective_values(rewards, by_reward)
+    failures = blocking_failures(rewards, group.prompt, by_reward, counted)
+    valid = [why is None for why in failures]
     joined = [
         list(values) if running is None else _normalised(reward, values, running, valid)
         for reward, values in zip(rewards, counted, strict=True)
@@ -68,9 +68,9 @@ def combine(
     for i in range(len(group.samples)):
         parts = _parts(rewards, [scores[i] for scores in by_reward], [values[i] for values in counted])
         total = _total(rewards, [values[i] for values in joined]) if valid[i] else None
-        failure = missing[i]
+        failure = failures[i]
         if total is not None and not math.isfinite(total):
-            total, failure = None, Failure("not_a_number", f"the rewards come to {total:g} together")
+            total, failure = None, Failure("not_a_number", f"the combined reward is {total:g}")
         if total is not None and joined != counted:
             parts["unnormalised"] = _total(rewards, [values[i] for values in counted])
         scores.append(
@@ -85,12 +85,12 @@ def combine(
     return tuple(scores)
 
 
-def counted_values(rewards: Sequence[RewardSettings], by_reward: Sequence[Sequence[Score]]) -> list[list[float | None]]:
-    return [[counted_value(reward, score) for score in scores] for reward, scores in zip(rewards, by_reward, strict=True)]
+def effective_values(rewards: Sequence[RewardSettings], by_reward: Sequence[Sequence[Score]]) -> list[list[float | None]]:
+    return [[effective_value(reward, score) for score in scores] for reward, scores in zip(rewards, by_reward, strict=True)]
 
 
-def counted_value(reward: RewardSettings, score: Score) -> float | None:
-    """What counts of a score: the recipe's value where the answer is malformed or the reward has failed; None if nothing does."""
+def effective_value(reward: RewardSettings, score: Score) -> float | None:
+    """The value used in training: the recipe's where the answer is malformed or the reward failed; None if there is none."""
     if score.failure is not None:
         return None if isinstance(reward.on_failure, str) else reward.on_failure
     if (score.malformed or score.unjudged) and reward.malformed is not None:
@@ -103,7 +103,7 @@ def counted_value(reward: RewardSettings, score: Score) -> float | None:
 
 
 def _normalised(
-    reward: RewardSettings, values: Sequence[float | None], running: Mapping[str, Running], valid: Sequence[bool]
+    reward: RewardSettings, values: Sequence[float | None], running: Mapping[str, RunningMoments], valid: Sequence[bool]
 ) -> list[float | None]:
     if reward.normalise == "none":
         return list(values)
@@ -113,9 +113,9 @@ def _normalised(
     if len(counted) < 2:
         return [None if x is None else 0.0 for x in values]
     mean, std = statistics.fmean(counted), statistics.stdev(counted)
-    # Equal values differ from their mean by rounding, which a deviation near 0 would make large.
+    # Equal values may differ from their mean by rounding, which dividing by a std near 0 would amplify.
     flat = max(counted) == min(counted)
-    return [None if x is None else 0.0 if flat else (x - mean) / (std + EPS) for x in values]
+    return [None if x is None else 0.0 if flat else standardise(x, mean, std) for x in values]
 
 
 def _total(rewards: Sequence[RewardSettings], values: Sequence[float | None]) -> float:
@@ -124,7 +124,7 @@ def _total(rewards: Sequence[RewardSettings], values: Sequence[float | None]) ->
         if reward.weight != 0 and x is not None:
             term = reward.weight * x
             total = term if total is None else OPERATIONS[reward.combine](total, term)
-    return 0.0 if total is None else total  # every gate is closed
+    return 0.0 if total is None else total  # None: every gate is closed
 
 
 def _parts(rewards: Sequence[RewardSettings], scores: Sequence[Score], counted: Sequence[float | None]) -> dict[str, float]:
@@ -134,21 +134,23 @@ def _parts(rewards: Sequence[RewardSettings], scores: Sequence[Score], counted: 
     return parts
 
 
-def missing_values(
+def blocking_failures(
     rewards: Sequence[RewardSettings],
     prompt: Prompt,
     by_reward: Sequence[Sequence[Score]],
     counted: Sequence[Sequence[float | None]],
 ) -> list[Failure | None]:
-    """For each sample: the first failure without which it has no value."""
+    """For each sample: the first failure that leaves it without a value."""
     samples = range(len(by_reward[0]))
-    if not has_reward(rewards, prompt):
+    if not any_reward_applies(rewards, prompt):
         return [Failure(NO_REWARD, f"no reward's `when` matches this row (data_source {prompt.data_source!r})") for _ in samples]
     needed = _needed(rewards)
-    return [_missing(rewards, needed, [scores[i] for scores in by_reward], [values[i] for values in counted]) for i in samples]
+    return [
+        _blocking_failure(rewards, needed, [scores[i] for scores in by_reward], [values[i] for values in counted]) for i in samples
+    ]
 
 
-def _missing(
+def _blocking_failure(
     rewards: Sequence[RewardSettings], needed: Set[str], scores: Sequence[Score], counted: Sequence[float | None]
 ) -> Failure | None:
     for reward, score, x in zip(rewards, scores, counted, strict=True):
@@ -162,17 +164,17 @@ def _missing(
 
 
 def _needed(rewards: Sequence[RewardSettings]) -> set[str]:
-    """Labels of those that count, and of those that open their gates: a gate that has failed is neither open nor closed."""
+    """Labels of the rewards with a weight, and of their gates: a gate that failed is neither open nor closed."""
     needed: set[str] = set()
-    for reward in reversed(rewards):  # a gate stands above what it opens
+    for reward in reversed(rewards):  # a gate is listed before the rewards it gates
         if reward.weight != 0 or reward.label in needed:
             needed.add(reward.label)
             needed |= {reward.gate.reward} if reward.gate else set()
     return needed
 
 
-def has_reward(rewards: Sequence[RewardSettings], prompt: Prompt) -> bool:
-    """Whether anything that counts is said of this prompt's samples."""
+def any_reward_applies(rewards: Sequence[RewardSettings], prompt: Prompt) -> bool:
+    """Whether any reward with a weight applies to this prompt."""
     applies: dict[str, bool] = {}
     for reward in rewards:
         applies[reward.label] = reward.applies_to(prompt) and (reward.gate is None or applies[reward.gate.reward])

@@ -1,4 +1,4 @@
-"""What a step's scores come to, in numbers. What has no number (no sample has a value) is left out, not zero."""
+"""A step's scores as metrics. A metric without data (no sample has a value) is left out, not zero."""
 
 import statistics
 from collections import Counter
@@ -8,7 +8,7 @@ from plaudit.types import Score, ScoredGroup
 
 
 def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Means over samples, and counts. A dropped sample (no value) is in the counts and in no statistic of the reward."""
+    """Means over samples, and counts. A dropped sample (no value) is in the counts, but in no statistic of the reward."""
     scores = [score for group in scored for score in group.scores]
     if not scores:
         return {}
@@ -29,7 +29,7 @@ def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def has_signal(group: ScoredGroup) -> bool:
-    """Whether its values differ: a group without two different ones teaches nothing."""
+    """Whether its values differ: a group of equal values has advantage 0 and trains nothing."""
     return len({score.value for score in group.scores if score.value is not None}) > 1
 
 

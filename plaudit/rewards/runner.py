@@ -1,12 +1,12 @@
 """Scores groups while others are still being sampled.
 
-The rewards live on an event loop with a thread of its own. `collect` pulls groups on the caller's thread, where sampling goes on,
-and hands each one to all rewards as it comes; what it returns has the order in which the groups came. Rewards whose models share
-the device wait until all groups are sampled; then one model after the other is loaded, asked about all of them by all rewards that
-share it, and unloaded, so that never more than one is there. What rewards say together is worked out when all of a step is there,
-in that order: means of all values so far must not depend on who was fast.
+Rewards live on an event loop in their own thread. `collect` pulls groups on the caller's thread, where sampling runs, and passes
+each one to all rewards as it arrives; results keep the order of the groups. Rewards whose models share the device are deferred
+until all groups are sampled; then one model after the other is loaded, used by all rewards that share it, and unloaded, so that
+at most one is on the device. Scores are combined when the whole step is scored, in the order of the groups: running means must
+not depend on which reward was fast.
 
-`score` is for those who have no steps: a service, whose groups come when they come, and which lives on the same event loop.
+`score` is for callers without steps: a service, whose groups arrive at any time and which lives on the same event loop.
 """
 
 import asyncio
@@ -23,8 +23,15 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
-from plaudit.rewards.client import Asker
-from plaudit.rewards.combine import Running, combine, counted_value, counted_values, has_reward, missing_values
+from plaudit.rewards.client import RewardClient
+from plaudit.rewards.combine import (
+    RunningMoments,
+    any_reward_applies,
+    blocking_failures,
+    combine,
+    effective_value,
+    effective_values,
+)
 from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
 from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 
@@ -52,16 +59,16 @@ class RewardRunner:
         self.waited_s = 0.0
         """How long the last `collect` waited for scores after the last group was sampled."""
         self.cache = ScoreCache(cache) if cache is not None else None
-        self.askers = [Asker(live, self.cache, repeatable=repeatable) for live in self.live]
-        self._waiting = self._those_that_wait()
+        self.clients = [RewardClient(live, self.cache, repeatable=repeatable) for live in self.live]
+        self._deferred = self._deferred_clients()
         self._device = asyncio.Lock()
-        """Whoever has it may load models that share the device."""
-        self._in_line: list[tuple[Group, ByLabel, asyncio.Future[None]]] = []
-        """Groups by themselves that wait for such models."""
-        self._line: asyncio.Task[None] | None = None
+        """Held while models that share the device are loaded."""
+        self._queue: list[tuple[Group, ByLabel, asyncio.Future[None]]] = []
+        """Single groups that wait for such models."""
+        self._queue_task: asyncio.Task[None] | None = None
         self._tolerant, self._repeatable = tolerant, repeatable
-        self._told: dict[str, UsageTotals] = {}
-        self._running = {reward.label: Running() for reward in self.rewards if reward.normalise == "running"}
+        self._last_usage: dict[str, UsageTotals] = {}
+        self._running = {reward.label: RunningMoments() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
 
@@ -82,17 +89,17 @@ class RewardRunner:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Whatever should happen on the rewards' event loop."""
+        """Run a coroutine on the rewards' event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def open(self) -> None:
-        """Open the rewards, side by side. On their event loop."""
+        """Open the rewards concurrently. On their event loop."""
         if self._repeatable:
             use_independent_batches()
         await _all(live.open() for live in self.live)
 
     def close(self) -> None:
-        """End what is under way, and close the rewards."""
+        """Cancel calls in flight, and close the rewards."""
         try:
             self.run(self._close()).result()
         finally:
@@ -102,61 +109,60 @@ class RewardRunner:
             if self.cache is not None:
                 self.cache.close()
 
-    def collect(self, groups: Iterable[Group], expected: int | None = None, *, learn: bool = True) -> list[ScoredGroup]:
-        """All groups with their scores. Raises TrainingStopped when a reward fails more than its settings allow: as soon as that
-        is certain, if it is told how many samples to expect. Without `learn` (a validation) nothing
-        is normalised, and running means stay as they are."""
+    def collect(self, groups: Iterable[Group], expected: int | None = None, *, training: bool = True) -> list[ScoredGroup]:
+        """All groups with their scores. Raises TrainingStopped when a reward fails more often than its settings allow, as soon as
+        that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and running
+        means stay as they are."""
         step = _Step(self.rewards, expected, self._tolerant)
-        given: list[Group] = []
+        sampled: list[Group] = []
         pending: list[Future[ByLabel]] = []
         try:
             for group in groups:
-                given.append(group)
+                sampled.append(group)
                 step.samples += len(group.samples)
                 pending.append(self.run(self._score_in(step, group)))
                 step.check()
             step.all_sampled = True
             step.check()
-            sampled = time.monotonic()
+            sampled_at = time.monotonic()
             wait(pending, return_when=FIRST_EXCEPTION)
             step.check()
-            found = [future.result() for future in pending]
-            self.run(self._score_waiting_in(step, given, found)).result()
-            self.waited_s = time.monotonic() - sampled
-            return self._together(given, found, learn=learn)
+            scores = [future.result() for future in pending]
+            self.run(self._score_deferred_in(step, sampled, scores)).result()
+            self.waited_s = time.monotonic() - sampled_at
+            return self._combine(sampled, scores, training=training)
         except BaseException:
             for future in pending:
                 future.cancel()
             if isinstance(groups, Generator):
-                groups.close()  # sampling ends now, not when somebody lets go of the traceback
+                groups.close()  # sampling ends now, not when the traceback is released
             raise
 
     async def score(self, group: Group) -> ScoredGroup:
-        """One group by itself, as soon as it can be scored; on the rewards' event loop. As in a validation nothing is normalised;
-        and nothing is stopped: what failed says so in its scores. Cancelled, nobody is asked about it any further."""
-        found = await self._score(group)
-        if self._waiting:
-            await self._score_in_line(group, found)
-        [scored] = self._together([group], [found], learn=False)
+        """One group, as soon as it can be scored; on the rewards' event loop. As in validation nothing is normalised, and a failure
+        stops nothing: it is in the scores. Cancelling it cancels its calls."""
+        scores = await self._score(group)
+        if self._deferred:
+            await self._enqueue(group, scores)
+        [scored] = self._combine([group], [scores], training=False)
         return scored
 
     def require_rewards(self, prompts: Iterable[Prompt]) -> None:
-        """Raise a RecipeError if there are prompts for which no reward has anything to say."""
-        untold = [prompt for prompt in prompts if not has_reward(self.rewards, prompt)]
-        if untold:
-            sources = ", ".join(dict.fromkeys(repr(prompt.data_source) for prompt in untold[:100]))
+        """Raise a RecipeError if there are prompts to which no reward applies."""
+        unmatched = [prompt for prompt in prompts if not any_reward_applies(self.rewards, prompt)]
+        if unmatched:
+            sources = ", ".join(dict.fromkeys(repr(prompt.data_source) for prompt in unmatched[:100]))
             raise RecipeError(
-                f"rewards: for {len(untold):,} rows no reward's `when` matches (the first is {untold[0].id}; data_source: "
-                f"{sources[:300]}). Add a reward for them, or take them out of the data."
+                f"rewards: for {len(unmatched):,} rows no reward's `when` matches (the first is {unmatched[0].id}; data_source: "
+                f"{sources[:300]}). Add a reward for them, or remove them from the data."
             )
 
     def counts(self) -> dict[str, float]:
-        """Since the last time: samples asked for again, by reward; and what was asked of each model, which is less where the cache
-        had the score already."""
-        asked_again = {asker.reward.label: asker.counts.pop("retries", 0) for asker in self.askers}
-        counts = {f"retries/{label}": float(count) for label, count in asked_again.items() if count}
-        amounts, before = self.amounts(), self._told
-        self._told = amounts
+        """Since the last call: retried samples by reward, and the usage of each model, which is less where scores were cached."""
+        retries = {client.reward.label: client.counts.pop("retries", 0) for client in self.clients}
+        counts = {f"retries/{label}": float(count) for label, count in retries.items() if count}
+        amounts, before = self.amounts(), self._last_usage
+        self._last_usage = amounts
         totals: Counter[str] = Counter()
         for name, amount in amounts.items():
             for what, count in amount.items():
@@ -165,79 +171,80 @@ class RewardRunner:
         return counts | totals
 
     def amounts(self) -> dict[str, UsageTotals]:
-        """What was asked of each model since it was opened: calls, retries, tokens, cost."""
+        """Usage of each model since it was opened: calls, retries, tokens, cost."""
         return usage_by_model(self._loop)
 
-    # What a run saves -------------------------------------------------------------------------------------------------
+    # State in a checkpoint -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Of running means, for a checkpoint."""
+        """Running means, for a checkpoint."""
         return {label: asdict(running) for label, running in self._running.items()}
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        self._running = {label: Running(**state[label]) if label in state else Running() for label in self._running}
+        self._running = {label: RunningMoments(**state[label]) if label in state else RunningMoments() for label in self._running}
 
     def saved(self) -> None:
-        """A checkpoint is safe: what was scored before it will not be asked for again."""
+        """A checkpoint is on disk: scores from before it will not be needed again."""
         if self.cache is not None:
             self.cache.clear()
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
     async def _score_in(self, step: "_Step", group: Group) -> ByLabel:
-        found = await self._score(group)
-        step.count(group, found)
+        scores = await self._score(group)
+        step.count(group, scores)
         step.check()  # raised here, it ends the wait for the others
-        return found
+        return scores
 
-    async def _score_waiting_in(self, step: "_Step", groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
+    async def _score_deferred_in(self, step: "_Step", groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
-            await self._score_waiting(list(zip(groups, found, strict=True)), step)
+            await self._score_deferred(list(zip(groups, found, strict=True)), step)
 
-    async def _score_in_line(self, group: Group, found: ByLabel) -> None:
-        """Loading a model is what takes long: it is asked for all who wait by then. Whoever goes away leaves the others in line."""
+    async def _enqueue(self, group: Group, found: ByLabel) -> None:
+        """Wait for the models that share the device. Loading is slow, so each load serves every group in the queue by then; a
+        cancelled group leaves the queue."""
         waiting = (group, found, self._loop.create_future())
-        self._in_line.append(waiting)
-        if self._line is None:
-            self._line = asyncio.create_task(self._serve_line())
+        self._queue.append(waiting)
+        if self._queue_task is None:
+            self._queue_task = asyncio.create_task(self._drain_queue())
         try:
             await waiting[2]
         finally:
-            self._in_line = [one for one in self._in_line if one is not waiting]
+            self._queue = [one for one in self._queue if one is not waiting]
 
-    async def _serve_line(self) -> None:
+    async def _drain_queue(self) -> None:
         try:
-            while self._in_line:
+            while self._queue:
                 async with self._device:
-                    together, self._in_line = self._in_line, []
-                    await self._settle(together)
+                    together, self._queue = self._queue, []
+                    await self._score_batch(together)
         finally:
-            self._line = None
+            self._queue_task = None
 
-    async def _settle(self, together: "Sequence[tuple[Group, ByLabel, asyncio.Future[None]]]") -> None:
+    async def _score_batch(self, together: "Sequence[tuple[Group, ByLabel, asyncio.Future[None]]]") -> None:
         error: BaseException | None = None
         try:
-            await self._score_waiting([(group, found) for group, found, _ in together])
-        except BaseException as problem:  # whoever waits must hear of it, whatever it is
+            await self._score_deferred([(group, found) for group, found, _ in together])
+        except BaseException as problem:  # whatever it is, the waiting groups must get it
             error = problem
             if not isinstance(problem, Exception):
                 raise
         finally:
             for *_, future in together:
-                if not future.done():  # it is, for one who has gone away
+                if not future.done():  # done already where the caller was cancelled
                     future.set_result(None) if error is None else future.set_exception(error)
 
     async def _score(self, group: Group) -> ByLabel:
-        """What can be said while others are still sampled."""
-        asked: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
-        for asker in self.askers:
-            if asker not in self._waiting:
-                asked[asker.reward.label] = asyncio.create_task(self._ask(asker, group, asked))
-        return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        """Scores by the rewards that need not wait for the other groups."""
+        tasks: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
+        for client in self.clients:
+            if client not in self._deferred:
+                tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks))
+        return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
 
-    async def _score_waiting(self, groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None" = None) -> None:
-        """One model after the other; what they say is added to what was found."""
-        left = [_Passes(asker, asker.live.phases, len(groups)) for asker in self._waiting]
+    async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None" = None) -> None:
+        """One model after the other; their scores are added to those of the other rewards."""
+        left = [_Passes(client, client.live.phases, len(groups)) for client in self._deferred]
         try:
             while left:
                 needed = _next(left)
@@ -253,66 +260,68 @@ class RewardRunner:
                     if needed is not None:
                         await needed.unload()
         finally:
-            for asker in self._waiting:
-                asker.live.forget()
+            for client in self._deferred:
+                client.live.forget()
 
     async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None") -> None:
         """One reward's next pass over all groups."""
-        asker, label = one.asker, one.asker.reward.label
+        client, label = one.client, one.client.reward.label
         every = [
-            (group, self._wanted(asker, by_label), failed)
+            (group, self._selected(client, by_label), failed)
             for (group, by_label), failed in zip(groups, one.failed, strict=True)
         ]  # fmt: skip
         if one.is_last:
-            scores = await asyncio.gather(*(asker.ask(*each) for each in every))
+            scores = await asyncio.gather(*(client.score(*each) for each in every))
             for (group, by_label), of_group in zip(groups, scores, strict=True):
                 by_label[label] = of_group
                 if step is not None:
                     step.count(group, {label: of_group})
         else:
             one.failed = await asyncio.gather(
-                *(asker.prepare(group, wanted, one.phase, failed) for group, wanted, failed in every)
+                *(client.prepare(group, wanted, one.phase, failed) for group, wanted, failed in every)
             )  # fmt: skip
         one.phase += 1
 
-    async def _ask(self, asker: Asker, group: Group, asked: Mapping[str, asyncio.Task[tuple[Score, ...]]]) -> tuple[Score, ...]:
-        gate = asker.reward.gate
+    async def _score_gated(
+        self, client: RewardClient, group: Group, asked: Mapping[str, asyncio.Task[tuple[Score, ...]]]
+    ) -> tuple[Score, ...]:
+        gate = client.reward.gate
         known = {} if gate is None else {gate.reward: await asked[gate.reward]}
-        return await asker.ask(group, self._wanted(asker, known))
+        return await client.score(group, self._selected(client, known))
 
-    def _wanted(self, asker: Asker, known: Mapping[str, Sequence[Score]]) -> list[bool] | None:
-        """For which samples its gate is open."""
-        gate = asker.reward.gate
+    def _selected(self, client: RewardClient, known: Mapping[str, Sequence[Score]]) -> list[bool] | None:
+        """The samples for which its gate is open; None without a gate."""
+        gate = client.reward.gate
         if gate is None:
             return None
-        keeper = next(reward for reward in self.rewards if reward.label == gate.reward)
-        values = [counted_value(keeper, score) for score in known[gate.reward]]
+        gating = next(reward for reward in self.rewards if reward.label == gate.reward)
+        values = [effective_value(gating, score) for score in known[gate.reward]]
         return [value is not None and value > gate.above for value in values]
 
-    def _those_that_wait(self) -> list[Asker]:
-        """Rewards that wait for all groups, and those whose gate does."""
-        waiting: list[Asker] = []
-        for asker in self.askers:
-            gate = asker.reward.gate
-            if asker.reward.waits_for_all or (gate is not None and gate.reward in {one.reward.label for one in waiting}):
-                waiting.append(asker)
-        return waiting
+    def _deferred_clients(self) -> list[RewardClient]:
+        """Rewards that wait for all groups, and those gated by one of them."""
+        deferred: list[RewardClient] = []
+        for client in self.clients:
+            gate = client.reward.gate
+            if client.reward.waits_for_all or (gate is not None and gate.reward in {one.reward.label for one in deferred}):
+                deferred.append(client)
+        return deferred
 
-    def _together(self, groups: Sequence[Group], found: Sequence[ByLabel], *, learn: bool) -> list[ScoredGroup]:
+    def _combine(self, groups: Sequence[Group], found: Sequence[ByLabel], *, training: bool) -> list[ScoredGroup]:
         scores: list[ByReward] = [[by_label[reward.label] for reward in self.rewards] for by_label in found]
-        if learn and self._running:
-            self._take_in(groups, scores)
-        labels, running = [reward.label for reward in self.rewards], self._running if learn else None
+        if training and self._running:
+            self._update_running(groups, scores)
+        labels, running = [reward.label for reward in self.rewards], self._running if training else None
         return [
             ScoredGroup(group, combine(self.rewards, group, by_reward, running), dict(zip(labels, by_reward, strict=True)))
             for group, by_reward in zip(groups, scores, strict=True)
         ]
 
-    def _take_in(self, groups: Sequence[Group], scores: Sequence[ByReward]) -> None:
-        """Running means see what is trained on: a dropped sample is not."""
+    def _update_running(self, groups: Sequence[Group], scores: Sequence[ByReward]) -> None:
+        """Running means cover what is trained on, so not dropped samples."""
         for group, by_reward in zip(groups, scores, strict=True):
-            counted = counted_values(self.rewards, by_reward)
-            kept = [why is None for why in missing_values(self.rewards, group.prompt, by_reward, counted)]
+            counted = effective_values(self.rewards, by_reward)
+            kept = [why is None for why in blocking_failures(self.rewards, group.prompt, by_reward, counted)]
             for reward, values in zip(self.rewards, counted, strict=True):
                 if reward.label in self._running:
                     self._running[reward.label].add([x for x, ok in zip(values, kept, strict=True) if ok and x is not None])
@@ -322,13 +331,13 @@ class RewardRunner:
         for task in rest:
             task.cancel()
         if rest:
-            await asyncio.wait(rest, timeout=5.0)  # rewards are closed when nothing uses them any more
+            await asyncio.wait(rest, timeout=5.0)  # rewards are closed once nothing uses them
         await _all(live.close() for live in self.live)
         await self._loop.shutdown_default_executor()
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do them side by side, all to their end; then raise what the first one raised."""
+    """Run all of them concurrently to completion; then raise the first exception."""
     for error in await asyncio.gather(*works, return_exceptions=True):
         if error is not None:
             raise error
@@ -339,14 +348,14 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 @dataclass(eq=False)
 class _Passes:
-    """Where a reward stands with its passes over a step's groups."""
+    """A reward's progress through its passes over a step's groups."""
 
-    asker: Asker
+    client: RewardClient
     phases: Sequence[Loadable | None]
     groups: InitVar[int]
     phase: int = 0
     failed: Sequence[Sequence[Score | None]] = ()
-    """By group: what passes so far could not do."""
+    """Failures so far, by group and sample."""
 
     def __post_init__(self, groups: int) -> None:
         self.failed = [()] * groups
@@ -365,24 +374,24 @@ class _Passes:
 
 
 def _ready(left: Sequence[_Passes]) -> list[_Passes]:
-    """Those whose gate is known."""
-    waited_for = {one.asker.reward.label for one in left}
-    return [one for one in left if (gate := one.asker.reward.gate) is None or gate.reward not in waited_for]
+    """Those whose gate is decided."""
+    pending = {one.client.reward.label for one in left}
+    return [one for one in left if (gate := one.client.reward.gate) is None or gate.reward not in pending]
 
 
 def _next(left: Sequence[_Passes]) -> Loadable | None:
-    """What comes to the device next: nothing, while something can be done without; else what need not come a second time."""
-    wanted = [one.needed for one in _ready(left)]
+    """What to load next: nothing while some pass needs no model, else preferably a model that no later pass needs again."""
+    needs = [one.needed for one in _ready(left)]
     later = [needed for one in left for needed in one.phases[one.phase + 1 :]]
     later += [one.needed for one in left if one not in _ready(left)]
-    return min(wanted, key=lambda needed: (needed is not None, any(needed is other for other in later)))
+    return min(needs, key=lambda needed: (needed is not None, any(needed is other for other in later)))
 
 
 # One step's failures -------------------------------------------------------------------------------------------------
 
 
 class _Step:
-    """Counts each reward's failures during one `collect`, and knows when they are too many."""
+    """Counts each reward's failures during one `collect`, and raises when there are too many."""
 
     def __init__(self, rewards: Sequence[Reward], expected: int | None, tolerant: bool):
         self.samples = 0
@@ -393,8 +402,9 @@ class _Step:
         self._failed: list[dict[str, Any]] = []
 
     def count(self, group: Group, by_label: Mapping[str, Sequence[Score]]) -> None:
-        said = [(reward, failures) for reward, failures in self._failures if reward.label in by_label]
-        for reward, failures in said:
+        for reward, failures in self._failures:
+            if reward.label not in by_label:
+                continue
             for sample, score in zip(group.samples, by_label[reward.label], strict=True):
                 if score.failure is not None:
                     failures.append(score.failure)
@@ -403,16 +413,16 @@ class _Step:
                     self._failed.append({**prompt, **why})
 
     def check(self) -> None:
-        """Raise as soon as it is certain: at the first failure if that is to stop the run; a share when all samples are known."""
+        """Raise as soon as it is certain: at the first failure with on_failure: stop, else when the rate is sure to be exceeded."""
         for reward, failures in self._failures:
             if failures and reward.on_failure == "stop":
-                raise TrainingStopped(f"{self._told(reward, failures)}; on_failure is stop. {_GO_ON}", self._failed)
+                raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
             samples = self.samples if self.all_sampled else self._expected
             if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
-                told = f"{self._told(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_GO_ON}"
-                raise TrainingStopped(told, self._failed)
+                message = f"{self._describe(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_RESUME}"
+                raise TrainingStopped(message, self._failed)
 
-    def _told(self, reward: Reward, failures: Sequence[Failure]) -> str:
+    def _describe(self, reward: Reward, failures: Sequence[Failure]) -> str:
         """37 of 64 samples (33 timeout: after 10 s, 4 exception: …): each cause with its commonest message."""
         causes = []
         for cause, count in Counter(failure.cause for failure in failures).most_common():
@@ -422,4 +432,4 @@ class _Step:
         return f"reward '{reward.label}' failed on at least {len(failures)} of {samples} samples ({', '.join(causes)})"
 
 
-_GO_ON = "Mend it, then go on with the same command."
+_RESUME = "Fix it, then run the same command to resume."

@@ -135,7 +135,7 @@ def _sample_and_score(
     """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated."""
     began = time.perf_counter()
     sampled = (sample_groups_with_greedy if greedy else sample_groups)(engine, prompts, n, sampling)
-    scored = rewards.collect(sampled, expected=len(prompts) * (n + greedy), learn=training)
+    scored = rewards.collect(sampled, expected=len(prompts) * (n + greedy), training=training)
     by_id = {group.group.prompt.id: split_baseline(group) if greedy else group for group in scored}
     return [by_id[encoded.prompt.id] for encoded in prompts], Seconds(time.perf_counter() - began, rewards.waited_s)
 

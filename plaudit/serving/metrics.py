@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from plaudit.rewards.client import Asker
+from plaudit.rewards.client import RewardClient
 from plaudit.types import Score
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -18,13 +18,13 @@ Labels = Mapping[str, str]
 class Metrics:
     """Counters of requests and scores; those kept by the rewards themselves are only read here."""
 
-    def __init__(self, askers: Sequence[Asker], amounts: Callable[[], Mapping[str, Mapping[str, float]]]):
+    def __init__(self, clients: Sequence[RewardClient], amounts: Callable[[], Mapping[str, Mapping[str, float]]]):
         """`amounts`: each model's calls, tokens and cost so far."""
         self._amounts = amounts
         self.in_flight = 0
         self.requests: Counter[tuple[str, int]] = Counter()
         self.samples = self.malformed = 0
-        self._askers = askers
+        self._clients = clients
         self._buckets: dict[str, list[int]] = defaultdict(lambda: [0] * (len(BOUNDS_S) + 1))
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._without_value: Counter[str] = Counter()
@@ -37,7 +37,7 @@ class Metrics:
         self._seconds[path] += seconds
 
     def count_scores(self, scores: Iterable[Score]) -> None:
-        labels = {asker.reward.label for asker in self._askers}
+        labels = {client.reward.label for client in self._clients}
         for score in scores:
             self.samples += 1
             self.malformed += score.malformed
@@ -86,7 +86,7 @@ class Metrics:
         yield _family("plaudit_total_count", "counter", "Number of totals so far.", [({}, self._counts[TOTAL])])
 
     def _rewards(self) -> Iterator[str]:
-        counts = {asker.reward.label: dict(asker.counts) for asker in self._askers}  # a copy: counted on another thread
+        counts = {client.reward.label: dict(client.counts) for client in self._clients}  # a copy: counted on another thread
         named = [(label, f"reward:{label}") for label in counts if self._counts[f"reward:{label}"]]
         means = [({"reward": label}, self._sums[name] / self._counts[name]) for label, name in named]
         yield _family("plaudit_reward_mean", "gauge", "Mean of a reward's part so far, before its weight.", means)
@@ -108,7 +108,7 @@ class Metrics:
             if key.startswith("failed: ")
         ]
         yield _family("plaudit_reward_failures_total", "counter", "Responses that a reward failed on, by cause.", failures)
-        seconds = [({"reward": asker.reward.label}, asker.seconds) for asker in self._askers]
+        seconds = [({"reward": client.reward.label}, client.seconds) for client in self._clients]
         yield _family("plaudit_reward_seconds_total", "counter", "Time in calls, summed over concurrent ones.", seconds)
 
     def _models(self) -> Iterator[str]:

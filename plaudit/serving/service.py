@@ -29,7 +29,7 @@ class ClientDisconnected(Exception):
 class Service:
     def __init__(self, runner: RewardRunner, timeout_s: float):
         """`timeout_s`: time limit per request; groups not scored by then fail."""
-        self.metrics = Metrics(runner.askers, runner.amounts)
+        self.metrics = Metrics(runner.clients, runner.amounts)
         self._runner = runner
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self._timeout_s = timeout_s

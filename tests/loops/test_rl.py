@@ -535,7 +535,7 @@ def test_a_failure_counts_as_the_value_that_is_stated_for_it(tmp_path, recipe, h
 def test_on_failure_stop_names_reward_and_cause(tmp_path, recipe, hostile):
     told = (
         r"^step 1: reward 'style' failed on at least \d of \d+ samples \(\d exception: ValueError: no digits, at hostile\.py:8\); "
-        r"on_failure is stop\. Mend it, then go on with the same command\. The failed samples are in .*run/failures/step_1\.jsonl$"
+        r"on_failure is stop\. Fix it, then run the same command to resume\. The failed samples are in .*run/failures/step_1\.jsonl$"
     )
     with pytest.raises(TrainingStopped, match=told):
         train_rl(recipe(reward=hostile("raises", on_failure="stop", name="style")))
@@ -546,7 +546,7 @@ def test_too_many_failures_stop_the_run_with_their_number(tmp_path, recipe, host
         train_rl(recipe(reward=hostile("raises", max_failure_rate=0.01)))
     assert "step 1: reward 'function' failed on at least " in str(stopped.value)
     assert " of 12 samples (" in str(stopped.value)
-    assert "max_failure_rate is 0.01. Mend it, then go on with the same command." in str(stopped.value)
+    assert "max_failure_rate is 0.01. Fix it, then run the same command to resume." in str(stopped.value)
     assert not (tmp_path / "run/model").exists()
     [kept, *_] = map(json.loads, (tmp_path / "run/failures/step_1.jsonl").read_text().splitlines())
     assert (kept["reward"], kept["cause"]) == ("function", "exception")

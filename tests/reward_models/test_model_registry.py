@@ -435,7 +435,7 @@ def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
         assert err.splitlines()[-1] == stopped[0]
         assert re.search(r"^step 2: reward 'judge' failed on at least \d+ of 12 samples .*nothing listens there", stopped[0])
         assert "max_failure_rate is 0.1" in stopped[0]
-        assert "go on with the same command" in stopped[0]
+        assert "run the same command to resume" in stopped[0]
         assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
         code, _, err = plaudit("rl", file)
         assert (code, "nothing listens there" in err) == (2, True), "still dead, and told before anything is sampled"

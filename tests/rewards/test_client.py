@@ -104,7 +104,7 @@ def test_a_dead_reward_is_given_up_and_tried_again_later():
         causes = [one.scores[0].failure.cause for one in scored if one.scores[0].failure]
         assert causes == ["http"] * 3 + ["given_up"] * 5
         assert "3 calls in a row had failed, the last with http: try 1" in scored[-1].scores[0].failure.message
-        runner.askers[0]._given_up_until = 0.0  # a minute later
+        runner.clients[0]._given_up_until = 0.0  # a minute later
         again = runner.collect([group("a", id=str(i)) for i in range(4)])
         assert [values(one) for one in again] == [[1.0]] * 4  # one call found that it works again
 
@@ -146,7 +146,7 @@ def test_parts_views_and_traces_are_kept(tmp_path):
         with RewardRunner([Function(kind="function", path=str(path))], cache=tmp_path / "c.sqlite") as runner:
             [scored] = runner.collect([group("ä\ud800")])
             found.append(scored.by_reward["function"])
-            counts = runner.askers[0].counts
+            counts = runner.clients[0].counts
     assert found[0] == found[1]
     assert counts["cached"] == 1
 
@@ -205,7 +205,7 @@ def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, c
         other.execute("rollback")
         runner.saved()
     other.close()
-    assert capsys.readouterr().err.count("scores are not kept any more") == 1
+    assert capsys.readouterr().err.count("scores are no longer cached") == 1
 
 
 def test_what_is_given_up_is_not_waited_for():
@@ -275,7 +275,7 @@ def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
     groups = [group(*texts[i : i + GROUP], id=str(i)) for i in range(0, SAMPLES, GROUP)]
     with RewardRunner([faulty]) as runner:
         scored = runner.collect(groups, expected=SAMPLES)
-        counts = runner.askers[0].counts
+        counts = runner.clients[0].counts
     found = {score.view: score for one in scored for score in one.by_reward["function"]}
     assert list(found) == texts
     causes = {"raises": "exception", "nan": "not_a_number", "dies": "died", "hangs": "timeout"}

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import ScoreRecipe
-from plaudit.rewards.combine import Running
+from plaudit.rewards.combine import RunningMoments
 from plaudit.rewards.judges.cascade import Cascade
 from plaudit.rewards.reward import LiveRule, Reward, Rule
 from plaudit.rewards.runner import RewardRunner
@@ -104,7 +104,7 @@ def test_when(when, applies):
     row = {"data_source": "openai/gsm8k", "extra_info": {"lang": "de", "deep": {"er": 7}}}
     got = scored([Number(name="a", when=when), Number(name="always", weight=0.5)], "4", **row)
     assert values(got) == [4.0 + 2.0 if applies else 2.0]
-    assert got.by_reward["a"][0].asked == applies
+    assert got.by_reward["a"][0].applies == applies
     assert ("a" in got.scores[0].parts) == applies
 
 
@@ -220,7 +220,7 @@ def test_running_means_are_of_all_values_so_far_and_outlive_a_restart():
             runner.load_state(runner_state)
             [got] = runner.collect([group(*map(str, step))])
             before = runner.state()
-            runner.collect([group("1000")], learn=False)  # validation
+            runner.collect([group("1000")], training=False)  # validation
             runner_state = runner.state()
         assert runner_state == before
         seen += step
@@ -231,7 +231,7 @@ def test_running_means_are_of_all_values_so_far_and_outlive_a_restart():
 def test_a_validation_is_not_normalised():
     for normalise in ("group", "running"):
         with RewardRunner([Number(normalise=normalise)]) as runner:
-            [got] = runner.collect([group("1", "3")], learn=False)
+            [got] = runner.collect([group("1", "3")], training=False)
         assert values(got) == [1.0, 3.0]
 
 
@@ -255,7 +255,7 @@ def test_a_value_that_overflows_is_a_failure():
 
 def test_running_means_do_not_depend_on_how_values_are_split():
     numbers = [3.0, -1.0, 4.5, 0.25, 9.0]
-    whole, parts = Running(), Running()
+    whole, parts = RunningMoments(), RunningMoments()
     whole.add(numbers)
     parts.add(numbers[:2])
     parts.add(numbers[2:])

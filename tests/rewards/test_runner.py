@@ -553,7 +553,7 @@ def test_too_many_failures_stop_the_run_with_the_cause(hostile):
     message = (
         r"reward 'mine' failed on at least 3 of 8 samples "
         r"\(2 exception: ValueError: no digits, at hostile.py:8, 1 not_a_number: .*nan\); "
-        r"max_failure_rate is 0.25\. .*go on with the same command"
+        r"max_failure_rate is 0.25\. .*run the same command to resume"
     )
     with RewardRunner([reward]) as rewards:
         assert len(rewards.collect([group("raise", "4", "4", "nan", "4", "4", "4", "4")])) == 1  # 2 of 8 are allowed

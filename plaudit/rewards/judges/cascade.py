@@ -17,8 +17,8 @@ from pydantic import model_validator
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import OneReward
 from plaudit.rewards.cache import keys
-from plaudit.rewards.client import NOT_ASKED, Asker
-from plaudit.rewards.combine import counted_value
+from plaudit.rewards.client import NOT_SCORED, RewardClient
+from plaudit.rewards.combine import effective_value
 from plaudit.rewards.reward import PREPARED, LiveReward, Loadable, Reward, build, failed
 from plaudit.types import Group, Score
 
@@ -76,8 +76,8 @@ class Cascade(Reward):
 class LiveCascade(LiveReward[Cascade]):
     def __init__(self, settings: Cascade):
         super().__init__(settings)
-        self._rule = None if settings.rule is None else Asker(build(settings.rule))
-        self._judge = Asker(build(settings.judge))
+        self._rule = None if settings.rule is None else RewardClient(build(settings.rule))
+        self._judge = RewardClient(build(settings.judge))
         self._kept: dict[tuple[str, str], Score] = {}
         """What earlier passes found out, by sample and by what it is: `ruled` (scores), `rule` and `judge` (failures)."""
 
@@ -101,16 +101,16 @@ class LiveCascade(LiveReward[Cascade]):
 
     async def _score(self, group: Group) -> list[Score]:
         ruled = await self._ruled(group)
-        judged = await self._judge.ask(group, [self._needs_judge(score) for score in ruled], self._recall("judge", group))
+        judged = await self._judge.score(group, [self._needs_judge(score) for score in ruled], self._recall("judge", group))
         return [self._together(*both) for both in zip(ruled, judged, strict=True)]
 
     async def _ruled(self, group: Group) -> list[Score]:
         rule = self._rule
         if rule is None:
-            return [NOT_ASKED] * len(group.samples)
+            return [NOT_SCORED] * len(group.samples)
         known = self._recall("ruled", group)
         ruled = [score for score in known if score is not None]
-        return ruled if len(ruled) == len(known) else list(await rule.ask(group, None, self._recall("rule", group)))
+        return ruled if len(ruled) == len(known) else list(await rule.score(group, None, self._recall("rule", group)))
 
     # Models that share the device: the rule's passes, then the judge's ------------------------------------------------
 
@@ -144,7 +144,7 @@ class LiveCascade(LiveReward[Cascade]):
             elif rule is not None and phase < len(rule.live.phases) - 1:
                 self._keep(name, group, await rule.prepare(group, None, phase, before))
             elif rule is not None:
-                self._keep("ruled", group, await rule.ask(group, None, before))
+                self._keep("ruled", group, await rule.score(group, None, before))
 
     def _keep(self, name: str, group: Group, found: Sequence[Score | None]) -> None:
         names = keys("", group, scores_alone=self.settings.scores_alone)
@@ -163,16 +163,16 @@ class LiveCascade(LiveReward[Cascade]):
     def _needs_judge(self, ruled: Score) -> bool:
         if self.settings.rule is None:
             return True
-        value = counted_value(self.settings.rule, ruled)
+        value = effective_value(self.settings.rule, ruled)
         return value is not None and not (self.settings.mode == "addon" and value > self.settings.pass_above)
 
     def _together(self, ruled: Score, judged: Score) -> Score:
         parts: dict[str, float] = {}
         values: dict[str, float | None] = {"rule": None, "judge": None}
         for name, reward, score in (("rule", self.settings.rule, ruled), ("judge", self.settings.judge, judged)):
-            if reward is None or not score.asked:
+            if reward is None or not score.applies:
                 continue
-            values[name] = counted_value(reward, score)
+            values[name] = effective_value(reward, score)
             if values[name] is None:
                 assert score.failure is not None
                 return failed(score.failure.cause, f"{name}: {score.failure.message}", score.view)
