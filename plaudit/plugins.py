@@ -1,4 +1,4 @@
-"""A name or a path → the thing it names. There is no registry: a file in the right folder is enough."""
+"""Classes by kind, and user files as modules. There is no registry: a file in the right folder is enough."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ from plaudit.errors import RecipeError, did_you_mean
 
 @cache
 def _modules(room: str) -> dict[str, str]:
-    """By kind, the module that defines it: a file of the room whose class has the file's name."""
+    """The module of each kind: a file of the package that defines a class named after it."""
     package = Path(plaudit.__file__).parent
     return {
         file.stem: ".".join(("plaudit", *file.relative_to(package).with_suffix("").parts))
@@ -25,12 +25,12 @@ def _modules(room: str) -> dict[str, str]:
 
 
 def kinds(room: str) -> tuple[str, ...]:
-    """The values that `kind:` takes in a room (`rewards`)."""
+    """The valid values of `kind:` in a package (`rewards`)."""
     return tuple(_modules(room))
 
 
 def kind(room: str, name: str) -> Any:
-    """The class behind `kind: name`: `PointwiseScore` of `pointwise_score.py`, in whichever folder of the room it is."""
+    """The class of `kind: name`: `PointwiseScore` in `pointwise_score.py`, in any folder of the package."""
     return getattr(importlib.import_module(_modules(room)[name]), _class_name(name))
 
 
@@ -39,7 +39,7 @@ def _class_name(file: str) -> str:
 
 
 def module_from(path: Path) -> ModuleType:
-    """A user's Python file as a module; what lies beside it can be imported from it."""
+    """A user's Python file as a module; it can import modules from its folder."""
     path = path.resolve()
     name = f"plaudit_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,12 +1,12 @@
-"""What a reward sees of a response: without its thoughts, and only the part that is the answer.
+"""A reward's view of a response: without its thoughts, reduced to the answer.
 
-A response without that part is the policy's fault: it is malformed, and the reward is not asked about it. One exception: with
-`longcot_config` and `strict`, the reward is asked about the placeholder `[NULL]`, as the systems that made such files do.
+A response without an answer is the policy's fault: it is malformed, and the reward is not called for it. One exception: with
+`longcot_config` and `strict` the reward scores the placeholder `[NULL]`, as the systems that write such files do.
 
-    thoughts   keep      all of it
-               strip     what follows the last </think>; of a text that opens <think> and never closes it, nothing is left
-               strict    one pair of tags, closed, at the beginning (the opening one may be part of the prompt), and an answer
-               longcot   what follows the first start delimiter (trimmed on the left) up to the end delimiter (on the right)
+    thoughts   keep      the whole text
+               strip     the text after the last </think>; nothing if <think> is opened and never closed
+               strict    one closed pair of tags at the beginning (the opening one may be in the prompt), then an answer
+               longcot   the text between the first start delimiter and the end delimiter, trimmed
     then       extract   the last line, the fenced block at the end, …
 """
 
@@ -27,7 +27,7 @@ FENCE = "```"
 
 @dataclass(frozen=True)
 class Seen:
-    """What is scored; `problem` says why a response is malformed."""
+    """The text to score; `problem` is why the response is malformed, if it is."""
 
     text: str
     problem: str | None = None
@@ -38,7 +38,7 @@ class Seen:
 
 
 def see(view: View, text: str) -> Seen:
-    """What a reward with this view sees of a response."""
+    """Apply a view to a response."""
     seen = _without_thoughts(view, text)
     if seen.problem is not None or view.extract == "none":
         return seen
@@ -64,9 +64,9 @@ def _without_thoughts(view: View, text: str) -> Seen:
         if OPEN in thoughts or CLOSE in thoughts or OPEN in answer:
             return Seen("", "its thoughts are not one pair of tags at the beginning")
         if not answer.strip():
-            return Seen("", "there is no answer behind its thoughts")
+            return Seen("", "there is no answer after its thoughts")
     elif OPEN in answer:
-        return Seen("", f"thoughts behind its answer are not closed by {CLOSE}")
+        return Seen("", f"thoughts after its answer are not closed by {CLOSE}")
     return Seen(answer.strip())
 
 
@@ -96,12 +96,12 @@ def read_longcot_config(file: str) -> Longcot:
     """`longcot_delimiter` and `end_delimiter` of a longcot_config.json; `<response>` implies `</response>`."""
     path = Path(file).expanduser()
     try:
-        given: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"view.longcot_config: {path} cannot be read: {error}") from None
-    if not isinstance(given, dict) or "longcot_delimiter" not in given:
+    if not isinstance(config, dict) or "longcot_delimiter" not in config:
         raise RecipeError(f"view.longcot_config: {path} should be an object with longcot_delimiter (and end_delimiter)")
-    start, end = given["longcot_delimiter"], given.get("end_delimiter")
+    start, end = config["longcot_delimiter"], config.get("end_delimiter")
     for name, value in (("longcot_delimiter", start), ("end_delimiter", end)):
         if value is not None and (not isinstance(value, str) or not value):
             raise RecipeError(f"view.longcot_config: {path}: {name} should be text or null, not {value!r:.80}")
@@ -144,7 +144,7 @@ def _codeblock(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{…} or \\fbox{…} whose braces close. In one pass: a policy may write any number of boxes."""
+    """The content of the last closed \\boxed{…} or \\fbox{…}. One pass: a policy may write any number of boxes."""
     open_braces: list[int | None] = []
     last = None
     for found in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text, re.S):

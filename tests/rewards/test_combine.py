@@ -426,7 +426,7 @@ def test_groups_that_come_while_the_device_is_taken_are_asked_together_next():
         while not Patient.log:
             await asyncio.sleep(0)
         others = [asyncio.create_task(runner.score(group(str(i)))) for i in range(2, 6)]
-        while len(runner._in_line) < 4:
+        while len(runner._queue) < 4:
             await asyncio.sleep(0)
         first.cancel()  # whoever has the device may go; nobody else is lost
         others[1].cancel()
@@ -438,7 +438,7 @@ def test_groups_that_come_while_the_device_is_taken_are_asked_together_next():
     Patient.log.clear()
     with RewardRunner([Patient()], tolerant=True) as runner:
         assert runner.run(ask(runner)).result() == [[2.0], [4.0], [5.0]]
-        assert not runner._in_line
+        assert not runner._queue
     assert Patient.log == ["load patient", "unload patient"] * 2
 
 

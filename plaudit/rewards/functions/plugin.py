@@ -1,15 +1,15 @@
-"""A plugin file of VeRL-with-RMs, unchanged: `rm_preprocess` makes the reward model's inputs, `rm_postprocess` reads its answers.
+"""A plugin file of VeRL-with-RMs, unchanged: `rm_preprocess` writes the reward model's inputs, `rm_postprocess` parses its answers.
 
-    inputs = rm_preprocess(text_prompts, text_responses, tgt_tokenizer)       lists of texts in, a list of texts out
-    scores = rm_postprocess(results)                                          a list of the model's answers in, numbers out
+    inputs = rm_preprocess(text_prompts, text_responses, tgt_tokenizer)       lists of texts → list of texts
+    scores = rm_postprocess(results)                                          list of the model's answers → list of numbers
 
-text_prompts are the rows' `rm_prompt` (which may be empty), or what the user said last where a row has none; text_responses are
-what the reward sees of the responses; tgt_tokenizer is the reward model's. An input is the model's whole prompt, special tokens and
-all; messages are rendered with its chat template. Both functions get the samples of one group at a time.
+text_prompts are the rows' `rm_prompt` (which may be empty), or the last user message where a row has none; text_responses are the
+responses as the reward's view leaves them; tgt_tokenizer is the reward model's. An input is the model's complete prompt, special
+tokens included; messages are rendered with its chat template. Both functions get the samples of one group at a time.
 
-Differs from its source: they run in worker processes with a time limit, as every function of a user's does. Where a call for
-several samples raises or hangs, each sample is tried alone, so that one bad response fails by itself. A sample whose score is no
-number is asked for again at `retry_temperature`. A file that remembers something from one function to the other needs
+Differs from the original: the functions run in worker processes with a time limit, like every user function. If a call for several
+samples raises or hangs, each sample is tried alone, so that one bad response fails by itself. A sample whose score is not a number
+is retried at `retry_temperature`. A file that keeps state between the two functions needs
 `limits: {max_concurrent_groups: 1}`.
 """
 
@@ -33,7 +33,7 @@ from plaudit.types import Failure, Group, Prompt, Score
 
 FUNCTIONS = ("rm_preprocess", "rm_postprocess")
 Entry = dict[str, Any]
-"""One entry of a list that came back: `text`, `messages` or `value`; or `cause` and `message`."""
+"""One entry of a returned list: `text`, `messages` or `value`; or `cause` and `message`."""
 
 
 class PluginLimits(JudgeLimits):
@@ -45,13 +45,13 @@ class Plugin(ModelReward):
     kind: Literal["plugin"]
     """A file with rm_preprocess and rm_postprocess, around a generating reward model."""
     path: str
-    """The Python file. What lies beside it can be imported from it."""
+    """The Python file. It can import modules from its folder."""
     sampling: JudgeSampling = JudgeSampling()
     """How the model writes."""
     limits: PluginLimits = PluginLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 1
-    """Processes that call the functions side by side."""
+    """Processes that call the functions in parallel."""
 
     @property
     def files(self) -> list[Path]:
@@ -125,7 +125,7 @@ class LivePlugin(LiveModelReward[Plugin]):
         return scores
 
     async def _call(self, function: str, *lists: Sequence[Any], pass_tokenizer: bool = False) -> list[Entry]:
-        """An entry for each; where the call for all of them goes wrong, each is tried alone."""
+        """One entry per sample; if the call for all of them fails, each sample is tried alone."""
         if not lists[0]:
             return []
         answer = await self._workers.call(function, *map(list, lists), pass_tokenizer=pass_tokenizer)

@@ -1,4 +1,4 @@
-"""Contains: 1 if a text stands in the response, else 0. The text is a setting, or else the ground truth."""
+"""Contains: 1 if the response contains a text, else 0. The text is a setting; default: the ground truth."""
 
 from typing import Annotated, Literal
 
@@ -12,13 +12,13 @@ from plaudit.types import Prompt, Sample, Score
 
 class Contains(Rule):
     kind: Literal["contains"]
-    """A text that stands in the response."""
+    """The response contains a text."""
     text: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
-    """What is looked for: a text or a list of texts; default: the ground truth."""
+    """The text, or a list of texts; default: the ground truth."""
     need: Literal["any", "all"] = "any"
-    """Of several texts: whether one is enough, or all must be there."""
+    """With several texts: one is enough, or all are required."""
     ignore_case: bool = False
-    """Upper and lower case are the same."""
+    """Ignore case."""
 
     @field_validator("text")
     @classmethod
@@ -28,15 +28,15 @@ class Contains(Rule):
         return text
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
-        wanted = [{text} for text in self.text] or _spellings(prompt)
-        if not wanted or not all(wanted):
+        targets = [{text} for text in self.text] or _spellings(prompt)
+        if not targets or not all(targets):
             return no_truth(prompt, sample, "contains", "a text, a number or a list of them, where no `text` is set")
         response = sample.text.casefold() if self.ignore_case else sample.text
-        found = (any((text.casefold() if self.ignore_case else text) in response for text in spellings) for spellings in wanted)
+        found = (any((text.casefold() if self.ignore_case else text) in response for text in spellings) for spellings in targets)
         return float(all(found) if self.need == "all" else any(found))
 
 
 def _spellings(prompt: Prompt) -> list[set[str]]:
-    """The texts of a ground truth, each as all that it may be written as."""
+    """The texts of a ground truth, each with its accepted spellings."""
     truth = plain(prompt.ground_truth)
     return [set(read_texts(one)) for one in (truth if isinstance(truth, list | tuple) else [truth])]

@@ -1,4 +1,4 @@
-"""Exact match: 1 if the response is the ground truth, else 0. White space around either does not count."""
+"""Exact match: 1 if the response equals the ground truth, else 0. Surrounding white space is ignored."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ class Exact(Rule):
     kind: Literal["exact"]
     """Exact match with the ground truth."""
     ignore_case: bool = False
-    """Upper and lower case are the same."""
+    """Ignore case."""
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truths = set(read_texts(prompt.ground_truth))

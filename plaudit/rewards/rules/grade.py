@@ -1,11 +1,11 @@
-"""Grade (the rubric reward model's training): the total score that an answer gives against the ground truth.
+"""Grade (training a rubric reward model): the total score stated in the answer against the ground truth.
 
     reward = (1 − |min(10, s) / 10 − truth|)²                     truth in [0, 1]
 
-s is the text behind the last `Total Score`, without `:`, `[`, `points`, `point`, `*`, `|` and `'`, up to the first `/`. Where that
-is not a number, the reward is 0 and the answer malformed. Differs from its source: so it is where s is negative or not finite
-(there, `-100` pays 81 to 100), where `Total Score` is absent (there, the whole answer is s), and where s is not written in ASCII
-digits (there, `1_0` and the digits of every script are numbers too).
+s is the text after the last `Total Score`, without `:`, `[`, `points`, `point`, `*`, `|` and `'`, up to the first `/`. If it is not
+a number, the reward is 0 and the answer malformed. Differs from the original: the same holds if s is negative or not finite (there,
+`-100` scores 81 to 100), if `Total Score` is missing (there, s is the whole answer), and if s is not in ASCII digits (there,
+`1_0` and the digits of every script are numbers too).
 """
 
 import math
@@ -37,7 +37,7 @@ class Grade(Rule):
 
 
 def read_total(text: str) -> float | None:
-    """The total score that an answer states: finite and not negative, or None."""
+    """The total score stated in an answer, if finite and not negative; else None."""
     _, heading, behind = text.rpartition(HEADING)
     number = _DECORATION.sub("", behind.partition("/")[0]).strip()
     if not heading or len(number) > 100 or not _NUMBER.fullmatch(number):

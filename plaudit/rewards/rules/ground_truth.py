@@ -1,4 +1,4 @@
-"""What ground truths come as, and what rules make of them."""
+"""Ground truths as data sets store them, and how rules read them."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from plaudit.types import Prompt, Sample, Score
 
 
 def read_texts(truth: Any) -> Iterator[str]:
-    """All texts that a ground truth accepts: the text itself, a number's usual spellings, any entry of a list.
+    """All accepted texts: the text itself, a number's usual spellings, any entry of a list.
 
-    Blank text is none: an empty response would be right.
+    Blank text is not accepted, or an empty response would be right.
     """
     truth = plain(truth)
     if isinstance(truth, str):
@@ -21,7 +21,7 @@ def read_texts(truth: Any) -> Iterator[str]:
         yield from (str(truth), str(truth).lower())
     elif isinstance(truth, int | float):
         yield str(truth)
-        # A column of whole numbers with a gap in it is read as floats: 72.0 was written as 72.
+        # An integer column with missing values is read as floats: 72.0 was written as 72.
         if isinstance(truth, float) and truth.is_integer():
             yield str(int(truth))
     elif isinstance(truth, list | tuple):
@@ -30,7 +30,7 @@ def read_texts(truth: Any) -> Iterator[str]:
 
 
 def read_number(truth: Any) -> float | None:
-    """A finite number, or a text that is one."""
+    """A finite number, also from its text."""
     truth = plain(truth)
     if isinstance(truth, bool) or not isinstance(truth, int | float | str):
         return None
@@ -42,12 +42,12 @@ def read_number(truth: Any) -> float | None:
 
 
 def plain(truth: Any) -> Any:
-    """numpy's scalars and arrays as Python's."""
+    """numpy scalars and arrays as Python objects."""
     return truth.tolist() if hasattr(truth, "tolist") else truth
 
 
 def no_truth(prompt: Prompt, sample: Sample, rule: str, needs: str) -> Score:
-    """The data's fault, not the policy's: no response could be right here."""
+    """A failure due to the data, not the policy: no response could be right."""
     given = "has no ground truth" if prompt.ground_truth is None else f"has the ground truth {prompt.ground_truth!r:.80}"
     message = f"row {prompt.id} {given}; {rule} needs (in `reward_model.ground_truth`) {needs}"
     return failed("no_ground_truth", message, sample.text)

@@ -1,10 +1,10 @@
-r"""GSM8K's rule: 1 if the final number of the response is that of the ground truth, else `format_score`.
+r"""GSM8K's rule: 1 if the final number of the response equals the ground truth's, else `format_score`.
 
-The final number stands behind the last `####` (method strict), or is the last number of the response (flexible). Numbers are
-compared as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are the same. No number to be found: 0, malformed.
+The final number follows the last `####` (method strict), or is the last number of the response (flexible). Numbers are compared by
+value: `1,000`, `$1000`, `1000.` and `1000.0` are equal. No number found: 0, malformed.
 
-Differs from verl: a number is compared by value, not by its letters (there `72.0` is not `72`); `####` is looked for in the whole
-response, not only in its last 300 characters; and a ground truth without a number is a failure, for no response could be right.
+Differs from verl: numbers are compared by value, not as text (there `72.0` is not `72`); `####` is searched in the whole response,
+not only in its last 300 characters; and a ground truth without a number is a failure, because no response could be right.
 """
 
 import re
@@ -16,21 +16,21 @@ from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.types import Prompt, Sample, Score
 
 MOST_DIGITS = 400
-"""Longer numbers are nobody's answer, and slow to read."""
+"""Longer numbers are no real answer, and slow to parse."""
 NUMBER = r"[-+]?\s?\$?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 MARKED = re.compile(rf"####\s*(?:\\?\$\s?)?({NUMBER})", re.ASCII)
 LAST = re.compile(NUMBER, re.ASCII)
 WINDOW = 10_000
-"""Characters at the end in which flexible looks for a number."""
+"""Characters at the end of the response that flexible searches."""
 
 
 class Gsm8k(Rule):
     kind: Literal["gsm8k"]
     """The final number, as in GSM8K."""
     method: Literal["strict", "flexible"] = "strict"
-    """Where it stands: strict: behind the last ####. flexible: it is the last number in the response."""
+    """strict: the number after the last ####. flexible: the last number in the response."""
     format_score: float = 0.0
-    """Value of a number that can be read but is wrong."""
+    """Value of a readable but wrong number."""
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truth = _truth(prompt.ground_truth)
@@ -51,7 +51,7 @@ def _truth(given: Any) -> Fraction | None:
     text = str(given)
     if "####" in text:
         return _marked(text)
-    # The whole of it is the number: '3 apples and 5 pears' has no final number that we could guess.
+    # The whole text must be the number: '3 apples and 5 pears' has no final number.
     return _number(text.strip().removesuffix(".")) if re.fullmatch(rf"\s*{NUMBER}\.?\s*", text) else _scientific(given)
 
 
@@ -62,7 +62,7 @@ def _scientific(given: str | float) -> Fraction | None:
 
 
 def _marked(text: str) -> Fraction | None:
-    """The number behind the last ####; one without a number does not count."""
+    """The number after the last #### that is followed by one."""
     at = len(text)
     while (at := text.rfind("####", 0, at)) >= 0:
         if found := MARKED.match(text, at):

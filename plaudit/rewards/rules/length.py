@@ -1,6 +1,6 @@
-"""Length: 1 for a response whose length l lies within bounds; outside, it falls in a line to 0.
+"""Length: 1 for a response whose length l is within bounds; outside, it falls linearly to 0.
 
-reward = max(0, 1 − d / slack)        d = max(at_least − l, l − at_most, 0): how far outside; without slack, 0 for every d > 0
+reward = max(0, 1 − d / slack)        d = max(at_least − l, l − at_most, 0): distance from the bounds; without slack, 0 for d > 0
 """
 
 from typing import Literal
@@ -15,18 +15,18 @@ class Length(Rule):
     kind: Literal["length"]
     """A length within bounds."""
     unit: Literal["tokens", "words", "characters"] = "tokens"
-    """What is counted: tokens of the whole response, its end token included; words between white space; or characters."""
+    """Tokens of the whole response including the end token, words between white space, or characters."""
     at_least: NonNegativeInt = 0
-    """The shortest length that is worth 1."""
+    """The shortest length that scores 1."""
     at_most: NonNegativeInt | None = None
-    """The longest length that is worth 1; null for no bound."""
+    """The longest length that scores 1; null for no bound."""
     slack: NonNegativeInt = 0
-    """How far outside the bounds the reward reaches 0; 0: at once."""
+    """Distance from the bounds at which the reward reaches 0; 0: immediately."""
 
     @model_validator(mode="after")
     def _bounds(self) -> "Length":
         if self.at_least == 0 and self.at_most is None:
-            raise ValueError("give at_least, at_most or both: without, every length is worth 1")
+            raise ValueError("set at_least, at_most or both: without them every length scores 1")
         if self.at_most is not None and self.at_least > self.at_most:
             raise ValueError(f"at_least ({self.at_least}) is greater than at_most ({self.at_most})")
         return self
@@ -51,6 +51,6 @@ class Length(Rule):
 
 
 def no_tokens(rule: str, sample: Sample) -> Score:
-    """The response was read from a file that does not say how many tokens it had."""
+    """A failure: the response was read from a file without token counts."""
     message = f"{rule} needs the number of tokens: give rows with `tokens`, or a tokenizer"
     return failed("no_tokens", message, sample.text)

@@ -1,8 +1,8 @@
-r"""The answer is the reference, mathematically: 1 if so, else 0. No answer to be found: 0, malformed.
+r"""Mathematical equivalence: 1 if the answer equals the reference, else 0. No answer found: 0, malformed.
 
-The answer is what stands in the last `\boxed{}`, else behind the last 'the answer is', 'Answer:' or `####`, else the last line or
-the last formula in it. Most answers are decided here, as text or as exact numbers; the rest is read and compared in worker
-processes (`maths/worker.py`). In doubt the answer is wrong: a wrong answer that is paid is worse than a right one missed.
+The answer is the content of the last `\boxed{}`, else the text after the last 'the answer is', 'Answer:' or `####`, else the last
+line or the last formula in it. Most answers are decided here, as text or as exact numbers; the rest is compared in worker
+processes (`maths/worker.py`). In doubt the answer is wrong: rewarding a wrong answer is worse than missing a right one.
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
@@ -19,8 +19,8 @@ processes (`maths/worker.py`). In doubt the answer is wrong: a wrong answer that
     A                   (A), A. 5 cm                              B, a, A or B
     Possible            possible.                                 Yes
 
-Differs from math-verify: forms are read with their names, units and brackets, formulas are compared by value at random points, no
-rounding; differs from verl, where an answer that takes too long is a hidden zero: here it is malformed, and the trace says why.
+Differs from math-verify: names, units and brackets are parsed, formulas are compared by value at random points, nothing is rounded.
+Differs from verl, where an answer that takes too long is a silent zero: here it is malformed, and the trace has the reason.
 """
 
 import asyncio
@@ -40,9 +40,11 @@ from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, no
 from plaudit.types import Group, Prompt, Sample, Score
 
 LONGEST_ANSWER = 1000
-"""Characters of an answer that is more than compared as text: a real one is short."""
+"""Longer answers (in characters) are only compared as text: a real one is short."""
 LONGEST_READ = 4000
-"""And of one that is looked at all."""
+"""Longer answers are not read at all."""
+Comparisons = dict[tuple[str, str], asyncio.Future[Answer]]
+"""By answer and reference."""
 WORKER = Path(__file__).with_name("maths") / "worker.py"
 
 
@@ -55,13 +57,13 @@ class Math(Reward):
     kind: Literal["math"]
     """The final answer equals the reference, mathematically."""
     tolerance: NonNegativeFloat = 0.0
-    """Numbers that differ by at most this share of the reference are equal too; 0: exactly equal only."""
+    """Relative tolerance for numbers, as a share of the reference; 0: exact equality."""
     limits: MathLimits = MathLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 2
-    """Processes that compare formulas side by side."""
+    """Processes that compare formulas in parallel."""
 
-    cached: ClassVar[bool] = False  # quicker than looking it up
+    cached: ClassVar[bool] = False  # faster than a lookup
 
     def build(self) -> "LiveMath":
         return LiveMath(self)
@@ -80,18 +82,16 @@ class LiveMath(LiveReward[Math]):
         await self._workers.close()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        asked: dict[tuple[str, str], asyncio.Future[Answer]] = {}  # samples of a group often agree: each answer is compared once
-        judged = [[self._judge(group.prompt, sample, asked) for sample in group.samples] for group in groups]
-        await asyncio.gather(*asked.values())
+        comparisons: Comparisons = {}  # samples of a group often agree: each answer is compared once
+        judged = [[self._judge(group.prompt, sample, comparisons) for sample in group.samples] for group in groups]
+        await asyncio.gather(*comparisons.values())
         return [
             [one if isinstance(one, Score) else _as_score([each.result() for each in one], sample.text) for one, sample in pairs]
             for pairs in (zip(row, group.samples, strict=True) for row, group in zip(judged, groups, strict=True))
         ]
 
-    def _judge(
-        self, prompt: Prompt, sample: Sample, asked: dict[tuple[str, str], asyncio.Future[Answer]]
-    ) -> Score | list[asyncio.Future[Answer]]:
-        """The score, or the comparisons that it waits for."""
+    def _judge(self, prompt: Prompt, sample: Sample, comparisons: Comparisons) -> Score | list[asyncio.Future[Answer]]:
+        """The score, or the pending comparisons that decide it."""
         truths = references(prompt.ground_truth)
         if not truths:
             return no_truth(prompt, sample, "math", "a text, a number or a list of them")
@@ -103,18 +103,18 @@ class LiveMath(LiveReward[Math]):
         if any(verdicts) or None not in verdicts or len(answer) > LONGEST_ANSWER:
             return Score(float(any(verdicts)), view=sample.text, trace={"answer": answer[:LONGEST_ANSWER]})
         undecided = [truth for truth, verdict in zip(truths, verdicts, strict=True) if verdict is None]
-        return [self._compare(answer, truth, asked) for truth in undecided]
+        return [self._compare(answer, truth, comparisons) for truth in undecided]
 
-    def _compare(self, answer: str, truth: str, asked: dict[tuple[str, str], asyncio.Future[Answer]]) -> asyncio.Future[Answer]:
-        if (answer, truth) not in asked:
-            asked[answer, truth] = self._workers.call("compare", solution_str=answer, ground_truth=truth)
-        return asked[answer, truth]
+    def _compare(self, answer: str, truth: str, comparisons: Comparisons) -> asyncio.Future[Answer]:
+        if (answer, truth) not in comparisons:
+            comparisons[answer, truth] = self._workers.call("compare", solution_str=answer, ground_truth=truth)
+        return comparisons[answer, truth]
 
 
 def references(truth: Any) -> tuple[str, ...]:
-    """All answers that a ground truth accepts, in one spelling: a text, a number, any entry of a list. Blank text is none.
+    """All accepted answers, normalised: a text, a number, any entry of a list. Blank text is not accepted.
 
-    A worked solution counts by its final answer, if it has one in a box or behind ####.
+    Of a worked solution only the final answer counts, if it is boxed or follows ####.
     """
     truth = plain(truth)
     if isinstance(truth, list | tuple):
@@ -133,7 +133,7 @@ def _reference(text: str) -> tuple[str, ...]:
 
 
 def _as_score(answers: list[Answer], text: str) -> Score:
-    """The best of the comparisons. One that ran out of time or killed its process is the answer's doing."""
+    """The best of the comparisons. A timeout or a crash is the answer's fault."""
     best = max(answers, key=lambda answer: answer.get("value", -1.0))
     if "value" in best:
         return Score(best["value"], malformed=best.get("malformed", False), view=text, trace=best.get("trace", {}))

@@ -18,13 +18,13 @@ class Overlong(Rule):
     kind: Literal["overlong"]
     """A soft cost for responses near a length limit."""
     max_tokens: PositiveInt
-    """The length that costs the whole penalty: often, but not always, the rollout's max_new_tokens."""
+    """Length at which the full penalty applies; usually the rollout's max_new_tokens."""
     buffer_tokens: PositiveInt
-    """The cost begins so many tokens before that."""
+    """The penalty starts this many tokens before the limit."""
     penalty: NonNegativeFloat = 1.0
     """The cost at max_tokens."""
     capped: bool = True
-    """The cost does not grow beyond max_tokens; false leaves it open-ended."""
+    """The penalty stops growing at max_tokens; false leaves it open-ended."""
 
     @model_validator(mode="after")
     def _begins_at_a_length(self) -> "Overlong":

@@ -3,8 +3,8 @@
     |error|   0   1     2     3     more
     reward    1   0.8   0.4   0.2   0
 
-The last line that is not blank is the integer and nothing else; any other answer has reward 0 and is malformed. Differs from GRRM's
-code: `7.5` is not read (there it is 7), and an answer of one line is read whole (there, its last character).
+The last non-blank line must be the integer alone; any other answer scores 0 and is malformed. Differs from GRRM's code: `7.5` is
+rejected (there it is 7), and of an answer of one line the whole line is read (there, its last character).
 """
 
 from typing import Literal

@@ -1,16 +1,16 @@
-"""Ranking accuracy (GRRM): how well an answer ranks and scores the candidates that its prompt shows.
+"""Ranking accuracy (GRRM): how well an answer ranks and scores the candidates in its prompt.
 
     reward = score_scale · (ranking part + score part)            both in [0, 1]; formulas in `ranking_lines.py`
 
-An answer is read from its end; what its format does not allow has reward 0, `valid` 0, and is malformed. Formats:
+An answer is read from its end; one that violates the format scores 0, has `valid` 0, and is malformed. Formats:
 
     ranking_score   analysis, heading, ranking line, heading, scores line; blank lines do not count
-    ranking         analysis, ranking line; that ranking stands nowhere else in the answer. The ranking part alone
+    ranking         analysis, ranking line; the ranking must not occur elsewhere in the answer. The ranking part alone
     zero            as `ranking`, with at least 50 characters of analysis per candidate: for base models
     no_analysis     the ranking line alone (the ranking part), or the ranking line and the scores line (both parts)
 
-Differs from GRRM's code: `ranking` reads an answer that has an analysis (there, the whole answer is taken for the ranking line);
-what an item of the scores line may be is narrower (`ranking_lines.py`); blank lines do not count in `no_analysis` either.
+Differs from GRRM's code: `ranking` accepts an answer with an analysis (there, the whole answer is taken for the ranking line);
+items of the scores line are stricter (`ranking_lines.py`); blank lines do not count in `no_analysis` either.
 """
 
 import json
@@ -35,16 +35,16 @@ from plaudit.rewards.rules.ranking_lines import (
 from plaudit.types import Prompt, Sample, Score
 
 ANALYSIS_PER_CANDIDATE = 50
-"""Characters; white space at its ends does not count."""
+"""Characters, surrounding white space aside."""
 
 
 class Ranking(Rule):
     kind: Literal["ranking"]
     """Ranking and scores of candidates against the ground truth's."""
     format: Literal["ranking_score", "ranking", "zero", "no_analysis"] = "ranking_score"
-    """What an answer is: analysis, ranking and scores; analysis and ranking; the same, a long analysis; or no analysis."""
+    """The answer's format: analysis, ranking and scores; analysis and ranking; the same with a long analysis; or no analysis."""
     score_scale: PositiveFloat = 1.0
-    """The reward is multiplied by this; its parts are not."""
+    """Factor of the reward; its parts are not scaled."""
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
         scores = _true_scores(prompt.ground_truth)
@@ -67,7 +67,7 @@ class Ranking(Rule):
         return Score(total, parts | {"valid": float(valid)}, malformed=not valid, view=sample.text)
 
     def _read(self, text: str, candidates: int, *, scored: bool) -> RankedAnswer | None:
-        """The answer, if it has the format. Where the truth has no scores, a scores line is not part of any."""
+        """The answer, if it has the format. A scores line is allowed only if the ground truth has scores."""
         match self.format:
             case "ranking_score":
                 return read_ranked_scores(text)
@@ -91,7 +91,7 @@ def _true_scores(truth: Any) -> dict[str, int] | None:
         except (ValueError, RecursionError):
             return None
     elif isinstance(truth, Mapping):
-        # parquet gives every row of a column the same letters; those that a row does not have are None.
+        # In parquet every row of a column has the same letters; the ones a row lacks are None.
         truth = {letter: score for letter, score in truth.items() if score is not None}
     if not isinstance(truth, Mapping) or not truth:
         return None
@@ -109,7 +109,7 @@ def _is_letter(key: Any) -> bool:
 
 
 def _whole(score: Any) -> int | None:
-    """A whole number; a column of them with a gap in it is read as floats."""
+    """A whole number, also as a float: an integer column with missing values is read as floats."""
     score = plain(score)
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None

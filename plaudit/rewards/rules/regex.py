@@ -1,7 +1,7 @@
 r"""Regular expression: 1 if the pattern is found in the response, else 0.
 
-Patterns are those of Python's `re`, read by the `regex` package, for it can be stopped: a pattern such as `(a|aa)+$` takes longer
-than anyone waits on some responses. That the search ran out of time is due to what the policy wrote: 0, and malformed.
+Patterns are Python `re` patterns, matched by the `regex` package because it supports a time limit: on some responses a pattern such
+as `(a|aa)+$` takes forever. A timeout is the policy's fault: 0, malformed.
 """
 
 from typing import Literal
@@ -21,11 +21,11 @@ class RegexLimits(Limits):
 
 class Regex(Rule):
     kind: Literal["regex"]
-    """A pattern that is found in the response."""
+    """The response matches a pattern."""
     pattern: str
-    """A regular expression. Flags stand in it: `(?i)` ignores case; with `(?s)`, `.` matches line ends too."""
+    """A regular expression. Flags go into it: `(?i)` ignores case; with `(?s)`, `.` also matches line ends."""
     full: bool = False
-    """The whole response must match, white space around it aside; else any place in it."""
+    """The whole response must match, surrounding white space aside; else any part of it."""
     limits: RegexLimits = RegexLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Concurrency, rates, time limits, retries, and when it is given up."""
 
@@ -39,9 +39,9 @@ class Regex(Rule):
         return pattern
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
-        compiled = regex.compile(self.pattern)  # kept by the package
+        compiled = regex.compile(self.pattern)  # cached by the package
         try:
-            # concurrent: sampling goes on meanwhile, in other threads.
+            # concurrent: releases the GIL, so that sampling continues in other threads.
             if self.full:
                 found = compiled.fullmatch(sample.text.strip(), timeout=self.limits.timeout_s, concurrent=True)
             else:

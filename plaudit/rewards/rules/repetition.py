@@ -1,6 +1,6 @@
-"""Repetition: a cost for saying things again. Of all n-grams of a response, in a row:
+"""Repetition: a penalty for repeated n-grams.
 
-reward = −penalty · (1 − distinct / total)                    0 for a response that is too short for one
+reward = −penalty · (1 − distinct / total)          over the response's n-grams; 0 if it is too short to have any
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from plaudit.types import Prompt, Sample, Score
 
 class Repetition(Rule):
     kind: Literal["repetition"]
-    """A cost for n-grams that are repeated."""
+    """A penalty for repeated n-grams."""
     n: Annotated[int, Field(ge=1, le=64)] = 4
-    """How many of them in a row make an n-gram."""
+    """Length of the n-grams."""
     unit: Literal["words", "characters"] = "words"
-    """What n-grams are made of: words between white space; or characters (without white space), for languages such as Chinese."""
+    """n-grams of words between white space, or of characters (without white space), for languages such as Chinese."""
     penalty: NonNegativeFloat = 1.0
-    """What nothing but repetition would cost."""
+    """The penalty for nothing but repetition."""
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
         words = sample.text.split()

@@ -3,9 +3,9 @@
     <think> thoughts </think> answer                                     white space is free around each
     <think> thoughts </think> <response> answer </response>              with `answer_tag: response`
 
-Each tag stands exactly once in the whole response, in this order, nothing before the first one (and with an answer tag, nothing
-between and nothing after); the answer is not blank, nor are the thoughts. A template may have written `<think>` already: then the
-response begins with the thoughts. What is badly formed is the policy's fault: it is worth 0, and it is malformed.
+Each tag occurs exactly once in the response, in this order, with nothing before the first one (and with an answer tag, nothing
+between or after); neither thoughts nor answer are blank. If the chat template writes `<think>`, the response begins with the
+thoughts. A badly formed response is the policy's fault: 0, malformed.
 """
 
 from typing import Annotated, Literal
@@ -18,24 +18,24 @@ from plaudit.types import Prompt, Sample, Score
 
 class ThinkFormat(Rule):
     kind: Literal["think_format"]
-    """Well-formed thoughts with an answer behind them."""
+    """Well-formed thoughts followed by an answer."""
     opening: Annotated[str, Field(min_length=1)] = "<think>"
-    """What thoughts begin with."""
+    """The tag before the thoughts."""
     closing: Annotated[str, Field(min_length=1)] = "</think>"
-    """What they end with."""
+    """The tag after the thoughts."""
     prefilled: bool | None = None
-    """Whether the chat template writes `opening`, so that the response does not; null: either will do."""
+    """The chat template writes `opening`, so the response must not; null: either is accepted."""
     empty_thoughts: bool = False
-    """Blank thoughts are well-formed too."""
+    """Accept blank thoughts."""
     answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")] | None = None
-    """The name of a tag that holds the answer: `response` for <response> … </response>; null: the answer has none."""
+    """Name of the tag around the answer: `response` for <response> … </response>; null: no tag."""
 
     @model_validator(mode="after")
     def _tags_differ(self) -> "ThinkFormat":
         tags = [self.opening, self.closing, *self._answer_tags()]
         for tag in tags:
             if any(tag in other for other in tags if other is not tag) or tags.count(tag) > 1:
-                raise ValueError(f"the tags {', '.join(tags)} cannot be told apart: {tag} is part of another one")
+                raise ValueError(f"the tags {', '.join(tags)} are ambiguous: {tag} is part of another one")
         return self
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
