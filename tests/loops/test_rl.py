@@ -535,7 +535,8 @@ def test_a_failure_counts_as_the_value_that_is_stated_for_it(tmp_path, recipe, h
 def test_on_failure_stop_names_reward_and_cause(tmp_path, recipe, hostile):
     told = (
         r"^step 1: reward 'style' failed on at least \d of \d+ samples \(\d exception: ValueError: no digits, at hostile\.py:8\); "
-        r"on_failure is stop\. Fix it, then run the same command to resume\. The failed samples are in .*run/failures/step_1\.jsonl$"
+        r"on_failure is stop\. Fix it, then run the same command to resume\. "
+        r"The failed samples are in .*run/failures/step_1\.jsonl$"
     )
     with pytest.raises(TrainingStopped, match=told):
         train_rl(recipe(reward=hostile("raises", on_failure="stop", name="style")))
