@@ -688,7 +688,7 @@ def test_wrong_architectures_are_told(classifier, tiny_models, tmp_path):
     three = make_classifier(causal, tmp_path / "three", labels=3)
     assert "Qwen2ForSequenceClassification has 3 labels, and a reward model has one" in why_not(three)
     AutoConfig.for_model("t5").save_pretrained(shutil.copytree(causal, tmp_path / "t5"))
-    assert "is no causal language model" in why_not(tmp_path / "t5", scalar=False)
+    assert "is not a causal language model" in why_not(tmp_path / "t5", scalar=False)
 
 
 def test_a_value_head_that_does_not_fit_is_told(tiny_models, tmp_path):

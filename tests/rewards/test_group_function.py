@@ -10,8 +10,8 @@ from plaudit.types import Score, ScoredGroup
 from support.rewards import collect, function, group, values, write_function
 
 
-def group_function(path: Path, **limits):
-    return function(path, scores="group", limits={"give_up_after": None, **limits})
+def group_function(path: Path, timeout_s: float = 10.0, **settings):
+    return function(path, scores="group", limits={"give_up_after": None, "timeout_s": timeout_s}, **settings)
 
 
 def failures(scored: ScoredGroup) -> list[tuple[str, str] | None]:
