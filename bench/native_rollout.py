@@ -250,7 +250,9 @@ def measure_mismatch(model, engine: NativeEngine, prompts: list[list[int]], work
 
 def experience_of(prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> Experience:
     whole = np.concatenate([prompt, tokens])
-    return Experience(whole, np.arange(len(whole)) >= len(prompt), np.zeros(len(tokens)), logprobs)
+    return Experience(
+        whole, np.arange(len(whole)) >= len(prompt), reward=0.0, advantages=np.zeros(len(tokens)), sampler_logprobs=logprobs
+    )
 
 
 @torch.no_grad()
