@@ -48,6 +48,7 @@ from plaudit.models.trainable import TrainableModel, load_model, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings, RLRecipe
+from plaudit.rl.experience import PackedSequences, Update
 from plaudit.rl.learner import Learner
 from plaudit.rollout.engine import Request, Sampling, Weights
 from plaudit.rollout.native import engine as native
@@ -261,7 +262,8 @@ def distances(model: PreTrainedModel, training_samples: list[Experience], work: 
     model.eval()
     precise = in_fp32(model)
     columns: dict[str, list[Tensor]] = defaultdict(list)
-    for batch in micro_batches(training_samples, work.tokens_per_micro_batch, model.device):
+    update = Update(training_samples, [1.0] * len(training_samples))
+    for batch in update.micro_batches(PackedSequences(training_samples, work.tokens_per_micro_batch, model.device)):
         logprobs_N, entropy_N = target_logprobs(model, batch, entropy="value")
         assert batch.targets is not None
         assert entropy_N is not None
