@@ -100,7 +100,7 @@ def loads(monkeypatch) -> list[str]:
     RESIDENT_MODELS.max_offloaded = 0
 
     def load_and_record(self):
-        if not self.present:
+        if not self.on_device:
             loaded.append(Path(self._name).name)
         load(self)
 
