@@ -343,7 +343,7 @@ def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
         """,
     )
     program = tmp_path / "program.py"
-    settings = {"limits": FunctionLimits(timeout_s=1000.0), "workers": 2, "arguments": {"folder": str(tmp_path)}}
+    settings = {"limits": {"timeout_s": 1000.0}, "workers": 2, "arguments": {"folder": str(tmp_path)}}
     program.write_text(
         dedent(f"""
         import sys
