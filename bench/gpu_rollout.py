@@ -29,6 +29,8 @@ Random weights of Qwen2.5 shapes in bf16; temperature 1; the log-prob of every s
               distance of sampler and trainer from the same weights in fp32, which is bf16 rounding.
     cycles    native, 0.5B: 50 × (32 prompts × 8 samples × 128 tokens, then a GRPO update on all of them with random rewards):
               seconds and memory of the last five against the first five, after 10 warm-up cycles.
+    step      native, 0.5B and 1.5B: GRPO steps of 64 prompts of 256 tokens × 8 samples × 512 tokens with random rewards: the median
+              of 10 after 2 to warm up.
     start     from the start of the process `plaudit sample` to its first line (8 prompts, one token each) with empty compilation
               caches, and again with warm ones; vLLM: a process that makes an LLM with default settings for the same folder.
     check     native (not a default section): tiny models of four kinds, with LoRA and as plain modules, in fp32 and bf16:
@@ -56,7 +58,7 @@ from rollout_tables import NAMES, draw, line_of, tables
 from rollout_work import FOLDER_OF, FULL, TINY, Work, keys_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SECTIONS = ("grid", "mix", "sweep", "mismatch", "cycles", "start")
+SECTIONS = ("grid", "mix", "sweep", "mismatch", "cycles", "step", "start")
 CHECKED = "tiny"  # the models of `check`
 VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 LINGER_S = 30  # for a process that has measured everything to end by itself
@@ -256,6 +258,7 @@ def jobs(args: argparse.Namespace, work: Work) -> list[tuple[str, str, list[str]
     if args.model:
         planned.append(("native", args.model.name, ["mismatch"]))
     planned += [("vllm", FOLDER_OF, ["mismatch"]), ("native", "0.5B", ["cycles"])]
+    planned += [("native", model, ["step"]) for model in ("0.5B", "1.5B")]
     known = [*args.models, CHECKED, args.model.name if args.model else ""]
     planned = [job for job in [("native", CHECKED, ["check"]), *planned] if job[0] in args.engines and job[1] in known and job[2]]
     return [(engine, model, sections) for engine, model, sections in planned if set(sections) <= set(args.sections)]

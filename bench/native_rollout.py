@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -320,7 +320,13 @@ def from_transformers(folder: str, training_samples: list[Experience], device: s
     return torch.cat(apart).mean().item()
 
 
-def cycles(job: dict, work: Work, report) -> None:
+def step(job: dict, work: Work, report) -> None:
+    """Seconds of a GRPO step."""
+    size = {} if work.tiny else {"cycle_prompts": 64, "cycle_prompt_tokens": 256, "cycle_new_tokens": 512}
+    cycles(job, replace(work, cycles=10, cycle_warm=2, **size), report, "step")
+
+
+def cycles(job: dict, work: Work, report, section: str = "cycles") -> None:
     """Whether time and memory per cycle of sampling and training grow over many cycles."""
     bare = memory()
     model = build(job["model"], work, job["device"], training=True)
@@ -365,7 +371,7 @@ def cycles(job: dict, work: Work, report) -> None:
         if cycle >= work.cycle_warm and (cycle + 1 - work.cycle_warm) % 10 == 0:  # a run that is cut short has measured something
             done = rows[work.cycle_warm :]
             columns = {name: [row[name] for row in done] for name in done[0]}
-            report("cycles", "native", job["model"], cycles=len(done), bare=bare, columns=columns)
+            report(section, "native", job["model"], cycles=len(done), bare=bare, columns=columns)
 
 
 def forget_peak() -> None:
@@ -669,7 +675,7 @@ def check(job: dict, work: Work, report) -> None:
 
 
 SECTIONS = {
-    "grid": grid, "mix": mix, "sweep": sweep, "mismatch": mismatch, "judge": judge, "cycles": cycles, "folder": folder,
+    "grid": grid, "mix": mix, "sweep": sweep, "mismatch": mismatch, "judge": judge, "cycles": cycles, "step": step, "folder": folder,
     "check": check,
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ def line_of(entry: dict) -> str:
             found = f"mean {entry['mean']:.2g}, largest {entry['largest']:.2g}, entropy {entry['entropy']:.2f}"
             if "from_fp32" in entry:
                 found += f"; from fp32 {entry['from_fp32']:.5f}, the trainer {entry['trainer_from_fp32']:.5f}"
-        case "cycles":
+        case "cycles" | "step":
             sample_s, update_s = (entry["columns"][name][-1] for name in ("sample_s", "update_s"))
             found = f"{entry['cycles']} cycles, the last one {sample_s:.2f} s of sampling and {update_s:.2f} s of training"
         case "start":
@@ -64,7 +64,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def tables(entries: Entries, work: Work) -> str:
     parts = ["\n(--tiny: these numbers mean nothing)"] if work.tiny else []
-    for part in (grid, mix, sweep, mismatch, cycles, start, check):
+    for part in (grid, mix, sweep, mismatch, cycles, step, start, check):
         if any(entry["section"] == part.__name__ for entry in entries.values()):
             parts.append(f"\n## {part.__name__}\n{part(entries, work)}\n{about(entries, part.__name__)}")
     failures = [f"{key.removeprefix('failed/')}: {e['cause']}" for key, e in entries.items() if e["section"] == "failed"]
@@ -145,6 +145,17 @@ def mismatch(entries: Entries, work: Work) -> str:
         "is, in bf16, and from the same weights in fp32."
     )
     return f"{table(head, rows)}\n\n{said}"
+
+
+def step(entries: Entries, work: Work) -> str:
+    rows = []
+    for entry in (entry for entry in entries.values() if entry["section"] == "step"):
+        columns = entry["columns"]
+        steps = [a + b for a, b in zip(columns["sample_s"], columns["update_s"], strict=True)]
+        medians = [f"{statistics.median(columns[name]):.3f}" for name in ("sample_s", "update_s")]
+        spread = f"{statistics.median(steps):.3f} ({min(steps):.3f}…{max(steps):.3f})"
+        rows.append([entry["model"], *medians, spread, f"{statistics.median(columns['mismatch']):.1e}"])
+    return table(["model", "sampling s", "update s", "step s", "mismatch"], rows) if rows else ""
 
 
 def cycles(entries: Entries, work: Work) -> str:
