@@ -675,8 +675,8 @@ def check(job: dict, work: Work, report) -> None:
 
 
 SECTIONS = {
-    "grid": grid, "mix": mix, "sweep": sweep, "mismatch": mismatch, "judge": judge, "cycles": cycles, "step": step, "folder": folder,
-    "check": check,
+    "grid": grid, "mix": mix, "sweep": sweep, "mismatch": mismatch, "judge": judge, "cycles": cycles, "step": step,
+    "folder": folder, "check": check,
 }  # fmt: skip
 
 
