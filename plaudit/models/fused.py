@@ -24,8 +24,8 @@ from plaudit.models.residual import has_fp32_residual, is_supported_family, keep
 
 
 def prepare_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
-    """Switch the model to the layers plaudit trains with. Weights are unchanged, in memory and when saved. Layers are fused on a GPU
-    in half precision if their family is supported, attention has no dropout and the recipe does not enable Liger's kernels."""
+    """Switch the model to plaudit's training layers. Weights are unchanged, in memory and when saved. Layers are fused on a GPU in
+    half precision if their family is supported, attention has no dropout and the recipe does not enable Liger's kernels."""
     keep_residual_fp32(model)
     if liger:
         use_liger(model, model.device)

@@ -5,7 +5,7 @@ For token y with logits z = W h / temperature, over a vocabulary V:
     log p_v = z_v − logsumexp(z)                    ∂ log p_y / ∂z = onehot(y) − p
     H       = −Σ p_v log p_v                        ∂ H / ∂z       = −p · (log p + H)
 
-The logits of a chunk of tokens are computed, used and freed in the forward pass, and recomputed in the backward pass, so logits take
+The logits of a chunk of tokens are computed, used and freed in the forward pass, and recomputed in the backward pass, so they take
 one chunk's memory whatever the batch size. In full, T tokens × V = 152k would take 4·T·V bytes, several times over with gradients.
 """
 
@@ -115,7 +115,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 def logits_of(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits in fp32 or finer. A GPU accumulates half-precision products in fp32 anyway, and here the sum is not rounded back:
-    around 20, half-precision logits are a sixteenth apart, which is most of the difference between two ways to compute a log-prob."""
+    around 20, half-precision logits are a sixteenth apart, most of the difference between two ways to compute a log-prob."""
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
     return (hidden_ND @ weight_VD.T).to(_precise(hidden_ND.dtype))
