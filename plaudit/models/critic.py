@@ -2,8 +2,8 @@
 
     V_t = w · h_{t−1}        h_{t−1}: hidden state of the token before t, so V_t sees only the tokens before t
 
-A critic is either a separate model: a sequence classifier with one label, in memory and on disk. It may start from a scalar reward
-model, and a saved critic loads wherever one does (its score of a text is V after the text's last token). Or it is a head on the
+A critic may be a separate model: a sequence classifier with one label, in memory and on disk. It may start from a scalar reward
+model, and a saved critic loads wherever one does (its score of a text is V after the text's last token). Or it may be a head on the
 policy's own layers, so that one pass gives both log-probs and values. A new head starts at 0: the first values are 0 rather than
 noise, and an untrained head does not move the policy's layers.
 """
