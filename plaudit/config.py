@@ -1,7 +1,7 @@
-"""YAML + `a.b=value` overrides → a frozen recipe, or one clear line about what is wrong with it.
+"""YAML + `a.b=value` overrides → a frozen recipe, or a one-line message about each mistake.
 
 YAML here is the 1.2 core schema: `1e-5` is a number, `on` and `no` are strings. A key given twice is an error.
-Each value remembers where it came from (file and line, command line, default), for messages and for `plaudit config`.
+The source of each value (file and line, command line, default) is recorded for messages and for `plaudit config`.
 """
 
 import json
@@ -22,12 +22,12 @@ from plaudit.recipe import STAGES, Recipe
 from plaudit.recipe.other_names import OTHER_NAMES, OTHER_NAMES_IN_REWARDS
 
 Place = tuple[str | int, ...]
-"""Where in the recipe: ('optim', 'lr')."""
+"""Path of a setting in the recipe: ('optim', 'lr')."""
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe, and for each value that is not a default, where it was given."""
+    """A valid recipe, and the source of every value that is not a default."""
 
     recipe: Recipe
     path: Path
@@ -170,7 +170,7 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
 
 
 def _key(container: Any, part: str, name: str) -> str | int:
-    """A part of an override's name: the name of a setting, or in a list the number of an entry."""
+    """One component of an override's name: the name of a setting, or the index of a list entry."""
     if isinstance(container, dict):
         return part
     if isinstance(container, list) and part.isdecimal() and int(part) < len(container):
@@ -182,7 +182,7 @@ def _key(container: Any, part: str, name: str) -> str | int:
 
 
 def _validated(tree: dict[str, Any], recipe_class: type[Recipe], sources: dict[Place, str], in_file: set[Place]) -> Recipe:
-    """`optim.lr=null` on the command line, of a setting that cannot be null, takes back what the file has there."""
+    """Validate the recipe. `optim.lr=null` on the command line resets a setting that cannot be null to its default."""
     try:
         return recipe_class.model_validate(tree)
     except ValidationError as error:
@@ -201,7 +201,7 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
         raise RecipeError(f"{where} should be one of {', '.join(STAGES)}, not {_shown(named)}.{did_you_mean(str(named), STAGES)}")
     if wanted and named and named != wanted:
         raise RecipeError(f"{path} is a recipe for `plaudit {named}`, not `plaudit {wanted}`")
-    # A recipe that does not say is for the stage that knows most of its sections; of such, for the one with the fewest others.
+    # Without a stage, choose the one that shares the most sections with the recipe; on a tie, the one with the fewest sections.
     fields = {stage: STAGES[stage].model_fields.keys() for stage in STAGES}
     return wanted or named or max(STAGES, key=lambda stage: (len(tree.keys() & fields[stage]), -len(fields[stage])))
 
@@ -209,7 +209,7 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
 def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Path) -> None:
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in children:
-        # `credential` holds the name of a variable; what does not look like one may be the key itself.
+        # `credential` is the name of an environment variable; a value that does not look like one may be the key itself.
         names_one = key == "credential" and isinstance(value, str) and re.fullmatch(r"[A-Z_][A-Z0-9_]*", value)
         if isinstance(value, str) and ((SECRET_NAME.search(str(key)) and not names_one) or redact(value) != value):
             raise RecipeError(
@@ -220,7 +220,7 @@ def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Pa
 
 
 def _where(place: Place, sources: dict[Place, str], path: Path) -> str:
-    """`R.yaml:7: optim.lr`; a setting that is not there at all is located by its section."""
+    """`R.yaml:7: optim.lr`; a missing setting is located by its section."""
     known = next((place[:n] for n in range(len(place), -1, -1) if place[:n] in sources), None)
     source = sources[known] if known else str(path)
     return f"{source if source != 'command line' else f'{path} (command line)'}: {dotted(place)}"
@@ -239,7 +239,7 @@ def settings(section: type[BaseModel], place: Place = ()) -> Iterator[tuple[Plac
 
 
 def settings_of(tree: dict[str, Any], recipe_class: type[BaseModel]) -> dict[Place, Any]:
-    """Every setting that this recipe may have: those of its rewards are their kinds'."""
+    """Every setting this recipe may have; its rewards have the settings of their kinds."""
     known = dict(settings(recipe_class))
     entries = tree.get("rewards") if ("rewards",) in known else None
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -257,7 +257,7 @@ def _settings_of_reward(entry: Any, place: Place) -> dict[Place, Any]:
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """The section behind `Lora` or `Lora | None`, if it is one."""
+    """The section class in `Lora` or `Lora | None`, if there is one."""
     for option in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
@@ -265,7 +265,7 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def _suggest(place: Place, fields: dict[Place, Any]) -> str:
-    """' Did you mean …?': the same name in another section, else a like one in this section, else anywhere."""
+    """' Did you mean …?': the same name in another section, else a similar one in this section, else a similar one anywhere."""
     known = list(fields)
     siblings = [p for p in known if p[:-1] == place[:-1]]
     name = str(place[-1])
@@ -290,12 +290,12 @@ def _shared_sections(one: Place, other: Place) -> int:
 
 
 def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Place, str], path: Path) -> Iterator[str]:
-    """One line per mistake, in the words of the recipe rather than pydantic's."""
+    """One line per mistake, in terms of the recipe rather than pydantic."""
     given_places = {place[:n] for place in sources for n in range(len(place) + 1)}
     seen: set[Place] = set()
     for item in error.errors():
         context = item.get("ctx", {})
-        # pydantic adds the names of union members inside and behind the setting's place; the setting is what the user wrote.
+        # pydantic adds the names of union members within and after the setting's path; the user only knows the setting.
         place: Place = ()
         for part in item["loc"][:-1]:
             place = (*place, part) if (*place, part) in given_places else place
@@ -316,7 +316,7 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
                 yield f"{where} has too few values.{about}"
             case "missing":
                 yield f"{where} is missing.{about}"
-            case "union_tag_not_found" | "union_tag_invalid" as kind:  # which of several sections a list's entry is
+            case "union_tag_not_found" | "union_tag_invalid" as kind:  # a list entry that can be one of several sections
                 where = _where((*place, context["discriminator"].strip("'")), sources, path)
                 if kind == "union_tag_not_found":
                     yield f"{where} is missing. It is one of {', '.join(plugins.kinds('rewards'))}."
@@ -334,7 +334,7 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
 
 
 def _wanted(item: Any) -> str:
-    """What pydantic expected, in the recipe's words."""
+    """What pydantic expected, in terms of the recipe."""
     match item["type"]:
         case "model_type" | "model_attributes_type":
             return "a section"
@@ -348,7 +348,7 @@ def _wanted(item: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    # Cut only what is already redacted: half a secret would not look like one.
+    # Redact before cutting: half a secret would not look like one.
     return "a section" if isinstance(value, dict) else redact(json.dumps(value, ensure_ascii=False))[:80]
 
 

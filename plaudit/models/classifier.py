@@ -1,9 +1,9 @@
-"""A model with a head for scores as plaudit trains it, a reward model or a critic: a sequence classifier with one label.
+"""A model with a score head, as plaudit trains it: a reward model or critic, as a sequence classifier with one label.
 
     r = w · h_last        h_last: hidden state of the conversation's last token
 
 It is saved as transformers' ...ForSequenceClassification, which transformers, vLLM and plaudit's own `scalar_model` load. As in
-models/scalar.py, sequences are packed and the head is in fp32, whatever dtype the model has.
+models/scalar.py, sequences are packed and the head is in fp32 whatever the model's dtype.
 """
 
 import math
@@ -52,9 +52,9 @@ def load_classifier(
     head_std: float = 1.0,
     section: str = "model",
 ) -> TrainableModel:
-    """The recipe's model with a head for scores, ready to train: a causal model's is new, a reward model's its own.
+    """The recipe's model with a score head, ready to train: a new head for a causal model, the existing one for a reward model.
 
-    `head_std`: how far scores of a new head begin from 0. `section`: where the recipe describes the model."""
+    `head_std`: standard deviation of a new head's scores. `section`: the recipe section that describes the model."""
     config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
     require_matching_tokenizer(recipe.path, config, template.tokenizer)
     goes_on = is_classifier(recipe.path, config)
@@ -84,7 +84,7 @@ def load_classifier(
 
 
 def is_classifier(path: str, config: PretrainedConfig) -> bool:
-    """Whether the model has a head for scores of its own; a RecipeError if it has one for something else."""
+    """Whether the model already has a score head; a RecipeError if its head is for something else."""
     kind = architecture(config)
     if not kind.endswith("ForSequenceClassification"):
         return False
@@ -98,8 +98,8 @@ def is_classifier(path: str, config: PretrainedConfig) -> bool:
 
 @torch.no_grad()
 def _init_head(head: nn.Linear, path: str, seed: int, std: float) -> None:
-    """A value head that lies beside the model (without its bias, which no pair can tell, and a critic soon finds again); else
-    w ~ N(0, std² / (D + 1)), so that scores of normalised hidden states begin about `std` from 0 (Stiennon et al. 2020: 1)."""
+    """Use a value head saved next to the model (without its bias, which pairs cannot determine and a critic soon relearns); else
+    w ~ N(0, std² / (D + 1)), so that scores of normalised hidden states start about `std` from 0 (Stiennon et al. 2020: 1)."""
     known = read_value_head(path, head.in_features)
     if known is not None:
         head.weight.copy_(known[0])
@@ -109,9 +109,9 @@ def _init_head(head: nn.Linear, path: str, seed: int, std: float) -> None:
 
 
 def set_pad_token(classifier: TrainableModel, last_tokens: Iterable[int]) -> None:
-    """Say in the saved config and tokenizer which token pads a batch.
+    """Set the padding token in the saved config and tokenizer.
 
-    transformers takes the score from the rightmost token that is not the padding. So what ends conversations must not pad them:
+    transformers takes the score from the rightmost token that is not padding. So a token that ends conversations must not pad them:
     where a tokenizer pads with its end token, as many do, scores would come from the token before it.
     """
     tokenizer: Any = classifier.template.tokenizer
@@ -127,7 +127,7 @@ def set_pad_token(classifier: TrainableModel, last_tokens: Iterable[int]) -> Non
 
 
 def _pad_token(tokenizer: Any, ends: set[int]) -> int | None:
-    """The tokenizer's own if it may; else one of its special tokens, of which one made for nothing else comes first."""
+    """The tokenizer's own padding token if allowed; else one of its special tokens, preferably one with no other purpose."""
     own = tokenizer.pad_token_id
     if own is not None and own not in ends:
         return own

@@ -1,11 +1,11 @@
-"""A critic: what can still be expected, at every token.
+"""A critic: the expected return at every token.
 
-    V_t = w · h_{t−1}        h_{t−1}: hidden state of the last token before t, so of all that V_t may know
+    V_t = w · h_{t−1}        h_{t−1}: hidden state of the token before t, so V_t sees only the tokens before t
 
-Either a model of its own, which is a sequence classifier with one label, in memory and on disk: a scalar reward model may be its
-start, and a saved critic is loaded by whatever loads one (its score of a text is V behind the text's last token). Or a head on the
-policy's own layers: one pass through them gives log-probs and values. A new head begins at 0, so that the first values are 0 and
-not noise, and the policy's layers are not moved by a head that knows nothing.
+A critic may be a separate model: a sequence classifier with one label, in memory and on disk. It may start from a scalar reward
+model, and a saved critic loads wherever one does (its score of a text is V after the text's last token). Or it may be a head on the
+policy's own layers, so that one pass gives both log-probs and values. A new head starts at 0: the first values are 0 rather than
+noise, and an untrained head does not move the policy's layers.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ from plaudit.models.trainable import TrainableModel
 from plaudit.recipe import ModelSettings
 from plaudit.types import Batch
 
-# A model of its own --------------------------------------------------------------------------------------------------
+# A separate model ----------------------------------------------------------------------------------------------------
 
 
 def target_values(model: nn.Module, batch: Batch) -> Tensor:
-    """V of each token that `batch.loss_mask_T` marks, given what stands before it; in order, in fp32 or finer."""
+    """V of each token marked by `batch.loss_mask_T`, given the tokens before it; in order, in fp32 or finer."""
     return scores_of(model, target_states(model, batch))
 
 
 def load_critic(recipe: ModelSettings, template: ChatTemplate, device: torch.device, *, seed: int = 0) -> TrainableModel:
     """The recipe's critic, ready to train."""
     require_same_tokens(recipe.path, template.tokenizer, "critic", trust_remote_code=recipe.trust_remote_code)
-    # A copy: we pad nothing, but whoever scores several texts with the saved one does; what pads the policy's is not ours to say.
+    # A copy: users of the saved critic may score padded batches, but the policy's padding token must not change.
     template = copy(template)
     template.tokenizer = deepcopy(template.tokenizer)
     critic = load_classifier(recipe, template, device, seed=seed, head_std=0.0, section="critic")
@@ -48,10 +48,10 @@ def load_critic(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
 
 
 class SharedCritic:
-    """The head alone: the layers are the policy's, and are saved with it."""
+    """The head alone; the layers are the policy's and are saved with it."""
 
     def __init__(self, policy: TrainableModel, path: str):
-        """`path`: the policy's folder. A value head that lies in it is the start."""
+        """`path`: the policy's folder. If it contains a value head, the head starts from it."""
         hidden = policy.model.config.get_text_config().hidden_size
         self.model = nn.Linear(hidden, 1, bias=False, device=policy.device, dtype=torch.float32)
         known = read_value_head(path, hidden)
@@ -66,14 +66,14 @@ class SharedCritic:
         return self.model.named_parameters()
 
     def values(self, hidden_ND: Tensor, *, coefficient: float = 0.0) -> Tensor:
-        """V of each token, given the policy's hidden state before it. What the values' gradient counts in the policy's layers is
-        scaled by the coefficient; in the head it counts whole."""
+        """V of each token, from the policy's hidden state before it. The gradient of the values into the policy's layers is scaled
+        by `coefficient`; the head gets the full gradient."""
         hidden_ND = hidden_ND.to(self.model.weight.dtype)
-        # d + c · (h − d) is h, and its gradient is c.
+        # d + c · (h − d) equals h, and its gradient is c.
         hidden_ND = torch.lerp(hidden_ND.detach(), hidden_ND, coefficient) if coefficient else hidden_ND.detach()
         return self.model(hidden_ND)[:, 0]
 
     def save(self, folder: Path) -> None:
-        """As LLaMA-Factory saves one: put beside the policy's weights, it makes of them a scalar reward model, or a critic."""
+        """In LLaMA-Factory's format: next to the policy's weights, it makes them a scalar reward model or a critic."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"v_head.summary.weight": self.model.weight.detach().contiguous()}, folder / VALUE_HEAD)

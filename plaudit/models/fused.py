@@ -1,11 +1,11 @@
-"""A model's layers for training on a GPU, from the kernels and products that the sampler uses, in its order.
+"""Decoder layers for training on a GPU, built from the sampler's kernels and matrix products, in the same order.
 
-Every product, norm and sum of a token is computed as the sampler computes it, so both give the same log-probs to the last bits also
-in bf16, whatever stands beside the token. (As long as the library that multiplies adds up in one order for any number of rows:
-models/products.py.) It is less work, too: queries, keys and values are one product, as are gate and up, and what lies between two
-products is one operation, of which less is kept for the backward pass.
+Every product, norm and sum of a token is computed exactly as in the sampler, so both give the same log-probs to the last bits even
+in bf16, whatever else is in the batch (provided the BLAS library accumulates in one order for any number of rows: see
+models/products.py). It is also less work: queries, keys and values are one product, as are gate and up, and everything between two
+products is one fused operation that saves less for the backward pass.
 
-Layers stay transformers' own modules with their own weights and forwards; packed batches take the path here.
+Layers remain transformers' own modules with their own weights and forwards; only packed batches take the path here.
 """
 
 from functools import cache
@@ -24,8 +24,8 @@ from plaudit.models.residual import has_fp32_residual, is_supported_family, keep
 
 
 def prepare_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
-    """As plaudit trains them from here on; weights stay what they are, and are saved as they were. Layers are fused on a GPU, in
-    half precision, if they are of a kind that we know, drop nothing of attention, and the recipe does not want Liger's kernels."""
+    """Switch the model to plaudit's training layers. Weights are unchanged, in memory and when saved. Layers are fused on a GPU in
+    half precision if their family is supported, attention has no dropout and the recipe does not enable Liger's kernels."""
     keep_residual_fp32(model)
     if liger:
         use_liger(model, model.device)
@@ -43,14 +43,14 @@ def fuse_layers(model: PreTrainedModel) -> None:
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """The modules are those that we know, and nothing has been put in their place."""
+    """Whether all modules are of a supported kind and none has been replaced."""
     if not is_supported_family(model) or model.config.hidden_act != "silu":
         return False
     return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
 
 
 def can_train_fused(model: PreTrainedModel) -> bool:
-    """As `can_fuse`; and attention drops nothing, which no kernel does."""
+    """As `can_fuse`, and without attention dropout, which no kernel supports."""
     return can_fuse(model) and not model.config.attention_dropout
 
 
@@ -60,7 +60,7 @@ def _with(ours: type, theirs: type) -> type:
 
 
 def linears_by_input(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
-    """Those of queries, keys and values; out; gate and up; down."""
+    """Linear layers grouped by shared input: (q, k, v), (o,), (gate, up), (down,)."""
     attention, mlp = layer.self_attn, layer.mlp
     return (
         (attention.q_proj, attention.k_proj, attention.v_proj),
@@ -71,7 +71,7 @@ def linears_by_input(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
 
 
 def _kernels_run_on(x: Tensor) -> bool:
-    """A model may have left the GPU since."""
+    """The model may have been moved off the GPU since its layers were fused."""
     return x.is_cuda
 
 
@@ -85,7 +85,7 @@ class _FusedNorm(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """The modules within the layer are not called (nor are hooks on them), only their weights are read."""
+    """Reads the weights of the layer's modules without calling them, so hooks on them do not run."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         layer: Any = self
@@ -118,7 +118,7 @@ def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x (W₁ W₂ …)ᵀ + (b₁ b₂ …): one product, of weights that lie side by side; of one alone, in parts if the sampler has it so."""
+    """x (W₁ W₂ …)ᵀ + (b₁ b₂ …): one product over adjacent weights; a single weight uses split-K wherever the sampler does."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, count: int, *parameters: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _Product(torch.autograd.Function):
             from plaudit.models.kernels import sum_splits
 
             return sum_splits(split_k_product(x_TD, weights[0]), x_TD.dtype)
-        if whole is None or (biases and bias is None):  # somebody has moved them
+        if whole is None or (biases and bias is None):  # the parameters have been moved and are no longer adjacent
             return torch.cat([product(x_TD, *one) for one in zip(weights, biases or [None] * count, strict=True)], -1)
         return product(x_TD, whole, bias)
 
@@ -172,7 +172,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """Norm of x + delta, and that sum."""
+    """Norm of x + delta, and the sum itself."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ class _NormHeads(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Backward: turned the other way (both halves of a head turn by the same angles)."""
+    """The backward pass rotates by the negative angle (both halves of a head rotate by the same angles)."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:

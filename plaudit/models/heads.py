@@ -1,4 +1,4 @@
-"""What attention is made of, and in what pieces it is computed on a GPU."""
+"""Attention head sizes, rotary tables and the block size of GPU attention."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Heads(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What turns queries and keys by their position: tables [position, head size], and norms before that where a model has them."""
+    """Rotary tables [position, head size] for queries and keys, with the norms applied before them where a model has any."""
 
     cos: Tensor
     sin: Tensor
@@ -21,11 +21,11 @@ class Rotation(NamedTuple):
     eps: float = 0.0
 
 
-BLOCK_NUMBERS, BLOCK_TOKENS = 4096, (16, 64)  # of a key-value head; at least and at most
+BLOCK_NUMBERS, BLOCK_TOKENS = 4096, (16, 64)  # elements of a key-value head per block; fewest and most tokens
 
 
 def block_tokens(head_size: int) -> int:
-    """Keys that a GPU's attention meets at once: as many as a program best reads."""
+    """Keys per block of GPU attention: as many as a program reads most efficiently."""
     fewest, most = BLOCK_TOKENS
     return min(max(BLOCK_NUMBERS // next_power_of_2(head_size), fewest), most)
 

@@ -1,9 +1,9 @@
-"""Liger's kernels for norms and MLPs, if the recipe asks for them and they are installed.
+"""Liger's kernels for norms and MLPs, if the recipe enables them and they are installed.
 
-Less is kept for the backward pass: a norm keeps one number a token beside its input, an MLP not what its activation gave. The
-formulas are the same, rounded elsewhere, so nothing here is used unasked. Differs from Liger's own way of use: only the model at
-hand is changed. Liger puts its classes into transformers for all models to come, and reward models on a CPU could not run them.
-Its rotary embedding can be had in no other way and is left out; so is its loss, since no logits are held here anyway.
+They save less for the backward pass: a norm one number per token besides its input, an MLP no activation output. The formulas are
+the same but round differently, so Liger is opt-in. Differs from Liger's own usage: only this model is patched. Liger installs its
+classes in transformers for all later models, and reward models on a CPU could not run them. Its rotary embedding cannot be applied
+any other way and is left out; so is its loss, since full logits are never materialised here anyway.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from plaudit.models.residual import is_supported_family
 
 
 def require_liger(name: str, device: torch.device) -> Any:
-    """What puts its kernels into a model."""
+    """Liger's function that patches a model with its kernels."""
     if device.type != "cuda":
         raise RecipeError(f"{name}: Liger's kernels run on a GPU, and the model is on the {device.type}; set liger to false")
     try:
@@ -27,7 +27,7 @@ def require_liger(name: str, device: torch.device) -> Any:
 
 
 def use_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """From here on; no part of the model is saved differently."""
+    """Patch the model with Liger's kernels; saved files are unchanged."""
     decoder: Any = model.get_decoder()
     name = str(model.name_or_path)
     if not is_supported_family(decoder):

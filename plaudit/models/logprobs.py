@@ -1,13 +1,12 @@
-"""Log-probs and entropies of given tokens without ever holding all logits.
+"""Log-probs and entropies of given tokens without materialising all logits.
 
 For token y with logits z = W h / temperature, over a vocabulary V:
 
     log p_v = z_v − logsumexp(z)                    ∂ log p_y / ∂z = onehot(y) − p
     H       = −Σ p_v log p_v                        ∂ H / ∂z       = −p · (log p + H)
 
-Logits of a chunk of tokens are made, used and dropped in the forward pass, and made again in the backward pass: memory
-for logits is one chunk's, whatever the batch. T tokens × V = 152k take 4·T·V bytes held whole, several times over with
-gradients.
+The logits of a chunk of tokens are computed, used and freed in the forward pass, and recomputed in the backward pass, so they take
+one chunk's memory whatever the batch size. In full, T tokens × V = 152k would take 4·T·V bytes, several times over with gradients.
 """
 
 from collections.abc import Iterator
@@ -20,12 +19,12 @@ from torch.autograd.function import once_differentiable
 from plaudit.models.attention import packed_arguments
 from plaudit.types import Batch
 
-# Logits held at a time: small enough to stay in reach of a CPU's caches and memory, large enough to keep a GPU busy.
+# Logits in memory at a time: few enough to suit a CPU's caches and memory, enough to keep a GPU busy.
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**27}
 
 
 Entropy = Literal["none", "value", "with_gradient"]
-"""Not computed; computed; or computed with its gradient, which takes longer."""
+"""Not computed; computed; or computed with its gradient, which is slower."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -34,12 +33,12 @@ class TokenLogprobs(NamedTuple):
 
 
 def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none") -> TokenLogprobs:
-    """Log-prob (and entropy) of each token that `batch.loss_mask_T` marks, given what stands before it; in order."""
+    """Log-prob (and entropy) of each token marked by `batch.loss_mask_T`, given the tokens before it, in order."""
     return state_logprobs(model, target_states(model, batch), batch, temperature=temperature, entropy=entropy)
 
 
 def target_states(model: nn.Module, batch: Batch) -> Tensor:
-    """The hidden states that predict the tokens marked by `batch.loss_mask_T`, in order: each at the position before its token."""
+    """The hidden states that predict the tokens marked by `batch.loss_mask_T`, in order: each one position before its token."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
     return hidden_TD[batch.loss_mask_T.nonzero()[:, 0] - 1]
 
@@ -47,7 +46,7 @@ def target_states(model: nn.Module, batch: Batch) -> Tensor:
 def state_logprobs(
     model: nn.Module, hidden_ND: Tensor, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none"
 ) -> TokenLogprobs:
-    """`target_logprobs`, of states that `target_states` gave."""
+    """`target_logprobs` from the hidden states returned by `target_states`."""
     weight_VD = model.get_output_embeddings().weight  # pyright: ignore
     return token_logprobs(hidden_ND, weight_VD, batch.tokens_T[batch.loss_mask_T], temperature=temperature, entropy=entropy)
 
@@ -115,8 +114,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def logits_of(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """In fp32 or finer. A GPU adds up half-precision products in fp32 anyway, and here it does not round the sum: half-precision
-    logits of 20 are a sixteenth apart, which is most of the difference between two ways to compute a log-prob."""
+    """Logits in fp32 or finer. A GPU accumulates half-precision products in fp32 anyway, and here the sum is not rounded back:
+    around 20, half-precision logits are a sixteenth apart, most of the difference between two ways to compute a log-prob."""
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
     return (hidden_ND @ weight_VD.T).to(_precise(hidden_ND.dtype))
@@ -124,7 +123,7 @@ def logits_of(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
 
 def _all_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     z = logits_of(hidden, weight)
-    # Not z − z.logsumexp(): that sum rounds where logits are large, and log_softmax takes their maximum off first.
+    # Not z − z.logsumexp(), which rounds where logits are large; log_softmax subtracts the maximum first.
     return (z if temperature == 1.0 else z.div_(temperature)).log_softmax(-1)
 
 

@@ -1,4 +1,4 @@
-"""LoRA: adapters from peft on the model's own layers, and the whole weights they amount to."""
+"""LoRA: peft's adapters on the model's own layers, and the merged weights."""
 
 import re
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ def attach_lora(
     section: str = "model",
     head: str | None = None,
 ) -> "PeftModel":
-    """Put adapters into the model's layers, in place; the model's own weights are frozen, but for those of `head`: the name of a
-    layer behind the decoder, which is trained whole."""
+    """Add adapters to the model's layers in place and freeze its own weights, except those of `head`: the name of a layer after the
+    decoder, which is trained in full."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
     if head is not None and not isinstance(lora.targets, str) and head in lora.targets:
         raise RecipeError(f"{section}.lora.targets: {head} is trained whole, so it cannot be adapted too")
-    torch.manual_seed(seed)  # of the adapters' first weights
+    torch.manual_seed(seed)  # for the adapters' initial weights
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore (peft's annotation says int; it takes floats)
@@ -55,7 +55,7 @@ def attach_lora(
 
 
 def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """W + ΔW under the model's own names, in layer order. Adapters stay as they are: merging in place and back is not exact."""
+    """W + ΔW under the model's own names, in layer order. Adapters are left as they are: merging in place and back is not exact."""
     from peft.tuners.lora import LoraLayer
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
@@ -73,7 +73,7 @@ def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The same, to be saved: merged ones on the CPU, since a GPU may have no room for a second model."""
+    """The same for saving; merged tensors are moved to the CPU, since a GPU may not have room for a second model."""
     own = {tensor.data_ptr() for tensor in model.state_dict().values()}
     return {
         name: (tensor if tensor.data_ptr() in own else tensor.cpu()).contiguous() for name, tensor in iter_merged_weights(model)

@@ -1,19 +1,19 @@
-"""What training takes in memory, and the reward models beside it: an estimate, made without loading anything.
+"""Estimates of the memory that training and its reward models take, without loading anything.
 
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
-                  with optim.placement: offload           gradients, and what is in passing; moments and masters are the host's
+                  with optim.placement: offload           gradients and the chunks in flight; moments and masters are on the host
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
-                  with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q of queries; with norms of heads q + 2 k more
+                  with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q queries; with head norms q + 2 k more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
-    logits        the chunk that models/logprobs.py holds, three times in fp32, and its head's gradient
-    cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; where there is less, some wait
-    critic        as the policy, without logits; its updates and the policy's take turns, so only the larger one's work counts
-    reward model  P · b; while it scores, a scalar one    T · b · (6 h + 2 k + 3 f), T tokens of a pass; one that writes: a cache
+    logits        the chunk that models/logprobs.py computes at a time, three times in fp32, and the head's gradient
+    cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; if short, sequences wait
+    critic        as the policy, without logits; its updates alternate with the policy's, so only the larger working set counts
+    reward model  P · b; a scalar one, while scoring      T · b · (6 h + 2 k + 3 f), T tokens of a pass; a generative one: a cache
 
-A step samples, then scores with the models that are offloaded, one at a time, then trains. Each phase needs its own sum.
-13 and 7 are fitted to peaks that bench/gpu_sft.py and bench/gpu_memory.py measured: for Qwen2.5 shapes of 0.5B and 1.5B (7: of 0.5B
-alone) estimates are 1–6 % above them, where most of it is activations. What norms of heads keep (Qwen3) is counted, not measured.
+A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors 13 and 7
+are fitted to peaks measured by bench/gpu_sft.py and bench/gpu_memory.py: for the shapes of Qwen2.5 0.5B and 1.5B (7: 0.5B only),
+estimates are 1–6 % too high where activations dominate. The share of head norms (Qwen3) is derived, not measured.
 """
 
 import json
@@ -43,9 +43,9 @@ PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
 
 
 CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 2**25, 3
-"""Of an optimiser's offloaded state, in passing through the device (train/offload.py): 128 MiB of each kind keep the bus busy."""
+"""Chunks of offloaded optimiser state on the device at a time (train/offload.py): 128 MiB of each kind keep the bus busy."""
 SAFE_SHARE = 0.9
-"""Of a device's memory, up to which an estimate is trusted to fit."""
+"""Share of a device's memory up to which an estimate is trusted to fit."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class MemoryPlan:
     weights: float
     gradients: float
     state: float
-    """Moments and masters."""
+    """Moments and master weights."""
     passing: float
-    """Of those, what is on the device in a step, if the rest of them are offloaded; 0 where they are not."""
+    """Offloaded optimiser state that is on the device during a step; 0 without offload."""
     activations: float
     logits: float
 
     @property
     def resident_state(self) -> float:
-        """On the device, always."""
+        """Optimiser state that is always on the device."""
         return 0.0 if self.passing else self.state
 
     @property
@@ -73,7 +73,7 @@ class MemoryPlan:
 
     @property
     def work(self) -> float:
-        """What an update takes, and gives back."""
+        """Memory taken for an update and freed after it."""
         return self.gradients + self.passing + self.activations + self.logits
 
     @property
@@ -88,7 +88,7 @@ class MemoryPlan:
 def plan_memory(
     recipe: ModelSettings, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False, offload: bool = False
 ) -> MemoryPlan:
-    """`scalar`: with a head for scores instead of one for tokens. `offload`: of the optimiser's state."""
+    """`scalar`: with a score head instead of an output head. `offload`: with the optimiser's state on the host."""
     config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
     if scalar:
         config.num_labels = 1
@@ -99,7 +99,7 @@ def plan_memory(
     trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
-    # (Of a model with a head for scores it is the decoder that is fused, which any other has too.)
+    # A classifier's decoder is fused like that of any other model.
     on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and can_train_fused(model.get_decoder()))
     state = trainable * (12 if half and not recipe.lora else 8)
     shape = _shape(config)
@@ -119,13 +119,13 @@ def plan_memory(
 
 
 def _passing(trainable: int, state: float) -> float:
-    """Whole parts of every kind of state."""
+    """Whole chunks of every kind of optimiser state."""
     part = min(CHUNK_ELEMENTS, trainable)
     return min(CHUNKS_IN_FLIGHT, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
 
 
 def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
-    """Numbers that a layer keeps for its backward pass."""
+    """Elements per token that a layer keeps for its backward pass."""
     if not on_kernels:
         return 13 * shape.hidden + 2 * shape.kv + 4 * shape.mlp
     norms_of_heads = shape.query + 2 * shape.kv if shape.has_head_norms else 0
@@ -135,12 +135,12 @@ def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
 def _activations(recipe: ModelSettings, shape: "_Shape", bytes_of_token: int, tokens: int) -> float:
     wanted = recipe.gradient_checkpointing
     checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
-    # One of those that are computed again is there as the others are without, when these have given theirs back.
+    # One recomputed layer is live at a time, after the layers that are not checkpointed have freed their activations.
     return tokens * (checkpointed * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * bytes_of_token)
 
 
 def total_memory(device: torch.device) -> int:
-    """All there is for us, whether in use or not: a container's limit, if that is less than the machine's memory."""
+    """Total memory available to the process, in use or not: the container's limit if it is below the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     import psutil
@@ -162,7 +162,7 @@ def _lora_parameters(model: torch.nn.Module, lora: LoraSettings) -> int:
 
 
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
-    """As peft reads them: a string is a pattern for the whole name, a list holds last parts of names."""
+    """As in peft: a string is a pattern for the full name, a list contains suffixes of names."""
     if targets == "all-linear":
         return True
     if isinstance(targets, str):
@@ -200,26 +200,26 @@ def gigabytes(size: float) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """What one thing takes on a device, and when."""
+    """Memory that one component takes on a device, and in which phases."""
 
     name: str
     phases: tuple[Phase, ...]
     fixed: float
     elastic: float = 0.0
-    """Taken if it is there: a cache, which makes do with less."""
+    """Used if available: a cache, which works with less."""
     in_turn: bool = False
-    """Of those that are, one is there at a time."""
+    """Only one of these needs is on the device at a time."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """All that a device has to hold."""
+    """Everything that a device has to hold."""
 
     needs: tuple[Need, ...]
     there: float
 
     def at(self, phase: Phase, *, fixed_only: bool = False) -> float:
-        """The sum in a phase, with the largest of those that come in turn."""
+        """The sum in a phase, counting only the largest of the needs that take turns."""
         sizes = [(need.fixed + (0.0 if fixed_only else need.elastic), need) for need in self.needs if phase in need.phases]
         together = sum(size for size, need in sizes if not need.in_turn)
         return together + max((size for size, need in sizes if need.in_turn), default=0.0)
@@ -240,15 +240,15 @@ class RewardModelMemory:
     parameters: int
     weights: float
     working: float
-    """While it scores."""
+    """Working memory while it scores."""
     elastic: bool
-    """… which makes do with less."""
+    """Whether that working memory is a cache, which works with less."""
 
 
 def plan_reward_model(
     settings: RewardModel, device: torch.device, *, scalar: bool, sequences: int, tokens: int
 ) -> RewardModelMemory:
-    """`sequences` and `tokens` of each: what a model that writes has under way."""
+    """`sequences`, `tokens`: concurrent sequences of a generative model, and the length of each."""
     assert settings.path is not None
     config = read_config(settings.path, trust_remote_code=settings.trust_remote_code)
     size = resolve_dtype(settings.dtype, device).itemsize
@@ -260,13 +260,13 @@ def plan_reward_model(
 
 
 def plan_cache(config: PretrainedConfig, size: int, *, sequences: int, tokens: int) -> float:
-    """Keys and values, of `size` bytes each."""
+    """Size of a key-value cache with elements of `size` bytes."""
     shape = _shape(config)
     return sequences * tokens * shape.layers * 2 * shape.kv * size
 
 
 def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
-    """As the headers of its safetensors have them; of a model that is not a folder here, from its config."""
+    """From the headers of its safetensors files; for a model that is not a local folder, from its config."""
     folder = Path(path)
     if folder.is_dir():
         return sum(_parameters_of_file(file) for file in _weight_files(folder))
@@ -284,7 +284,7 @@ def _weight_files(folder: Path) -> Sequence[Path]:
 
 
 def _parameters_of_file(file: Path) -> int:
-    """A safetensors file begins with the length of its header, which is JSON."""
+    """A safetensors file starts with the length of its header, which is JSON."""
     try:
         with file.open("rb") as opened:
             [length] = struct.unpack("<Q", opened.read(8))

@@ -1,11 +1,11 @@
-"""Matrix products that come out the same, to the bit, for a token alone and among thousands.
+"""Matrix products that are bit-identical for a token alone and among thousands.
 
-A GPU's product of half-precision numbers is added up in fp32, along the inner dimension, in one order whatever the tile: unless the
-library splits that dimension to give all multiprocessors work, which it does for few rows and a long inner dimension. So an MLP's
-second product is split here, into two parts however many rows there are, and the two sums are added up (the library was never seen
-to split the parts of such a batched product further); and other products are never made of fewer rows than those for which it
-splits them. All that was found on an H200, for the products of Qwen2.5's 0.5B, 1.5B and 7B and 1 to 8,192 rows. Whether it holds
-for others, `mismatch` in a run's metrics tells: some 1e-7, or some 1e-3.
+A GPU accumulates half-precision products in fp32, along the inner dimension and in one order whatever the tile, unless the library
+splits that dimension (split-K) to occupy all multiprocessors, as it does for few rows and a long inner dimension. So the MLP's
+second product is always split here, into two parts for any number of rows, and the two sums are added (the library was never seen
+to split the parts of such a batched product further). Other products are padded to enough rows that the library does not split
+them. All this was measured on an H200, for the products of Qwen2.5 0.5B, 1.5B and 7B with 1 to 8,192 rows.
+For other models, `mismatch` in a run's metrics shows whether it holds: about 1e-7 if so, about 1e-3 if not.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-ALIGNED = 8  # numbers that fast products read at once
-FEWEST_ROWS, LONGEST_SURE = 64, 2048  # of a product that is not split, and the inner dimension that never is
+ALIGNED = 8  # elements that fast kernels read at once
+FEWEST_ROWS, LONGEST_SURE = 64, 2048  # rows from which a product is not split; inner dimension up to which it never is
 PARTS = 2
 
 
 def uses_split_k(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> bool:
-    """Whether the inner dimension is split. (Sampling and training must ask the same.)"""
+    """Whether the inner dimension is split. Sampling and training must use the same rule."""
     columns, inner = weight_DI.shape
     return _in_one_order(x_TI) and bias_D is None and inner > 2 * columns and inner % (PARTS * ALIGNED) == 0
 
 
 def split_k_product(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
-    """x Wᵀ over parts of the inner dimension, in fp32: [parts, T, D]."""
+    """x Wᵀ for each part of the inner dimension, in fp32: [parts, T, D]."""
     x_PTI = x_TI.unflatten(1, (PARTS, -1)).transpose(0, 1)
     weight_PID = weight_DI.unflatten(1, (PARTS, -1)).permute(1, 2, 0)
     if not _in_one_order(x_TI):
@@ -43,19 +43,19 @@ def product(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> Tensor:
 
 
 def _in_one_order(x: Tensor) -> bool:
-    """On a GPU, in half precision: elsewhere there are many, and there is nothing to be gained."""
+    """Half precision on a GPU; elsewhere the order of summation varies, and padding or splitting would gain nothing."""
     return x.is_cuda and x.element_size() == 2
 
 
 def fused_weight_and_bias(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Of all of them, together."""
+    """The modules' weights as one tensor, and likewise their biases."""
     weight = fuse_parameters([module.weight for module in modules])
     return weight, None if modules[0].bias is None else fuse_parameters([module.bias for module in modules])
 
 
 def fuse_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Weights of linear layers over the same input, or their biases, as one tensor. If they do not lie side by side, they are made
-    to: each parameter becomes a view of it, which it stays for training, saving and everything else."""
+    """Weights (or biases) of linear layers that share an input, as one tensor. If they are not adjacent in memory, they are moved:
+    each parameter becomes a view of the fused tensor, and remains one for training, saving and everything else."""
     whole = fused_view(parameters)
     if whole is None:
         with torch.inference_mode(False):  # training keeps using this tensor
@@ -66,7 +66,7 @@ def fuse_parameters(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def fused_view(parameters: Sequence[Tensor]) -> Tensor | None:
-    """All of them as one tensor, if they lie so."""
+    """All parameters as one tensor, if they are adjacent in memory."""
     first, rows = parameters[0].detach(), sum(len(p) for p in parameters)
     at = first.data_ptr()
     for parameter in parameters:

@@ -1,8 +1,8 @@
 """The residual stream of a half-precision model, kept in fp32.
 
-Every layer adds to what came before, and in bf16 every sum is rounded to eight bits: over the layers of a model that is most of its
-rounding error, and it comes out different for every way of batching the same tokens. Here the sum stays in fp32, while products and
-attention run in half precision as before. Training keeps a tenth more of activations for it than it would in bf16.
+Every layer adds to the stream, and in bf16 every sum is rounded to eight bits: over all layers that is most of a model's rounding
+error, and it differs with every way of batching the same tokens. Here the sum stays in fp32, while products and attention run in
+half precision as before. Training keeps about a tenth more activation memory than it would in bf16.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# Models whose layers are: x + attention(norm(x)), then x + mlp(norm(x)), with norms that compute in fp32.
+# Models whose layers compute x + attention(norm(x)), then x + mlp(norm(x)), with norms in fp32.
 KNOWN = {f"{family}{head}" for family in ("Llama", "Mistral", "Qwen2", "Qwen3") for head in ("ForCausalLM", "Model")}
 
 
 def keep_residual_fp32(model: PreTrainedModel) -> None:
-    """From here on; no part of the model is changed or saved differently. Does nothing to models in fp32, or of other kinds."""
+    """Hooks only: weights and saved files are unchanged. Does nothing for fp32 models or unsupported families."""
     if model.dtype not in (torch.bfloat16, torch.float16) or not is_supported_family(model) or has_fp32_residual(model):
         return
     decoder: Any = model.get_decoder()
@@ -37,7 +37,7 @@ def has_fp32_residual(model: PreTrainedModel) -> bool:
 
 
 class _InDtypeOf:
-    """(Not of the model, which would hold itself.)"""
+    """Refers to a module, not the model, which would create a reference cycle."""
 
     def __init__(self, module: nn.Module):
         self.module = module

@@ -1,10 +1,10 @@
-"""A scalar (Bradley–Terry) reward model: one number for a conversation.
+"""A scalar (Bradley–Terry) reward model: one score per conversation.
 
-    r = w · h_last + b        h_last: hidden state of the conversation's last token, as the model's own template writes it
+    r = w · h_last + b        h_last: hidden state of the conversation's last token, rendered with the model's own template
 
-It comes in two forms: a sequence classifier with one label, whose head is `score`; or a causal model with a file
-`value_head.safetensors` beside it (LLaMA-Factory's form). Differs from transformers: sequences are packed, so nothing is padded,
-and nobody has to look for where padding begins; the head computes in fp32.
+Two forms are supported: a sequence classifier with one label, whose head is `score`; or a causal model with a file
+`value_head.safetensors` next to it (LLaMA-Factory's form). Differs from transformers: sequences are packed, so there is no padding
+and no search for the last real token, and the head computes in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from plaudit.recipe.reward_models import RewardModel
 from plaudit.types import Batch, Conversation, Example, Message
 
 VALUE_HEAD = "value_head.safetensors"
-# In one pass: enough to keep the device busy; activations without gradients are few (7B in bf16: about 0.1 MB a token).
+# Per forward pass: enough to keep the device busy; activations without gradients are small (7B in bf16: about 0.1 MB a token).
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 32768}
 Form = Literal["classifier", "value_head"]
 
@@ -47,10 +47,10 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.decoder, self.head = decoder, head
         self.states: Callable[[Batch], Tensor] | None = None
-        """A faster way to hidden states than the decoder's modules, if there is one."""
+        """A faster way to compute hidden states than the decoder's modules, if there is one."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """A value for each sequence of a packed batch, in fp32."""
+        """A score for each sequence of a packed batch, in fp32."""
         hidden_TD = (self.states or self._states)(batch)
         last_SD = hidden_TD[batch.starts_S1[1:].long() - 1]
         return self.head(last_SD.float())[:, 0]
@@ -59,7 +59,7 @@ class ScalarModel(nn.Module):
         return self.decoder(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
 
     def score(self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None) -> np.ndarray:
-        """A value for each sequence of tokens, in fp32."""
+        """A score for each sequence of tokens, in fp32."""
         values = np.empty(len(sequences), dtype=np.float32)
         for indices, some in self.score_in_passes(sequences, tokens_per_pass=tokens_per_pass):
             values[indices] = some
@@ -69,7 +69,7 @@ class ScalarModel(nn.Module):
     def score_in_passes(
         self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None
     ) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Which sequences a pass has scored, and their values. A sequence longer than the budget has a pass of its own."""
+        """Yield the indices scored by each pass, and their scores. A sequence longer than the budget gets its own pass."""
         self.eval()
         device = self.head.weight.device
         budget = tokens_per_pass or TOKENS_PER_PASS.get(device.type, 4096)
@@ -105,7 +105,7 @@ def load_scalar(settings: RewardModel, device: torch.device) -> ScalarModel:
 
 
 def scalar_form(settings: RewardModel, config: PretrainedConfig) -> Form:
-    """How the folder holds its head; a RecipeError if it has none that we know."""
+    """How the folder stores its head; a RecipeError if there is no supported one."""
     path, kind = _path(settings), architecture(config)
     if kind.endswith("ForSequenceClassification"):
         if config.num_labels != 1:
@@ -148,7 +148,7 @@ def _score_head(model: Any, path: str) -> tuple[Tensor, Tensor | None]:
 
 
 def read_value_head(path: str, hidden: int) -> tuple[Tensor, Tensor | None] | None:
-    """`v_head.summary.weight` [1, hidden] and `.bias` [1], or the same without one or both prefixes; None if there is none."""
+    """`v_head.summary.weight` [1, hidden] and `.bias` [1], or the same without either prefix; None if the file is missing."""
     file = value_head_file(path)
     if file is None:
         return None
@@ -169,10 +169,10 @@ def read_value_head(path: str, hidden: int) -> tuple[Tensor, Tensor | None] | No
 
 
 class Transcript:
-    """Conversations as the reward model reads them: its own tokenizer and template, and no generation prompt.
+    """Conversations as the reward model sees them: with its own tokenizer and template, and no generation prompt.
 
-    Text is tokenised whole, as transformers does it and as published models were trained. What the tokenizer would add by itself
-    is left out: templates write their own BOS.
+    The rendered text is tokenised in one piece, as transformers does and as published models were trained. The tokenizer adds no
+    special tokens: templates write their own BOS.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
@@ -199,7 +199,7 @@ class Transcript:
         return ids
 
     def examples(self, conversations: Sequence[tuple[str, Conversation]]) -> list[Example]:
-        """The same for many conversations, each with its location for messages: sequences to score, with no target tokens."""
+        """`tokens` for many conversations, each with its location for error messages: sequences to score, without target tokens."""
         texts = []
         for where, conversation in conversations:
             if conversation.tools:
@@ -213,6 +213,6 @@ class Transcript:
 
 
 def transcript_of(settings: RewardModel) -> Transcript:
-    """The tokenizer and template that a recipe's reward model is used with."""
+    """The tokenizer and template of a recipe's reward model."""
     tokenizer = load_tokenizer(settings.tokenizer or _path(settings), trust_remote_code=settings.trust_remote_code)
     return Transcript(tokenizer, template_text(tokenizer, settings.chat_template))

@@ -1,6 +1,6 @@
 """A causal language model as plaudit trains it: loaded from and saved in Hugging Face format, with or without LoRA.
 
-Weights are safetensors on both ways; a model that only has pickled weights is refused.
+Weights are loaded and saved as safetensors; a model with only pickled weights is refused.
 """
 
 import threading
@@ -28,17 +28,17 @@ from plaudit.recipe import LoraSettings, ModelSettings
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Settings of models that compute more than packed attention and a product with the head's weight.
+# Config settings of models that compute more than packed attention and a product with the head's weight.
 UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "attention_chunk_size")
 
-# While it loads a model, transformers replaces methods of all of them. Reward models load in threads of their own: two at once
-# would leave tied weights untied for good.
+# While loading, transformers patches methods of all models. Reward models load in threads of their own, and two loads at once would
+# leave tied weights untied for good.
 LOAD_LOCK = threading.Lock()
 
 
 @dataclass
 class TrainableModel:
-    """The model, on its device, and what goes beside it on disk."""
+    """The model on its device, with everything saved alongside it."""
 
     model: PreTrainedModel
     template: ChatTemplate
@@ -54,7 +54,7 @@ class TrainableModel:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def save(self, folder: Path) -> None:
-        """A folder that transformers and vLLM load: weights, config, tokenizer, chat template, what ends a turn."""
+        """Write a folder that transformers and vLLM can load: weights, config, tokenizer, chat template, end-of-turn tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.peft is None:
             self.model.save_pretrained(folder)
@@ -94,7 +94,7 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
 
 
 def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
-    """The recipe's model as it is on disk, known to be one that plaudit computes right."""
+    """The recipe's model as it is on disk, verified to be one that plaudit computes correctly."""
     model = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
     ).to(device)  # pyright: ignore
@@ -106,10 +106,9 @@ def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
 def load_pretrained(
     auto: Any, path: str, dtype: torch.dtype, *, trust_remote_code: bool, new: Sequence[str] = (), **config: Any
 ) -> PreTrainedModel:
-    """With all of its weights, from safetensors, as one of transformers' auto classes makes it; on the CPU.
+    """Load a model with one of transformers' auto classes, complete and from safetensors, onto the CPU.
 
-    `new`: how the names of weights begin that it may lack; whoever calls gives them a start. `config`: settings that replace its
-    own."""
+    `new`: name prefixes of weights that may be missing; the caller initialises them. `config`: overrides for the model's config."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
         with LOAD_LOCK, _quiet_loading(bool(new)):
@@ -126,7 +125,7 @@ def load_pretrained(
     except (OSError, ValueError, SafetensorError) as error:
         reason = redact(" ".join(str(error).split()))[:300]
         raise RecipeError(f"no model could be loaded from {path} (safetensors only, never pickled weights): {reason}") from None
-    # transformers would continue with new random weights in their place.
+    # transformers would silently initialise these at random.
     lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     lacking = [name for name in lacking if not name.startswith(tuple(new))]
     if lacking:
@@ -148,7 +147,7 @@ def load_pretrained(
 
 @contextmanager
 def _quiet_loading(quiet: bool) -> Iterator[None]:
-    """Without transformers' table of the weights that a model lacks, where that is as it should be."""
+    """Suppress transformers' table of missing weights where they are expected to be missing."""
     before = transformers_logging.get_verbosity()
     if quiet:
         transformers_logging.set_verbosity_error()
@@ -159,7 +158,7 @@ def _quiet_loading(quiet: bool) -> Iterator[None]:
 
 
 def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None:
-    """Whoever samples the saved model stops where its template ends a turn (a base model's EOS is another token)."""
+    """Make samplers of the saved model stop where its template ends a turn (a base model's EOS is a different token)."""
     config: Any = model.generation_config
     known = config.eos_token_id if config.eos_token_id is not None else []
     known = known if isinstance(known, list) else [known]
@@ -168,7 +167,7 @@ def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None
 
 
 def _fix_generation_config(model: PreTrainedModel) -> None:
-    """Published models often set a temperature and yet no sampling, which transformers loads and then refuses to save."""
+    """Published models often set a temperature with sampling disabled, which transformers loads but then refuses to save."""
     config: Any = model.generation_config
     if not config.do_sample:
         for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):

@@ -1,6 +1,6 @@
-"""A model is tried before it is trained or scores: on packed batches it must compute what it computes on its own.
+"""Check a model before it trains or scores: packed batches must give the same results as unpacked sequences.
 
-One that ignores sequence starts, counts positions its own way or scales its logits is caught here, not after a training run.
+A model that ignores sequence starts, numbers positions its own way or scales its logits is caught here, not after a training run.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from plaudit.types import Batch
 
 
 def verify_packed(model: PreTrainedModel) -> None:
-    """Raise a RecipeError unless two short sequences, packed, have the log-probs they have alone, and do not see each other."""
+    """Raise a RecipeError unless two short sequences have the same log-probs packed as alone, and do not see each other."""
     _verify(model, _packed_logprobs, _plain_logprobs, "log-probs", skipped=1)
 
 
 def verify_packed_states(decoder: PreTrainedModel, states: Callable[[Batch], Tensor] | None = None) -> None:
-    """The same of a model without an output head, by the hidden states it ends with; or of another way to compute them."""
+    """The same for a model without an output head, on its final hidden states; `states`: another implementation to check."""
     another = None if states is None else (lambda _, first, second: states(_batch(first, second)).float())
     _verify(decoder, another or _packed_states, _plain_states, "hidden states", skipped=0)
 
@@ -35,7 +35,7 @@ def _verify(
     what: str,
     skipped: int,
 ) -> None:
-    """`skipped`: tokens of a sequence that have no value."""
+    """`skipped`: tokens of each sequence that have no value."""
     was_training = model.training
     model.eval()
     first, second, other = (torch.arange(start, end, device=model.device) for start, end in ((10, 17), (40, 45), (20, 27)))
@@ -48,7 +48,7 @@ def _verify(
         raise RecipeError(f"{model.name_or_path}: {type(model).__name__} cannot run on packed batches: {error}") from None
     model.set_attn_implementation("eager")
     alone = torch.cat([plain_values(model, sequence) for sequence in (first, second)])
-    # How far two right ways to compute them lie apart: much for a deep model in half precision, next to nothing in fp32.
+    # How far two correct implementations differ: considerably for a deep model in half precision, hardly at all in fp32.
     model.set_attn_implementation("sdpa")
     rounding = (torch.cat([plain_values(model, sequence) for sequence in (first, second)]) - alone).abs().max().item()
     model.set_attn_implementation(attention.NAME)

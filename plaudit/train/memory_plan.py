@@ -1,6 +1,6 @@
-"""What each device has to hold, phase by phase, by the recipe alone: policy, critic, reference and reward models.
+"""Memory needed on each device, phase by phase, from the recipe alone: policy, critic, reference and reward models.
 
-The doctor prints it; training asks it how many layers to checkpoint.
+The doctor prints it; training uses it to decide how many layers to checkpoint.
 """
 
 from bisect import bisect_left
@@ -34,12 +34,12 @@ from plaudit.rollout.engine import MAX_SEQUENCES
 
 RESIDENT = ": weights, resident"
 Needs = dict[str, list[Need]]
-"""By the kind of device."""
+"""By device type."""
 Trained = TypeVar("Trained", bound=TrainingRecipe)
 
 
 def plan_devices(recipe: Recipe) -> dict[str, Budget]:
-    """What each device has to hold. Reward models that cannot be read are left out: their own check says so."""
+    """The memory budget of each device. Reward models that cannot be read are left out: their own check reports them."""
     needs: Needs = defaultdict(list)
     if not isinstance(recipe, ScoreRecipe):
         _policy(recipe, resolve_device(recipe.run.device), needs)
@@ -53,7 +53,7 @@ def plan_devices(recipe: Recipe) -> dict[str, Budget]:
 
 
 def plan_policy(recipe: TrainingRecipe) -> MemoryPlan:
-    """The model that is trained, alone."""
+    """The trained model alone."""
     return plan_memory(
         recipe.model,
         resolve_device(recipe.run.device),
@@ -75,7 +75,7 @@ def plan_critic(recipe: RLRecipe) -> MemoryPlan:
 
 
 def largest_micro_batch(recipe: TrainingRecipe) -> int:
-    """In tokens. What is longer than a micro-batch should be goes alone."""
+    """In tokens. A sequence longer than a micro-batch gets its own."""
     if isinstance(recipe, RLRecipe):
         longest = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
     else:
@@ -84,7 +84,7 @@ def largest_micro_batch(recipe: TrainingRecipe) -> int:
 
 
 def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
-    """Each with the names of all rewards that share it, and the first of those rewards."""
+    """The first reward that uses each model, with the names of all rewards that share it."""
     rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
     found: dict[Any, tuple[str, ModelReward]] = {}
     for name, reward in (model for asked in rewards for model in find_all_model_rewards(asked)):
@@ -93,18 +93,18 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     return list(found.values())
 
 
-# Checkpointing that fits ----------------------------------------------------------------------------------------------
+# Gradient checkpointing -----------------------------------------------------------------------------------------------
 
 
 def resolve_checkpointing(recipe: Trained, tell: Callable[[str], object] = print_line) -> Trained:
-    """The recipe with a number of layers where it says auto: the fewest with which training fits; `tell` is told why."""
+    """Replace `auto` in the recipe by the fewest layers with which training fits; `tell` receives a line with the reason."""
     critic = recipe.critic if isinstance(recipe, RLRecipe) else None
     if critic is not None and critic.gradient_checkpointing == "auto":
         assert isinstance(recipe, RLRecipe)
         model = critic.model(recipe.model)
-        read_config(model.path, trust_remote_code=model.trust_remote_code)  # says what is wrong with the folder
+        read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
         layers = plan_critic(recipe).layers
-        # Each is settled while the other takes as little as it can: their updates take turns.
+        # Each is resolved while the other takes as little as it can: their updates alternate.
         with_critic = _settle_model(_checkpointing(recipe, "critic", layers), tell)
         settled = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
         return _settle(settled, "critic", layers, tell)
@@ -143,7 +143,7 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
     return recipe.model_copy(update={section: settings})
 
 
-# Who needs what -------------------------------------------------------------------------------------------------------
+# Components and their needs -------------------------------------------------------------------------------------------
 
 
 def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
@@ -173,7 +173,7 @@ def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, 
 
 
 def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs: Needs) -> None:
-    """A copy of the initial policy, or another model; if offloaded, it is gone before an update takes memory."""
+    """A copy of the initial policy, or another model; if offloaded, it leaves the device before an update takes memory."""
     if not recipe.algorithm.needs_reference or (recipe.model.lora is not None and recipe.reference.path is None):
         return
     weights = policy.weights
@@ -193,13 +193,13 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs
 
 
 def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: float) -> None:
-    """`beside`: what an update of the policy takes, and gives back before the critic's begins."""
+    """`beside`: memory that an update of the policy takes, and frees before the critic's begins."""
     if recipe.critic is None or recipe.critic.shared:
-        return  # a head on the policy's layers is a row of numbers
+        return  # a head on the policy's layers takes next to nothing
     try:
         plan = plan_critic(recipe)
     except (PlauditError, OSError, ValueError):
-        return  # its own check says so
+        return  # reported by its own check
     leaves = recipe.critic.placement == "offload" and has_device_memory(device)
     needs[device.type].append(Need("critic: weights", PHASES[-1:] if leaves else PHASES, plan.weights))
     if leaves:
@@ -210,7 +210,7 @@ def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: flo
 
 
 def _under_way(recipe: Recipe, device: torch.device) -> int:
-    """Sequences that are sampled, or judged, side by side."""
+    """Sequences that are sampled or judged concurrently."""
     if not isinstance(recipe, RLRecipe):
         return MAX_SEQUENCES[device.type]
     most = recipe.rollout.max_sequences or MAX_SEQUENCES[device.type]
@@ -223,7 +223,7 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, needs: Needs) -> None
     tokens = 0 if reward.scalar else _judged_tokens(recipe, reward)
     plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=_under_way(recipe, device), tokens=tokens)
     fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
-    # Resident ones score while others are sampled; what was sampled last is scored when sampling has ended.
+    # Resident models score while other groups are still being sampled; the last groups are scored after sampling has ended.
     always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])
     if model.placement == "resident":
         needs[device.type].append(Need(name + RESIDENT, always, plan.weights))
@@ -235,7 +235,7 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, needs: Needs) -> None
 
 
 def _judged_tokens(recipe: Recipe, reward: ModelReward) -> int:
-    """Prompt and answer of a judge, at most."""
+    """Upper bound on a judge's prompt and answer tokens."""
     new = getattr(reward, "sampling").max_new_tokens  # noqa: B009 (judges and plugins have it)
     config = read_config(str(reward.model.path), trust_remote_code=reward.model.trust_remote_code)
     context = context_tokens(config) or 32768

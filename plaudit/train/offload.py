@@ -1,12 +1,12 @@
-"""An optimiser's fp32 state in the host's memory, and a step that brings it through the device part by part.
+"""An optimiser's fp32 state in host memory, and a step that streams it through the device in chunks.
 
-    host → device    masters and moments of part k + 1        a stream of its own
-    device           AdamW on part k, with the gradients, which are there; the model's weights from the masters
-    device → host    masters and moments of part k − 1        another one
+    host → device    masters and moments of chunk k + 1       its own stream
+    device           AdamW on chunk k with the gradients already there; masters copied into the model's weights
+    device → host    masters and moments of chunk k − 1       another stream
 
-All state lies end to end in one vector of each kind, so a part is one copy of each, whatever tensors it cuts through: AdamW knows
-no neighbours. The arithmetic is the device's, element by element that of a step without offload. Memory on the device is that of
-CHUNKS_IN_FLIGHT parts, and only while a step is made.
+All state is contiguous in one vector per kind, so a chunk is one copy per kind, whatever tensors it cuts across: AdamW is
+elementwise. The arithmetic runs on the device and matches a step without offload element by element. Device memory is
+CHUNKS_IN_FLIGHT chunks, and only during a step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,24 +19,24 @@ from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT
 from plaudit.models.weights import allocate_host_memory
 
 Event = torch.cuda.Event | torch.Event
-ALIGNED = 64  # elements: kernels take tensors that begin there in their fast way, as they would take the whole ones
+ALIGNED = 64  # elements: kernels process tensors aligned to this on their fast path, as they would the full tensors
 
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A stretch of a parameter, on the device."""
+    """A slice of a parameter's state, on the device."""
 
     name: str
     at: slice
-    """Of the parameter's elements, in a row."""
+    """Range of the flattened parameter."""
     master: Tensor | None
-    """None: the parameter is its own."""
+    """None: the parameter is its own master."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
 
 class HostState:
-    """Masters of `followers`, and moments of these and of `others`: names with shapes."""
+    """Masters of `followers`, and moments of both `followers` and `others`: names with shapes."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class HostState:
         return vector[self._begins[name] :][: shape.numel()].view(shape)
 
     def settled(self) -> None:
-        """What is read from here on is the last step's."""
+        """Wait until the host state reflects the last step."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def stream_through_device(self, work: Callable[[Sequence[StateSlice]], None]) -> None:
-        """All of it, part by part: `work` changes in place what it is given."""
+        """Stream all state through the device in chunks; `work` updates each chunk in place."""
         total = len(self._vectors[1])
         parts = [slice(at, min(at + self._part, total)) for at in range(0, total, self._part)]
         kinds = self._vectors if self._masters_end else self._vectors[1:]
         buffers = torch.empty(min(CHUNKS_IN_FLIGHT, len(parts)), len(kinds), self._part, device=self._device)
         left: list[Event | None] = []
-        begun = _mark(self._device)  # whoever had the buffers' memory before has done with it
+        begun = _mark(self._device)  # the first copies wait for earlier users of the buffers' memory
         for i, part in enumerate(parts):
             pairs = [
                 (buffer[: len(vector[part])], vector[part]) for buffer, vector in zip(buffers[i % len(buffers)], kinds, strict=True)
@@ -107,13 +107,13 @@ class HostState:
 
 
 class _CopyStream:
-    """Copies in a stream of their own on a GPU; on a CPU, at once."""
+    """Copies on a separate stream on a GPU; synchronous on a CPU."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: Event | None) -> Event | None:
-        """(to, from); returns when they are done."""
+        """Copy (destination, source) pairs; returns an event that marks completion."""
         if self._stream is None:
             for there, here in pairs:
                 there.copy_(here)

@@ -1,12 +1,12 @@
 """AdamW on fp32 weights, whatever the model's own dtype.
 
-A bf16 model's gradients are added up in fp32, micro-batch by micro-batch, for master weights that the optimiser owns; after a step
-the masters are copied into the model in place, so its tensors keep their addresses. An fp32 model's masters are its own tensors.
+A bf16 model's gradients are accumulated in fp32, micro-batch by micro-batch, for master weights owned by the optimiser; after a
+step the masters are copied into the model in place, so its tensors keep their addresses. An fp32 model's parameters are their own
+masters.
 
-With `optim.placement: offload`, masters and moments live in host memory and pass through the device in every step
-(train/offload.py).
-Gradients stay on the device: they are there in an update only, their norm must be known before the first of them is used, and
-every micro-batch adds to all of them. On a CPU the host's memory is the device's, and offload is nothing.
+With `optim.placement: offload`, masters and moments live in host memory and are streamed through the device in every step
+(train/offload.py). Gradients stay on the device: they exist only during an update, their norm must be known before the first of
+them is used, and every micro-batch adds to all of them. On a CPU, host and device memory are the same and offload has no effect.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class Optimiser:
         for name, parameter in self.parameters.items():
             self.masters[name] = parameter if name in others else self._master(name, parameter.detach())
         self._moments: dict[str, dict[str, Tensor]] = {}
-        """Of the parameters that have had a gradient."""
+        """Only for parameters that have had a gradient."""
         self._sums: dict[str, Tensor] = {}
         """fp32 gradients of parameters that are not their own masters."""
         for name in followers:
@@ -45,17 +45,17 @@ class Optimiser:
 
     @property
     def resident_bytes(self) -> int:
-        """What it keeps on the device between updates: two moments, and a master where the weight itself is none."""
+        """Memory kept on the device between updates: two moments, and a master where the parameter is not its own."""
         if self._host is not None:
             return 0
         return sum(p.numel() * (8 if self.masters[name] is p else 12) for name, p in self.parameters.items())
 
     def clip(self) -> Tensor:
-        """Scales gradients down to max_grad_norm; returns the norm they had (not finite if any of them is not)."""
+        """Scale gradients down to max_grad_norm; returns their norm before clipping (not finite if any gradient is not)."""
         gradients = list(self.gradients().values())
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.optim.max_grad_norm is not None and gradients:
-            # Without asking whether it is needed, for which the device would have to be waited for.
+            # Unconditionally: checking whether clipping is needed would synchronise with the device.
             torch._foreach_mul_(gradients, (self.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
         return norm
 
@@ -75,8 +75,8 @@ class Optimiser:
         self._publish()
 
     def sum_gradients(self, world: World) -> None:
-        """Over processes, in place. A parameter without a gradient in any process keeps none, or its weight would decay; one
-        without a gradient in this process alone (fewer micro-batches than processes) counts as zero here."""
+        """Sum over processes, in place. A parameter without a gradient in any process keeps none, or its weight would decay; one
+        without a gradient only in this process (fewer micro-batches than processes) counts as zero here."""
         if world.size == 1:
             return
         own, names = self.gradients(), list(self.parameters)
@@ -101,7 +101,7 @@ class Optimiser:
     # A step
 
     def gradients(self) -> dict[str, Tensor]:
-        """In fp32, of the parameters that have one; to be changed in place."""
+        """fp32 gradients of the parameters that have one; may be changed in place."""
         found = ((name, self._sums.get(name) if self.masters[name] is not p else p.grad) for name, p in self.parameters.items())
         return {name: gradient for name, gradient in found if gradient is not None}
 
@@ -109,7 +109,7 @@ class Optimiser:
         self, names: Sequence[str], masters: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], *, lr: float,
     ) -> None:  # fmt: skip
-        """Of parameters, or of stretches of them. Matrices decay, biases and norms do not. `steps` are counted on."""
+        """Update parameters or slices of them. Matrices decay, biases and norms do not. `steps` are incremented."""
         for decays in (True, False):
             some = [i for i, name in enumerate(names) if (self.parameters[name].ndim >= 2) == decays]
             adamw(
@@ -133,7 +133,7 @@ class Optimiser:
         device = next(iter(self.parameters.values())).device
         if not gradients:
             return
-        # One copy for all of them; a parameter's pieces each count on from the same number.
+        # One copy of all step counts; every slice of a parameter starts from the same count.
         before = torch.stack([self._moments[name]["step"] for name in gradients]).to(device)
         places = {name: i for i, name in enumerate(gradients)}
 
@@ -165,7 +165,7 @@ class Optimiser:
             copies, masters = [self.parameters[n] for n in followers], [self.masters[n] for n in followers]
             torch._foreach_copy_(copies, masters)  # pyright: ignore
 
-    # What it keeps
+    # Optimiser state
 
     def _master(self, name: str, weight: Tensor) -> Tensor:
         return weight.float() if self._host is None else self._host.master(name).copy_(weight)
@@ -181,8 +181,8 @@ class Optimiser:
         return dict(zip(MOMENTS, (*moments, torch.zeros((), device=moments[0].device)), strict=True))
 
     def _follow(self, name: str) -> None:
-        """The parameter's gradients move to the master's sum as soon as they are made."""
-        sums = self._sums  # not of the optimiser, which would hold itself
+        """Move the parameter's gradients into the master's sum as soon as they are computed."""
+        sums = self._sums  # the hook must not refer to the optimiser: a reference cycle
 
         def move_gradient(p: Tensor) -> None:
             assert p.grad is not None
@@ -194,7 +194,7 @@ class Optimiser:
 
         self.parameters[name].register_post_accumulate_grad_hook(move_gradient)
 
-    # What a checkpoint holds
+    # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
         """Moments by parameter name, and every fp32 weight."""
@@ -207,7 +207,7 @@ class Optimiser:
 
     @torch.no_grad()
     def load_state(self, parts: Iterable[dict[str, Tensor]]) -> None:
-        """What `state` gave, in any number of parts. Every weight must come, with all of its moments or none."""
+        """Load what `state` returned, in any number of chunks. Every weight must be there, with all of its moments or none."""
         self._moments.clear()
         missing = {f"weight/{name}" for name in self.masters}
         for part in parts:

@@ -1,4 +1,4 @@
-"""Learning rate by step: warm-up, then a shape, as a share of the peak.
+"""Learning rate by step: warm-up, then a schedule, as a fraction of the peak.
 
     warm-up    (k + 1) / w                                   for step k < w; then, with t = (k − w) / (N − w) in [0, 1):
     constant   1
@@ -6,8 +6,8 @@
     cosine     m + (1 − m) · (1 + cos πt) / 2
     wsd        m + (1 − m) · min(1, (N − k) / d)             with d = min(decay_ratio · N, N − w), at least 1
 
-N steps in all, w of warm-up, m = min_lr_ratio. wsd stays at the peak until the last d steps, which begin behind the warm-up.
-Step k counts from 0, so the first step already moves.
+N steps in total, w warm-up steps, m = min_lr_ratio. wsd stays at the peak until the last d steps, which never start before the end
+of the warm-up. Steps count from 0, but the warm-up starts at 1 / w, so the first step already changes the weights.
 """
 
 import math
@@ -23,12 +23,12 @@ def warmup_steps(optim: OptimSettings, total_steps: int) -> int:
 
 
 def _share_of(total_steps: int, ratio: float) -> int:
-    # Decimal, because 0.07 of 100 steps are 7 and not the 7.000000000000001 of floats, which would make 8.
+    # Decimal: 0.07 of 100 steps is 7, but 7.000000000000001 in floats, which would round up to 8.
     return math.ceil(total_steps * Decimal(str(ratio)))
 
 
 def lr_at(step: int, total_steps: int, optim: OptimSettings) -> float:
-    """The learning rate of a step (from 0)."""
+    """The learning rate of a step, counted from 0."""
     warmup, low = warmup_steps(optim, total_steps), optim.min_lr_ratio
     if step < warmup:
         return optim.lr * (step + 1) / warmup

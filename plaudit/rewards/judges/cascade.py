@@ -79,7 +79,7 @@ class LiveCascade(LiveReward[Cascade]):
         self._rule = None if settings.rule is None else RewardClient(build(settings.rule))
         self._judge = RewardClient(build(settings.judge))
         self._kept: dict[tuple[str, str], Score] = {}
-        """What earlier passes found out, by sample and by what it is: `ruled` (scores), `rule` and `judge` (failures)."""
+        """Results of earlier passes, by name and sample: `ruled` (scores), `rule` and `judge` (failures)."""
 
     @property
     def inner(self) -> dict[str, LiveReward]:
@@ -116,7 +116,7 @@ class LiveCascade(LiveReward[Cascade]):
 
     @property
     def _passes(self) -> list[tuple[Loadable | None, list[tuple[str, int]]]]:
-        """What is on the device in each, and what is done then: (`rule` or `judge`, its phase)."""
+        """For each pass, the model on the device and the work done then: (`rule` or `judge`, its phase)."""
         passes: list[tuple[Loadable | None, list[tuple[str, int]]]] = []
         for name, live in self.inner.items():
             for phase, needed in enumerate(live.phases):
@@ -132,7 +132,7 @@ class LiveCascade(LiveReward[Cascade]):
     async def prepare(self, groups: Sequence[Group], phase: int) -> list[list[Score]]:
         _, parts = self._passes[phase]
         await asyncio.gather(*(self._prepare(group, parts) for group in groups))
-        return [[PREPARED] * len(group.samples) for group in groups]  # what failed is told with the scores
+        return [[PREPARED] * len(group.samples) for group in groups]  # failures are reported with the scores
 
     async def _prepare(self, group: Group, parts: Sequence[tuple[str, int]]) -> None:
         rule, judge = self._rule, self._judge
@@ -158,7 +158,7 @@ class LiveCascade(LiveReward[Cascade]):
         for live in self.inner.values():
             live.forget()
 
-    # Both, in one value -----------------------------------------------------------------------------------------------
+    # Combining rule and judge -----------------------------------------------------------------------------------------
 
     def _needs_judge(self, ruled: Score) -> bool:
         if self.settings.rule is None:

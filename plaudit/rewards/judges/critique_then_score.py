@@ -44,7 +44,7 @@ class CritiqueThenScore(JudgeReward):
             name: info.default for name, info in RewardSettings.model_fields.items() if name not in ("kind", "name", "limits")
         }
         changed = [name for name, default in common.items() if getattr(inner, name) != default]
-        # Only its calls have limits: groups are scored by the reward around it.
+        # Only limits on calls apply to a scorer: groups are scored by the reward around it.
         of_groups = {name: info.default for name, info in Limits.model_fields.items() if name != "backoff_s"}
         changed += [f"limits.{name}" for name, default in of_groups.items() if getattr(inner.limits, name) != default]
         if changed:

@@ -1,10 +1,10 @@
-"""What a judge's answer says: a number, a verdict, a choice, a ranking. Pure functions; None where it cannot be read.
+"""Parsing a judge's answer: a number, a verdict, a choice, a ranking. Pure functions; None if the answer is unreadable.
 
-Nothing that a judge writes makes them raise, hang, or give a number that is not finite. Where several places of an answer could be
-meant, the last one counts: judges weigh first and decide at the end. Numbers are ASCII digits: `²`, `٣` and `1_0` are none.
+Nothing that a judge writes makes them raise, hang or return a non-finite number. If several places in an answer qualify, the last
+one counts: judges deliberate first and decide at the end. Numbers are ASCII digits: `²`, `٣` and `1_0` are not numbers.
 
-Differs from the sources: TinyV takes any answer that contains `true` for a pass; here the last line decides, and one that says both
-or `not true` is not read. GRRM's pointwise model is read by the last line too; there `7.5` is 7, here it is 7.5.
+Differs from the sources: TinyV passes any answer that contains `true`; here the last line decides, and one with both words or with
+`not true` is unreadable. For GRRM's pointwise model the last line counts too; there `7.5` is read as 7, here as 7.5.
 """
 
 import json
@@ -21,7 +21,7 @@ from plaudit.rewards.rules.ranking_lines import filled_lines, rank, read_ranking
 CLOSE = "</think>"
 NUMBER = r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,15})?|\.[0-9]{1,15})"
 MOST_OBJECTS = 100
-"""Places at which a JSON object is looked for, from the end."""
+"""Number of places, from the end, where a JSON object is searched for."""
 _NUMBER = re.compile(NUMBER)
 _OPENED = re.compile(r"^[ \t]*<think>", re.M)
 _OUT_OF = re.compile(rf"({NUMBER})\s*(?:/\s*([0-9]{{1,9}})|points?)?\s*\.?", re.I)
@@ -30,24 +30,24 @@ _LEADING = frozenset({
     "the", "a", "my", "our", "final", "overall", "answer", "verdict", "judgement", "judgment", "result", "conclusion",
     "it", "this", "that", "is", "so", "hence", "therefore", "thus",
 })  # fmt: skip
-"""What may stand before a verdict without turning it round."""
+"""Words that may precede a verdict without negating it."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What an answer says: its value, and what else it states in numbers."""
+    """The result of parsing an answer: its value, and any other numbers in it."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def strip_thoughts(text: str, marker: str | None = None) -> str | None:
-    """The answer without the judge's thoughts: what follows the last `</think>`, and of that, what follows the last `marker`.
+    """The answer without the judge's reasoning: the text after the last `</think>`, and within that, after the last `marker`.
 
-    None if the thoughts do not end, or the marker is not there.
+    None if the reasoning is not closed or the marker is missing.
     """
     answer = text.rpartition(CLOSE)[2]
-    if _OPENED.search(answer):  # and not closed; a judge may well speak of <think> within a line
+    if _OPENED.search(answer):  # opened but not closed; <think> within a line may just be mentioned
         return None
     if marker:
         _, found, answer = answer.rpartition(marker)
@@ -60,19 +60,19 @@ def strip_thoughts(text: str, marker: str | None = None) -> str | None:
 
 
 def read_number(text: str) -> float | None:
-    """The number that the text is; Markdown's stars and quotes around it do not count."""
+    """The number the text consists of, ignoring surrounding Markdown emphasis and quotes."""
     text = text.strip().strip(_DECORATION)
     return float(text) if len(text) < 40 and _NUMBER.fullmatch(text) else None
 
 
 def read_last_number(text: str) -> float | None:
-    """The number that is the last line, all of it."""
+    """The last line as a number, if it is nothing else."""
     return read_number(text.strip().rpartition("\n")[2])
 
 
 def read_tagged(text: str, tag: str, highest: float | None = None) -> float | None:
-    """What the last `<score>8</score>` holds; in an answer without such tags, what the last line `score: 8` (or `8/10`) says.
-    `highest`: `4/5` is not 4 of 10."""
+    """The content of the last `<score>8</score>`; without such tags, the number in the last line `score: 8` (or `8/10`).
+    `highest`: the only denominator accepted, so that `4/5` is not read as 4 of 10."""
     before, closed, _ = text.rpartition(f"</{tag}>")
     if closed:
         _, opened, inside = before.rpartition(f"<{tag}>")
@@ -94,8 +94,8 @@ def _out_of(text: str, highest: float | None) -> float | None:
 
 
 def read_pattern(text: str, pattern: str, timeout_s: float = 0.1) -> float | None:
-    """The last place where the pattern is found: its first group as a number, or all of it if it has no group. Everyone else
-    waits meanwhile, so a pattern that searches long has found nothing."""
+    """The last match of the pattern as a number: its first group, or the full match if it has no group. The search blocks other
+    requests, so a pattern that takes too long counts as no match."""
     import regex
 
     compiled = regex.compile(pattern)
@@ -110,7 +110,7 @@ def read_pattern(text: str, pattern: str, timeout_s: float = 0.1) -> float | Non
 
 
 def read_total_score(text: str) -> Found | None:
-    """`Total Score: 8/10` is worth 0.8; more than 10 counts as 10."""
+    """`Total Score: 8/10` is 0.8; more than 10 counts as 10."""
     total = read_total(text)
     return None if total is None else Found(min(10.0, total) / 10, {"total": total})
 
@@ -119,8 +119,8 @@ def read_total_score(text: str) -> Found | None:
 
 
 def read_true_false(text: str) -> float | None:
-    """1 or 0: the last line is the word True or False, alone, behind a colon, or behind `the answer is` and the like. (Not behind
-    anything else: `it isn't true`, `that can hardly be true`.)"""
+    """1 or 0: the last line is True or False, alone, after a colon, or after `the answer is` and the like. Anything else before it
+    makes it unreadable: `it isn't true`, `that can hardly be true`."""
     line = text.strip().rpartition("\n")[2].casefold()[-1000:]
     label, _, verdict = line.rpartition(":")
     words, before = re.findall(r"[^\W\d_]+", verdict), set(re.findall(r"[^\W\d_]+", label))
@@ -130,7 +130,7 @@ def read_true_false(text: str) -> float | None:
 
 
 def read_choice(text: str, choices: Collection[str]) -> str | None:
-    """Which of the choices the last line names: `A`, `**B**`, `[[tie]]`, `Winner: A`. None if it is none, or says anything else."""
+    """The choice named by the last line: `A`, `**B**`, `[[tie]]`, `Winner: A`. None if it names none, or contains anything else."""
     line = text.strip().rpartition("\n")[2]
     word = line.rpartition(":")[2].strip().strip(_DECORATION + "[]().").casefold()
     return next((choice for choice in choices if choice.casefold() == word), None)
@@ -141,7 +141,7 @@ def read_choice(text: str, choices: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class FieldRule:
-    """What a field of the object must be: the part of JSON Schema that judges need."""
+    """Constraints on a field of the object: the subset of JSON Schema that judges need."""
 
     type: Literal["number", "integer", "boolean", "string"] = "number"
     minimum: float | None = None
@@ -160,7 +160,7 @@ class FieldRule:
 
 
 def read_json(text: str, name: str, rules: Mapping[str, FieldRule] | None = None) -> Found | None:
-    """The last JSON object that has the field, and fits all rules: the field's number, and its other numbers as parts."""
+    """The last JSON object with the field, if it satisfies all rules: the field's number, and its other numbers as parts."""
     for given in objects_in(text):
         if name not in given:
             continue
@@ -173,7 +173,7 @@ def read_json(text: str, name: str, rules: Mapping[str, FieldRule] | None = None
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in an answer, fenced or not, the last one first; those inside of others come after them."""
+    """The JSON objects in an answer, fenced or not, last one first; nested objects follow the ones that contain them."""
     decoder = json.JSONDecoder()
     found: list[tuple[int, int, dict[str, Any]]] = []
     end = len(text)
@@ -186,14 +186,14 @@ def objects_in(text: str) -> list[dict[str, Any]]:
             value, stop = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        # From the end: what lies inside of this one was found before it.
+        # Scanning from the end, objects nested in this one have already been found.
         inside = next((i for i, (begun, ended, _) in enumerate(found) if start < begun and ended <= stop), len(found))
         found.insert(inside, (start, stop, value))
     return [value for _, _, value in found if isinstance(value, dict)]
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number; a boolean is 1 or 0, a text that is a number is that number."""
+    """A finite number; a boolean is 1 or 0, a numeric string its number."""
     if isinstance(value, str):
         return read_number(value)
     if not isinstance(value, int | float):
@@ -215,7 +215,7 @@ def within(number: float, lowest: float | None, highest: float | None) -> bool:
 def read_criteria(
     text: str, names: Sequence[str], form: Literal["json", "lines"], highest: float | None = None
 ) -> dict[str, float] | None:
-    """A score for each name: fields of the last JSON object that has them all, or lines `name: score`, in any case."""
+    """A score for each name: fields of the last JSON object that has them all, or lines `name: score`; case is ignored."""
     if form == "lines":
         scores = {name: read_tagged(text, name, highest) for name in names}
     else:
@@ -229,10 +229,10 @@ def read_criteria(
 def read_letters(
     text: str, letters: Collection[str], form: Literal["ranking_score", "ranking", "score"]
 ) -> dict[str, float] | None:
-    """What an answer about several candidates gives each letter: its score or, in a ranking, the share of others that it beats.
+    """The value of each letter in an answer about several candidates: its score or, in a ranking, the share of others it beats.
 
-    The last line is the scores line (`B: 9, A: 7`), or the ranking line (`B > A = D`). In `ranking_score` the ranking line stands
-    before the scores line, with a heading between them or without, and is the one that the scores imply. All letters are there.
+    The last line is the scores line (`B: 9, A: 7`) or the ranking line (`B > A = D`). In `ranking_score` the ranking line precedes
+    the scores line, with or without a heading between them, and must be the ranking that the scores imply. All letters must occur.
     """
     lines = [line.strip(_DECORATION) for line in filled_lines(text)]
     if not lines:
@@ -251,7 +251,7 @@ def read_letters(
 
 
 def _shares(tiers: Sequence[frozenset[str]]) -> dict[str, float]:
-    """Of the others, the share below, ties half: 1 for the best alone, 0 for the worst alone."""
+    """Share of the other candidates ranked below, ties counting half: 1 for a sole best, 0 for a sole worst."""
     count, above, shares = sum(map(len, tiers)), 0, {}
     for tier in tiers:
         below = count - above - len(tier)

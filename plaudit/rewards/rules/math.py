@@ -1,8 +1,8 @@
 r"""Mathematical equivalence: 1 if the answer equals the reference, else 0. No answer found: 0, malformed.
 
 The answer is the content of the last `\boxed{}`, else the text after the last 'the answer is', 'Answer:' or `####`, else the last
-line or the last formula in it. Most answers are decided here, as text or as exact numbers; the rest is compared in worker
-processes (`maths/worker.py`). In doubt the answer is wrong: rewarding a wrong answer is worse than missing a right one.
+line or the last formula in it. Most answers are decided here, as text or as exact numbers; the others are compared in worker
+processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wrong answer is worse than missing a right one.
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
@@ -20,7 +20,7 @@ processes (`maths/worker.py`). In doubt the answer is wrong: rewarding a wrong a
     Possible            possible.                                 Yes
 
 Differs from math-verify: names, units and brackets are parsed, formulas are compared by value at random points, nothing is rounded.
-Differs from verl, where an answer that takes too long is a silent zero: here it is malformed, and the trace has the reason.
+Differs from verl, where an answer that takes too long silently scores 0: here it is malformed, and the trace gives the reason.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, no
 from plaudit.types import Group, Prompt, Sample, Score
 
 LONGEST_ANSWER = 1000
-"""Longer answers (in characters) are only compared as text: a real one is short."""
+"""Longer answers (in characters) are only compared as text: real answers are short."""
 LONGEST_READ = 4000
-"""Longer answers are not read at all."""
+"""Longer answers are not parsed at all."""
 Comparisons = dict[tuple[str, str], asyncio.Future[Answer]]
 """By answer and reference."""
 WORKER = Path(__file__).with_name("maths") / "worker.py"
@@ -112,9 +112,9 @@ class LiveMath(LiveReward[Math]):
 
 
 def references(truth: Any) -> tuple[str, ...]:
-    """All accepted answers, normalised: a text, a number, any entry of a list. Blank text is not accepted.
+    """All accepted answers, normalised: a text, a number, or any entry of a list. Blank text is not accepted.
 
-    Of a worked solution only the final answer counts, if it is boxed or follows ####.
+    Of a worked solution, only the final answer counts, if it is boxed or follows ####.
     """
     truth = plain(truth)
     if isinstance(truth, list | tuple):
@@ -133,7 +133,7 @@ def _reference(text: str) -> tuple[str, ...]:
 
 
 def _as_score(answers: list[Answer], text: str) -> Score:
-    """The best of the comparisons. A timeout or a crash is the answer's fault."""
+    """The best of the comparisons. A timeout or crash counts against the answer."""
     best = max(answers, key=lambda answer: answer.get("value", -1.0))
     if "value" in best:
         return Score(best["value"], malformed=best.get("malformed", False), view=text, trace=best.get("trace", {}))

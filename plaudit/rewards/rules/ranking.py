@@ -1,16 +1,16 @@
-"""Ranking accuracy (GRRM): how well an answer ranks and scores the candidates in its prompt.
+"""Ranking accuracy (GRRM): how well an answer ranks and scores the candidates in the prompt.
 
     reward = score_scale · (ranking part + score part)            both in [0, 1]; formulas in `ranking_lines.py`
 
-An answer is read from its end; one that violates the format scores 0, has `valid` 0, and is malformed. Formats:
+Answers are parsed from the end; one that violates the format scores 0 with `valid` 0, and is malformed. Formats:
 
-    ranking_score   analysis, heading, ranking line, heading, scores line; blank lines do not count
+    ranking_score   analysis, heading, ranking line, heading, scores line; blank lines are ignored
     ranking         analysis, ranking line; the ranking must not occur elsewhere in the answer. The ranking part alone
     zero            as `ranking`, with at least 50 characters of analysis per candidate: for base models
     no_analysis     the ranking line alone (the ranking part), or the ranking line and the scores line (both parts)
 
-Differs from GRRM's code: `ranking` accepts an answer with an analysis (there, the whole answer is taken for the ranking line);
-items of the scores line are stricter (`ranking_lines.py`); blank lines do not count in `no_analysis` either.
+Differs from GRRM's code: `ranking` accepts an answer with an analysis (there, the entire answer is taken as the ranking line);
+items of the scores line are stricter (`ranking_lines.py`); blank lines are ignored in `no_analysis` too.
 """
 
 import json
@@ -35,7 +35,7 @@ from plaudit.rewards.rules.ranking_lines import (
 from plaudit.types import Prompt, Sample, Score
 
 ANALYSIS_PER_CANDIDATE = 50
-"""Characters, surrounding white space aside."""
+"""Characters, not counting surrounding white space."""
 
 
 class Ranking(Rule):
@@ -67,7 +67,7 @@ class Ranking(Rule):
         return Score(total, parts | {"valid": float(valid)}, malformed=not valid, view=sample.text)
 
     def _read(self, text: str, candidates: int, *, scored: bool) -> RankedAnswer | None:
-        """The answer, if it has the format. A scores line is allowed only if the ground truth has scores."""
+        """The parsed answer, if it has the format. A scores line is allowed only if the ground truth has scores."""
         match self.format:
             case "ranking_score":
                 return read_ranked_scores(text)
@@ -84,14 +84,14 @@ class Ranking(Rule):
 
 
 def _true_scores(truth: Any) -> dict[str, int] | None:
-    """Letter → score: of a dict, or of its JSON text."""
+    """Letter → score, from a dict or its JSON text."""
     if isinstance(truth, str):
         try:
             truth = json.loads(truth)
         except (ValueError, RecursionError):
             return None
     elif isinstance(truth, Mapping):
-        # In parquet every row of a column has the same letters; the ones a row lacks are None.
+        # In Parquet every row of a column has the same letters; letters that a row lacks are None.
         truth = {letter: score for letter, score in truth.items() if score is not None}
     if not isinstance(truth, Mapping) or not truth:
         return None
@@ -109,7 +109,7 @@ def _is_letter(key: Any) -> bool:
 
 
 def _whole(score: Any) -> int | None:
-    """A whole number, also as a float: an integer column with missing values is read as floats."""
+    """A score as an integer. Whole floats are accepted: an integer column with missing values is read as floats."""
     score = plain(score)
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None

@@ -1,14 +1,14 @@
-"""Rankings and scores as lines of text: reading them, and how far two of them agree.
+"""Rankings and scores as lines of text: parsing them, and measuring how far two of them agree.
 
-A ranking line is `B > A = D > C`: one capital letter per candidate, joined by ` > ` or ` = ` exactly, so k of them make 4k − 3
-characters. A scores line is `B: 9, A: 7, D: 7, C: 2`; spaces around `:` and `,` are free. With r(x, y) ∈ {>, =, <} the relation of
-two candidates and Δ(x, y) the difference of their scores, over all pairs of candidates:
+A ranking line is `B > A = D > C`: one capital letter per candidate, joined by exactly ` > ` or ` = `, so k candidates take 4k − 3
+characters. A scores line is `B: 9, A: 7, D: 7, C: 2`; spaces around `:` and `,` are optional. With r(x, y) ∈ {>, =, <} the relation
+of two candidates and Δ(x, y) the difference of their scores, over all pairs of candidates:
 
     ranking part = share of pairs with r_predicted = r_truth              (a tie against a non-tie is wrong)
     score part   = mean of f(|Δ_predicted − Δ_truth|),                    f(0) = 1, f(1) = 0.6, f(2) = 0.2, else 0
 
-Differs from GRRM's code: a letter that has two scores is not read (there the last one counts), and an integer is ASCII digits, nine
-at most, with or without a sign (there `int` also takes `1_0` and the digits of every script).
+Differs from GRRM's code: a line with two scores for a letter is rejected (there the last one counts), and an integer is at most
+nine ASCII digits with an optional sign (there `int` also accepts `1_0` and the digits of every script).
 """
 
 import re
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 Tiers = tuple[frozenset[str], ...]
-"""A ranking: the best candidates first, tied ones together."""
+"""A ranking: the best candidates first, ties in one set."""
 
 SCORE_PART = {0: 1.0, 1: 0.6, 2: 0.2}
 _RANKING = re.compile(r"[A-Z](?: [>=] [A-Z])*")
@@ -29,15 +29,15 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 
 
 def read_integer(text: str) -> int | None:
-    """The integer that the text is, white space around it aside."""
+    """The text as an integer, ignoring surrounding white space."""
     text = text.strip()
     return int(text) if _INTEGER.fullmatch(text) else None
 
 
 def read_ranking(line: str) -> Tiers | None:
-    """The tiers of a ranking line, white space around it aside; None if it is none, or names a candidate twice."""
+    """The tiers of a ranking line, ignoring surrounding white space; None if it is malformed or names a candidate twice."""
     line = line.strip()
-    # Longer ones name a letter twice; no need to look at a megabyte of them.
+    # A longer line must repeat a letter; this avoids matching megabytes.
     if len(line) > 4 * 26 - 3 or not _RANKING.fullmatch(line):
         return None
     tiers = [tier.split(" = ") for tier in line.split(" > ")]
@@ -46,7 +46,7 @@ def read_ranking(line: str) -> Tiers | None:
 
 
 def read_scores(line: str) -> dict[str, int] | None:
-    """Letter → score, in the line's order; None if an item is not `LETTER: INT`, or names a candidate twice."""
+    """Letter → score, in the line's order; None if an item is not `LETTER: INT` or a candidate is named twice."""
     scores: dict[str, int] = {}
     for item in line.split(","):
         found = _ITEM.fullmatch(item.strip())
@@ -58,7 +58,7 @@ def read_scores(line: str) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class RankedAnswer:
-    """What an answer says of its candidates."""
+    """A parsed answer: its analysis, ranking and scores."""
 
     analysis: str
     tiers: Tiers
@@ -66,9 +66,9 @@ class RankedAnswer:
 
 
 def read_ranked_scores(text: str, *, analysis: bool = True) -> RankedAnswer | None:
-    """An answer: some analysis, then heading, ranking line, heading, scores line at its end. Blank lines do not count.
+    """An answer that ends in heading, ranking line, heading, scores line, with an analysis before them. Blank lines are ignored.
 
-    Without `analysis`: an answer that is a ranking line and a scores line. None unless the scores imply just that ranking.
+    Without `analysis`: just a ranking line and a scores line. None unless the scores imply exactly that ranking.
     """
     lines = filled_lines(text)
     if analysis and len(lines) >= 5:
@@ -84,9 +84,9 @@ def read_ranked_scores(text: str, *, analysis: bool = True) -> RankedAnswer | No
 
 
 def read_ranked(text: str, *, analysis: bool = True) -> RankedAnswer | None:
-    """An answer whose last line is a ranking and that has some analysis before it; the same ranking stands nowhere else in it.
+    """An answer whose last line is a ranking, with an analysis before it that does not contain the same ranking.
 
-    Without `analysis`: an answer that is a ranking line.
+    Without `analysis`: just a ranking line.
     """
     before, _, line = text.strip().rpartition("\n")
     before, line = before.strip(), line.strip()
@@ -97,7 +97,7 @@ def read_ranked(text: str, *, analysis: bool = True) -> RankedAnswer | None:
 
 
 def filled_lines(text: str) -> list[str]:
-    """The lines that are not blank, without white space around them."""
+    """The non-blank lines, stripped."""
     return [line for line in map(str.strip, text.split("\n")) if line]
 
 
@@ -109,7 +109,7 @@ def letters_of(tiers: Tiers) -> frozenset[str]:
 
 
 def rank(scores: Mapping[str, int]) -> Tiers:
-    """The ranking that scores imply: descending, equal ones tied."""
+    """The ranking implied by scores: descending, equal scores tied."""
     by_score: dict[int, set[str]] = {}
     for letter, score in scores.items():
         by_score.setdefault(score, set()).add(letter)
@@ -131,14 +131,14 @@ def relation(tiers: Tiers, x: str, y: str) -> int:
 
 
 def pairwise_share(predicted: Tiers, truth: Tiers) -> float:
-    """The ranking part: the share of pairs whose relation is the truth's. Both rank the same candidates, at least two."""
+    """The ranking part: the share of pairs whose relation matches the truth. Both must rank the same candidates, at least two."""
     assert letters_of(predicted) == letters_of(truth), "rankings of different candidates cannot be compared"
     pairs = list(combinations(sorted(letters_of(truth)), 2))
     return sum(relation(predicted, x, y) == relation(truth, x, y) for x, y in pairs) / len(pairs)
 
 
 def score_part(predicted: Mapping[str, int], truth: Mapping[str, int]) -> float:
-    """The score part: how well the differences of scores are met. Both score the same candidates, at least two."""
+    """The score part: how well score differences match. Both must score the same candidates, at least two."""
     assert predicted.keys() == truth.keys(), "scores of different candidates cannot be compared"
     pairs = list(combinations(sorted(truth), 2))
     errors = [abs((predicted[x] - predicted[y]) - (truth[x] - truth[y])) for x, y in pairs]

@@ -1,1 +1,1 @@
-"""What the `math` rule knows: answers as text, LaTeX as formulas, formulas as values."""
+"""Internals of the `math` rule: answers as text, LaTeX parsed into formulas, formulas compared by value."""

@@ -1,6 +1,6 @@
-r"""Where the answer is in a response, how it is written in one way, and whether two plain numbers or texts are the same.
+r"""Extracting the answer from a response, normalising it, and comparing plain numbers and texts.
 
-All of it is plain string work, linear in what it reads and in-process; what needs algebra is `worker.py`'s.
+All of it is string processing in-process, linear in the input; comparisons that need algebra are in `worker.py`.
 """
 
 import re
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from fractions import Fraction
 
 WINDOW = 20_000
-"""Characters at the end of a response in which its answer is looked for."""
+"""Characters at the end of a response that are searched for its answer."""
 MOST_BOXES = 16
-"""Boxes that are looked at, from the last one back."""
+"""Boxes that are considered, from the last one backwards."""
 LONGEST_FORMULA = 2000
 LONGEST_LINE = 100
 """A longer last line is prose: only the last expression in it can be the answer."""
 MOST_DIGITS = 400
-"""Longer numbers are nobody's answer, and slow to read."""
+"""Longer numbers are not plausible answers, and slow to parse."""
 
-# Where the answer is --------------------------------------------------------------------------------------------------
+# Extraction -----------------------------------------------------------------------------------------------------------
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.S)
@@ -32,9 +32,9 @@ _SENTENCE_END = re.compile(r"(?<!Rs)(?<!\bNo)[.!?](?=\s+[A-Z])")
 
 
 def find_answer(response: str) -> str | None:
-    """The last box; else what follows the last 'answer is', 'Answer:' or ####; else the last line, or the expression in it.
+    """The last box; else the text after the last 'answer is', 'Answer:' or ####; else the last line, or the expression in it.
 
-    Boxes with nothing but 'or', 'and' or commas between them are one answer, a list. So are expressions joined by 'or'.
+    Boxes separated only by 'or', 'and' or commas are one answer, a list. So are expressions joined by 'or'.
     """
     text = response[-WINDOW:]
     boxed = _boxed(text)
@@ -47,7 +47,7 @@ def find_answer(response: str) -> str | None:
         rest = text[phrase.end() :].strip(" \t*:")
         line = next((line for line in rest.splitlines() if line.strip(" *\t$")), "")
         if line.startswith("$$") or "\\[" in line[:3]:
-            line = rest  # a displayed formula may take lines
+            line = rest  # a displayed formula may span lines
         return _expression(_SENTENCE_END.split(line, maxsplit=1)[0], short=LONGEST_LINE) or None
     lines = text.rstrip().rsplit("\n", 1)
     return _expression(lines[-1], short=LONGEST_LINE if len(lines[-1].split()) <= 3 else 0) or None
@@ -72,7 +72,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _braced(text: str, at: int) -> tuple[int, str] | None:
-    """Where the group that begins at `at` ends, and what is in it. Without braces, the next word is the group."""
+    """End and content of the group that starts at `at`. Without braces, the group is the next word."""
     if text[at : at + 1] != "{":
         word = re.compile(r"[^\s$.,]+").match(text, at)
         return (word.end(), word[0]) if word else None
@@ -85,7 +85,7 @@ def _braced(text: str, at: int) -> tuple[int, str] | None:
 
 
 def _expression(line: str, short: int) -> str:
-    """The line itself if it is short; else, or if it has them, its last formula or number; a list when 'or' joins several."""
+    """The line itself if it is short; if long, or prose around formulas, its last formula or number; a list if 'or' joins some."""
     line = line[-LONGEST_FORMULA:].strip().strip("*").strip()
     pieces = [(m.start(), m.end(), next(filter(None, m.groups()), "")) for m in _DOLLARS.finditer(line)]
     bare = _DOLLARS.sub("", line)
@@ -106,7 +106,7 @@ def _expression(line: str, short: int) -> str:
     return ", ".join(dict.fromkeys(piece[2].strip() for piece in joined))
 
 
-# One way of writing ---------------------------------------------------------------------------------------------------
+# Normalisation --------------------------------------------------------------------------------------------------------
 
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ",
@@ -124,7 +124,7 @@ _UNICODE = {
 }  # fmt: skip
 _TRANSLATE = str.maketrans(_UNICODE)
 
-# Escapes that a JSON reader has eaten ('\frac' as a form feed and 'rac') are common in published references.
+# Published references often contain escapes that a JSON parser has consumed ('\frac' as a form feed and 'rac').
 _EATEN = [
     (re.compile("\x0c(?=rac)"), r"\\f"),
     (re.compile("\t(?=ext|imes|heta|an[^a-z])"), r"\\t"),
@@ -132,7 +132,7 @@ _EATEN = [
     (re.compile(r"\n(?=eq?\b)"), r"\\n"),
     (re.compile(r"\n(?=arctan\b)"), r"\\"),
 ]
-# In this order.
+# Applied in this order.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
     (re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
@@ -152,7 +152,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
     (re.compile(r"\^\s*(?:{\s*)?\\(?:circ|textcirc|degree)(?![a-zA-Z])(?:\s*})?"), r"\\degree "),
     (re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
-    (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a reader that ate the rest
+    (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
     (re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
     (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf|vec|hat)(?![a-zA-Z])\s*(?={)"), ""),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
@@ -171,7 +171,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 
 
 def normalise(text: str) -> str:
-    """The same answer in one spelling: unicode as LaTeX, one name for each command, no spacing commands, no decoration."""
+    """The answer in canonical spelling: Unicode as LaTeX, one name per command, no spacing commands, no decoration."""
     for pattern, replacement in _EATEN:
         text = pattern.sub(replacement, text)
     text = text.strip()
@@ -180,7 +180,7 @@ def normalise(text: str) -> str:
         text = text[1:-1]
     text = text.translate(_TRANSLATE)
     if "\\begin" not in text:
-        text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix it is the end of a row
+        text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix, \\ ends a row
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _without_stray_braces(text).strip().rstrip(".,;: ").strip()
@@ -188,7 +188,7 @@ def normalise(text: str) -> str:
 
 
 def _without_stray_braces(text: str) -> str:
-    """Drop closing braces that nothing opened, as in '[0, 1]}'."""
+    """Drop unmatched closing braces, as in '[0, 1]}'."""
     depth, kept, start = 0, [], 0
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
@@ -202,7 +202,7 @@ def _without_stray_braces(text: str) -> str:
     return "".join([*kept, text[start:]])
 
 
-# What needs no algebra ------------------------------------------------------------------------------------------------
+# Comparison without algebra -------------------------------------------------------------------------------------------
 
 _INTEGER = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,{MOST_DIGITS}}})"
 _PLAIN = re.compile(rf"([-+]?)\s?({_INTEGER}(?:\.\d{{0,{MOST_DIGITS}}})?|\.\d{{1,{MOST_DIGITS}}})(?:\s?/\s?({_INTEGER}))?", re.A)
@@ -213,7 +213,7 @@ _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}
 
 
 def plain_number(text: str) -> Fraction | None:
-    """An integer, a decimal or a fraction of integers, exactly; none for anything else. `text` is normalised."""
+    """The exact value of an integer, a decimal or a fraction of integers; None for anything else. `text` is normalised."""
     found = _PLAIN.fullmatch(text) or _FRACTION.fullmatch(text)
     if found is None:
         return None
@@ -223,12 +223,12 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def key(text: str) -> str:
-    """What two spellings of the same text have in common: case counts, white space and \\text do not."""
+    """A key shared by all spellings of the same text: case matters, white space and \\text do not."""
     return re.sub(r"[\s$]+", "", _TEXT.sub(r"\1", text))
 
 
 def words(text: str) -> str:
-    """An answer in plain words, without case, articles and punctuation; nothing if it is not plain words."""
+    """An answer in plain words, without case, articles and punctuation; empty if it is anything else."""
     text = _TEXT.sub(r" \1 ", text)
     if not _WORDS.fullmatch(text) or not re.search(r"[a-z]{3}|[A-Z][a-z]{2}", text):
         return ""
@@ -245,7 +245,7 @@ def split_choice(text: str) -> tuple[str, str]:
 
 
 def compare_plainly(answer: str, truth: str, tolerance: float) -> bool | None:
-    """Right, wrong, or none when it takes more than this to tell. Both are normalised."""
+    """True or False, or None if plain comparison cannot decide. Both texts are normalised."""
     if key(answer) == key(truth):
         return True
     said = words(truth)

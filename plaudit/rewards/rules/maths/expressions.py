@@ -1,11 +1,11 @@
-r"""LaTeX formulas as trees, without sympy: read in linear time, within bounds, and never run as code.
+r"""LaTeX formulas parsed into trees without sympy: in linear time, within bounds, and never evaluated as code.
 
 A tree is a tuple: ('num', Fraction), ('sym', name), ('const', 'pi' | 'e' | 'i' | 'oo'), or an operation and its operands:
 ('add' | 'mul' | 'div' | 'pow', a, b), ('neg', a), ('call', function, argument), ('apply', f, argument),
 ('root', n, a), ('log', base, a), ('binom', n, k).
 
 Differs from latex2sympy: `2\frac{1}{2}` is a mixed number, an unknown command or word makes the formula unreadable instead of a
-product of its letters, and a formula of a million powers costs no more than its length.
+product of its letters, and parsing a formula of a million powers takes time linear in its length.
 """
 
 import re
@@ -18,11 +18,11 @@ Tree = tuple[Any, ...]
 DEEPEST = 40
 MOST_DIGITS = 400
 MOST_BITS = 20_000
-"""Of an exact number; a longer one has no exact value here."""
+"""Size limit for exact numbers; longer ones have no exact value here."""
 
 
 class Unreadable(Exception):
-    """Not a formula, or not one that we know how to read."""
+    """Not a formula, or not one that this parser supports."""
 
 
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\S)", re.A)
@@ -43,14 +43,14 @@ _EVALUATED = FUNCTIONS - frozenset(["det", "gcd", "lcm", "max", "min", "sgn"])
 _DIGITS = frozenset("0123456789.")
 _TIMES = frozenset(["*", "\\cdot", "\\times", "\\ast"])
 _UNKNOWN_FUNCTIONS = frozenset("fghFG")
-"""Letters that are a function before a bracket; other letters are a factor."""
+"""Letters that denote a function before a bracket; any other letter is a factor."""
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _NAMED = frozenset(["\\overline", "\\overrightarrow", "\\widehat", "\\bar", "\\tilde", "\\text"])
 _WORDS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
 
 
 def read_expression(text: str) -> Tree:
-    """The tree of a formula; raises Unreadable."""
+    """Parse a formula into its tree; raises Unreadable."""
     reader = _Reader(list(_tokens(text)))
     try:
         tree = reader.sum()
@@ -79,7 +79,7 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 class _Reader:
-    """Recursive descent over the tokens."""
+    """Recursive-descent parser."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.at, self.depth = tokens, 0, 0
@@ -180,7 +180,7 @@ class _Reader:
         return ("num", whole[1] + Fraction(int(above), int(below)))
 
     def argument(self) -> Tree:
-        """What stands behind ^ or a command: a group, or one token ('x^23' is x^2 3 in LaTeX; here it is read as one number)."""
+        """The operand of ^ or a command: a group, or one token ('x^23' is x^2 3 in LaTeX; here 23 is read as one number)."""
         if self.token == "{":
             return self.group("}")
         if self.token == "-":
@@ -276,7 +276,7 @@ class _Reader:
                 raise Unreadable("an index")
         tree = self.function_argument()
         if name in ("log", "lg"):
-            # The reference and the answer mean the same by a log without a base, whatever that is.
+            # A log without a base means the same in the reference and the answer, whichever base that is.
             tree = ("log", base, tree) if base is not None else ("call", "log10" if name == "lg" else "log", tree)
         elif power == ("neg", ("num", Fraction(1))):
             return ("call", "arc" + name, tree)
@@ -328,7 +328,7 @@ _ATOMS: dict[str, Callable[[_Reader], Tree]] = {
 }
 
 
-# What a tree is -------------------------------------------------------------------------------------------------------
+# Operations on trees --------------------------------------------------------------------------------------------------
 
 
 def symbols(tree: Tree) -> frozenset[str]:
@@ -344,7 +344,7 @@ def rename(tree: Tree, old: str, new: str) -> Tree:
 
 
 def exact(tree: Tree) -> Fraction | None:
-    """The value of a formula of rational numbers; none if it has no such value, or one that is too long to write down."""
+    """The exact value of a formula of rational numbers; None if it has none, or one with too many digits."""
     match tree:
         case ("num", value):
             return value

@@ -1,6 +1,6 @@
-r"""What kind of thing an answer is: a value, a list, a tuple, a region of the line, an equation, a ratio, a matrix, or words.
+r"""Parsing an answer into its form: a value, a list, a tuple, a region of the real line, an equation, a ratio, a matrix, or words.
 
-5 \text{ cm}, x = 5, f(x) = x^2       Value, with its unit and what it is the value of
+5 \text{ cm}, x = 5, f(x) = x^2       Value, with its unit and the name it is assigned to
 2, -8 ; 2 \text{ or } -8 ; \pm 3      Many('list'), in any order        \{2, -8\}  Many('set')
 (1, 2)                                 Many('tuple'), in this order; also the open interval
 [1, 2), x > 3, \{x | x < 1\}, \mathbb{R}   Region: intervals, ends open or closed; 'or' and \cup unite
@@ -24,11 +24,11 @@ class Value:
     tree: Tree
     unit: str = ""
     name: str = ""
-    """What stands before the equals sign: 'x', 'AC', 'f(x)'."""
+    """The left-hand side of the equals sign: 'x', 'AC', 'f(x)'."""
     bound: str = ""
-    """The variable of a function: x of f(x)."""
+    """The variable of a function: x in f(x)."""
     others: tuple[Tree, ...] = ()
-    """In 'a = b = c', the ones before the last; all must agree."""
+    """In 'a = b = c', all but the last; all must agree."""
     rough: Tree | None = None
     """In 'a ≈ b', b."""
 
@@ -41,7 +41,7 @@ class Many:
 
 @dataclass(frozen=True)
 class Part:
-    """One interval of the line."""
+    """One interval of the real line."""
 
     low: Tree
     high: Tree
@@ -57,7 +57,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Relation:
-    """left ? right, where ? is =, <, ≤ or ≠ (> and ≥ are turned round)."""
+    """left ? right, where ? is =, <, ≤ or ≠ (> and ≥ are flipped)."""
 
     sign: str
     left: Tree
@@ -66,7 +66,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Member:
-    """'k ∈ ℤ': what belongs to an answer with a parameter."""
+    """'k ∈ ℤ': the domain of a parameter in an answer."""
 
     name: str
     of: str
@@ -115,7 +115,7 @@ def read_form(text: str) -> Form:
 
 
 def _join_regions(items: list[Form], joints: list[str]) -> Form:
-    """'x < 1 or x > 3' is one region; 'x > 0 and x ≠ 1', or the same with a comma, is what both have in common: left as a list."""
+    """'x < 1 or x > 3' is one region; 'x > 0 and x ≠ 1', or the same with a comma, is an intersection and stays a list."""
     united = set(joints) <= {"or", ","} and "or" in joints
     names = {item.variable for item in items if isinstance(item, Region)}
     if united and len(names) == 1:
@@ -159,7 +159,7 @@ def open_interval(form: Form) -> Region | None:
 
 
 def _split(text: str, at: set[str]) -> tuple[list[str], list[str]]:
-    """The pieces between separators that stand in no bracket, and the separators."""
+    """The pieces between separators outside brackets, and the separators."""
     text = re.sub(r"\\text\s*{\s*(or|and|if and only if|where)\s*}", r" \1 ", text)
     pieces, joints, start, depth, end = [], [], 0, 0, 0
     for found in _PIECES.finditer(text):
@@ -177,7 +177,7 @@ def _split(text: str, at: set[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_thousands(text: str, comma: int) -> bool:
-    """A comma without space between one to three digits and exactly three: 81,213. In brackets it always separates."""
+    """A comma without a space between one to three digits and exactly three: 81,213. In brackets a comma always separates."""
     return bool(
         re.match(r",\d{3}(?![\d])", text[comma : comma + 5])
         and re.search(r"(?<![\d.])(?:[1-9]\d{0,2}(?:,\d{3})*)$", text[:comma][-40:])
@@ -206,7 +206,7 @@ def _read_item(text: str) -> Form:
 
 
 def _bracketed(text: str) -> Form | None:
-    """A tuple, an interval or a set, if one pair of brackets holds all of the text."""
+    """A tuple, an interval or a set, if one pair of brackets encloses the entire text."""
     if text[:1] == "{" and text[-1:] == "}" and re.search(r"[,|]", text) and _balanced(text[1:-1]):
         text = f"\\{text[:-1]}\\}}"  # {0, 1} for \{0, 1\}
     opening = "\\{" if text.startswith("\\{") else text[:1]
@@ -331,7 +331,7 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """('f(x)' → 'f', 'x'), ('a_n' → 'a', 'n'), ('x' → 'x', ''): the name that is given a value, and its variable."""
+    """('f(x)' → 'f', 'x'), ('a_n' → 'a', 'n'), ('x' → 'x', ''): the name that is assigned a value, and its variable."""
     text = text.strip()
     if function := _FUNCTION.fullmatch(text):
         return function[1].strip("{}"), function[2].lstrip("\\")

@@ -1,4 +1,4 @@
-r"""What stands around a number: its unit, a currency, and the words of a sentence that ends in it."""
+r"""The text around a number: its unit, a currency, and the sentence that ends in it."""
 
 import re
 
@@ -16,7 +16,7 @@ _TRAILING = re.compile(
 )
 _TRAILING_WORDS = re.compile(r"^(.*?[\d}])\s*([A-Za-z]+\.?(?:\^{?\d}?)?(?:[\s/][A-Za-z]+\.?(?:\^{?\d}?)?){0,3})$", re.S)
 _LEADING = re.compile(r"^(-?)\s*(?:\\text\s*{\s*)?(\\?\$|Rs\.?|[€£¥])\s*}?\s*(?=[\d.(\\])")
-# Behind a number these change what it says.
+# After a number, these words change its meaning.
 _MEANINGFUL = frozenset(
     re.findall(
         r"\w+",
@@ -28,7 +28,7 @@ _PROSE = re.compile(r"^(?:\\text\s*{)?([A-Za-z][A-Za-z ,']*?\s(?:is|are|equals|b
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """('5 \\text{ cm}^2' → '5', 'cm^2'). A word that changes what the number says is no unit; then the text is unreadable."""
+    """('5 \\text{ cm}^2' → '5', 'cm^2'). A word that changes the number's meaning is not a unit and makes the text unreadable."""
     if leading := _LEADING.match(text):
         rest, _ = split_unit(leading[1] + text[leading.end() :])
         symbol = leading[2].lstrip("\\").rstrip(".").lower()
@@ -50,7 +50,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _is_unit(names: list[str]) -> bool:
-    """Words without \\text: 'cm' and 'apples' are units, 'x', 'ab' and 'sin' are not."""
+    """Words without \\text: 'cm' and 'apples' are units; 'x', 'ab' and 'sin' are not."""
     first = re.split(r"[/^]", names[0])[0].strip(".").lower()
     known = first in _SAME_UNITS or first.removesuffix("s") in _UNITS
     if len(first) == 1:
@@ -69,7 +69,7 @@ def _unit(raw: str) -> str:
 
 
 def without_prose(text: str) -> str:
-    """'The area is 5' → '5'; words that change the meaning stay, and make it unreadable."""
+    """'The area is 5' → '5'; words that change the meaning are kept, which makes the text unreadable."""
     found = _PROSE.match(text)
     if found is None:
         return text

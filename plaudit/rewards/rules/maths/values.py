@@ -1,4 +1,4 @@
-"""Whether formulas have the same value: exactly if they are rational, else with 60 digits, at points drawn for their variables."""
+"""Whether formulas have the same value: exactly if they are rational, else to 60 digits at random points for their variables."""
 
 import random
 from typing import Any
@@ -11,9 +11,9 @@ from plaudit.rewards.rules.maths.forms import Relation
 
 mp.dps = 60
 CLOSE = mpmath.mpf(10) ** -45
-"""Of numbers with 60 digits: what rounding explains."""
+"""Difference between 60-digit numbers that rounding can explain."""
 LARGEST = mpmath.mpf(10) ** 40
-"""Beyond this, 60 digits do not show whether two numbers are equal."""
+"""Beyond this, 60 digits cannot show whether two numbers are equal."""
 POINTS = 4
 TRIES = 16
 
@@ -39,7 +39,7 @@ def equal(a: Tree, b: Tree) -> bool:
 
 
 def proportional(a: Relation, b: Relation) -> bool:
-    """left − right of the one is a constant times that of the other; positive, for inequalities."""
+    """left − right of one is a constant multiple of the other's; a positive one for inequalities."""
     f, g = (("add", one.left, ("neg", one.right)) for one in (a, b))
     if symbols(f) != symbols(g):
         return False
@@ -62,7 +62,7 @@ def _points(a: Tree, b: Tree) -> list[dict[str, Any]]:
     names = sorted(symbols(a) | symbols(b))
     if not names:
         return [{}]
-    draw = random.Random(20)  # the same points for every answer: a score must not depend on luck
+    draw = random.Random(20)  # the same points for every answer, so that scores are deterministic
     whole = {name for name in names if _is_exponent_of_minus_one(a, name) or _is_exponent_of_minus_one(b, name)}
     points = []
     for attempt in range(TRIES):
@@ -75,7 +75,7 @@ def _points(a: Tree, b: Tree) -> list[dict[str, Any]]:
 
 
 def _is_exponent_of_minus_one(tree: Tree, name: str) -> bool:
-    """(-1)^n says that n is a whole number."""
+    """(-1)^n implies that n is an integer."""
     if tree[0] == "pow" and exact(tree[1]) == -1 and name in symbols(tree[2]):
         return True
     return any(_is_exponent_of_minus_one(part, name) for part in tree[1:] if isinstance(part, tuple))
@@ -91,7 +91,7 @@ _FUNCTIONS = {
 
 
 def number(tree: Tree, point: dict[str, Any]) -> Any:
-    """The value at a point, with 60 digits; none where there is none, or where it would take too long."""
+    """The value at a point, to 60 digits; None if it is undefined or would take too long to compute."""
     try:
         value = _evaluate(tree, point)
     except (ArithmeticError, ValueError, KeyError, TypeError, mp.NoConvergence):
@@ -126,10 +126,10 @@ def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
         case ("call", "factorial", a):
             return mpmath.factorial(_bounded(_evaluate(a, point), 1e4))
         case ("call", "log", a):
-            # Base e or 10, the same on both sides: a base that nobody means keeps ln and lg from being taken for it.
+            # Base e or 10, but the same on both sides: an arbitrary base, so that it equals neither ln nor lg.
             return mpmath.log(_bounded(_evaluate(a, point))) / 7
         case ("apply", name, a):
-            # An unknown function: any fixed one that nobody would write stands for it.
+            # An unknown function: replaced by an arbitrary fixed one that no answer would contain.
             x = _bounded(_evaluate(a, point))
             return mpmath.sin(x * 3 + ord(name)) + x * x / 7 + ord(name)
         case ("call", name, a):
@@ -139,7 +139,7 @@ def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
 
 def _bounded(value: Any, bound: float = 1e6) -> Any:
     if abs(value) > bound:
-        raise ValueError("too large")  # it would be computed with as many digits
+        raise ValueError("too large")  # precision, and so time, would grow with the value
     return value
 
 
@@ -150,14 +150,14 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _root(n: Any, value: Any) -> Any:
-    # The cube root of a negative number is the real one.
+    # An odd root of a negative number is the real one.
     if n == int(mpmath.re(n)) and int(mpmath.re(n)) % 2 == 1 and mpmath.im(value) == 0 and value < 0:
         return -_power(-value, 1 / n)
     return mpmath.sqrt(value) if n == 2 else _power(value, 1 / n)
 
 
 def rounds_to(value: Tree, rough: Tree) -> bool:
-    """Whether `rough` is `value` to its last digit."""
+    """Whether `rough` equals `value` to its last digit."""
     a, b = number(value, {}), exact(rough)
     if a is None or b is None or mpmath.im(a) != 0:
         return False

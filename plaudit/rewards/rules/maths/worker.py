@@ -1,11 +1,11 @@
-r"""The other side of `kind: math`: whether two answers are the same, by reading both and comparing what they are.
+r"""The worker-process side of `kind: math`: parses two answers and decides whether they are the same.
 
-Formulas are compared by value, not by rewriting: equal trees are equal; rational numbers are compared exactly; all else with
-60 digits, at points drawn at random for their variables. Formulas that differ, differ at almost every point, so this refuses in
-one evaluation and accepts after several: faster and stricter than `simplify`, which gives up on many that are equal.
-What these readers do not know (sums, integrals, limits) is asked of math-verify, with its LaTeX reader only (no code).
+Formulas are compared by value, not by rewriting: equal trees are equal; rational numbers are compared exactly; everything else to
+60 digits, at random points for the variables. Different formulas differ at almost every point, so one evaluation rejects and
+several accept: faster and stricter than `simplify`, which gives up on many that are equal.
+Formulas that these parsers do not support (sums, integrals, limits) go to math-verify, with its LaTeX parser only (no code).
 
-Runs in the processes of a `WorkerPool`, which enforces the time limit: an answer that hangs or crashes one scores 0.
+Runs in the processes of a `WorkerPool`, which enforces the time limit: an answer that makes one hang or crash scores 0.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-# The loader put this folder in front, where our `units` and `values` would hide those of whoever imports theirs next.
+# The loader puts this folder first on the path, where our `units` and `values` would shadow other modules of those names.
 sys.path[:] = [folder for folder in sys.path if folder != str(Path(__file__).resolve().parent)]
 
 import math_verify  # noqa: E402 (here and not where it is used: a call has a time limit)
@@ -28,14 +28,14 @@ from plaudit.rewards.rules.maths.expressions import Tree, Unreadable, exact, ren
 from plaudit.rewards.rules.maths.forms import Form, Many, Member, Part, Region, Relation, Value, open_interval, read_form  # noqa: E402
 from plaudit.rewards.rules.maths.values import equal, number, proportional, rounds_to  # noqa: E402
 
-logging.disable(logging.WARNING)  # math-verify's: that its calls have no time limit. Ours is the parent's.
+logging.disable(logging.WARNING)  # math-verify warns that its calls have no time limit; the parent process enforces ours
 
 
 def compare(solution_str: str, ground_truth: str, tolerance: float = 0.0) -> dict[str, Any]:
-    """1 if the answer is the reference, else 0. `by` says who decided: the readers here, or math-verify."""
+    """1 if the answer equals the reference, else 0. `by`: what decided, the parsers here or math-verify."""
     try:
         return _compare(solution_str, ground_truth, tolerance)
-    except Exception as error:  # the answer's doing, or ours; not to be dropped, or the policy learns to write it
+    except Exception as error:  # caused by the answer, or a bug here; dropping the sample would teach the policy to write it
         return {"score": 0.0, "malformed": True, "by": f"{type(error).__name__}: {error}"[:300]}
 
 
@@ -61,7 +61,7 @@ def _reference(text: str) -> Form | None:
 
 
 class _Comparison:
-    """The reference decides which form is asked for, and what may be left out."""
+    """The reference determines the required form, and what may be left out."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
@@ -97,7 +97,7 @@ class _Comparison:
         if not _same_name(truth, answer) or not _consistent(truth) or not _consistent(answer):
             return False
         if truth.others and answer.others and not truth.name and not answer.name:
-            return False  # '8 + 16 = 24' against '6 · 4 = 24': who knows which side was asked for; equal texts never come here
+            return False  # '8 + 16 = 24' and '6 · 4 = 24': it is unclear which side was required; equal texts never get here
         values = [tree]
         if answer.rough is not None:
             if not rounds_to(answer.tree, answer.rough):
@@ -115,7 +115,7 @@ class _Comparison:
                 return False
             if self.equal(_scaled(truth, truth_unit), _scaled(answer, answer_unit)):
                 return True  # 50 % = 0.5
-            # Asked for a percentage, '50' is 50 %. But a bare reference of at most 1 may be a share, where '1 %' is another number.
+            # If a percentage is required, '50' is 50 %. But a bare reference of at most 1 may be a share, so '1 %' is not 1.
             bare = exact(truth) if answer_unit else None
             return self.equal(truth, answer) and (not answer_unit or (bare is not None and abs(bare) > 1))
         if "deg" in (truth_unit, answer_unit):
@@ -143,7 +143,7 @@ class _Comparison:
         if kinds <= {"list", "set"}:
             if all(named):
                 return named[0] == named[1] and self.same_any_order(truth.items, answer.items)
-            # 'x = 2, y = 3' against '2, 3' goes by order, 'x = 2 or x = 3' does not.
+            # 'x = 2, y = 3' and '2, 3' are compared in order, 'x = 2 or x = 3' in any order.
             return self.same_in_order(truth.items, answer.items) if any(named) else self.same_any_order(truth.items, answer.items)
         if kinds == {"tuple", "list"} and any(named):
             return self.same_in_order(truth.items, answer.items)
@@ -189,7 +189,7 @@ def _same_part(a: Part, b: Part) -> bool:
 
 
 def _consistent(value: Value) -> bool:
-    """All sides of 'a = b = c' are the same number: '3 = 5' is two answers, 'A = B = 60' is about more than A."""
+    """All sides of 'a = b = c' are the same number: '3 = 5' is two answers, 'A = B = 60' assigns more than A."""
     return all(equal(other, value.tree) for other in value.others)
 
 
@@ -203,7 +203,7 @@ def _same_name(truth: Value, answer: Value) -> bool:
 
 
 def _names(form: Many) -> tuple[str, ...] | None:
-    """The names of 'x = 2, y = 3', sorted; none where all are the same name, or some have none."""
+    """The names in 'x = 2, y = 3', sorted; None if all are the same name, or some item has none."""
     names = [re.sub(r"_?\d+$", "", item.name) if isinstance(item, Value) else "" for item in form.items]
     return tuple(sorted(names)) if all(names) and len(set(names)) > 1 else None
 
@@ -215,7 +215,7 @@ def _scaled(tree: Tree, unit: str) -> Tree:
 
 
 def _as_one_relation(truth: Form, answer: Form) -> bool:
-    """'y = 2x + 1' against '2x - y + 1 = 0'."""
+    """'y = 2x + 1' equals '2x - y + 1 = 0'."""
     sides = []
     for form in (truth, answer):
         if isinstance(form, Value):
@@ -227,7 +227,7 @@ def _as_one_relation(truth: Form, answer: Form) -> bool:
     return proportional(*sides)
 
 
-# What is left --------------------------------------------------------------------------------------------------------
+# Fallback to math-verify ----------------------------------------------------------------------------------------------
 
 _FORMULA = re.compile(r"[\w\s\\{}()\[\]^+\-*/=|,.]{1,200}", re.A)
 _LONG_NUMBER = re.compile(r"\d{6}|\^\s*{?\s*\(?\d{4}|\^\s*[({][^)}]*\^|\^[^^]*\^[^^]*\^|!|\*\*")
@@ -235,8 +235,8 @@ _RELATION = re.compile(r"\\(?:le|ge|ne|in|equiv|approx|sim)(?![a-zA-Z])|(?<!_{\w
 
 
 def _is_formula(text: str) -> bool:
-    """No prose; nothing huge, for sympy works out powers and factorials while it reads; no relation, which math-verify would solve,
-    for minutes or by an answer that only shares solutions; no \\text and no base of digits, which it leaves out."""
+    """Whether math-verify may compare the text. No prose; nothing huge, since sympy evaluates powers and factorials while parsing;
+    no relation, which it would solve for minutes or accept for shared solutions alone; no \\text or numeric base: it drops both."""
     bare = re.sub(r"\\[a-zA-Z]+", " ", text)
     return (
         bool(_FORMULA.fullmatch(text))
