@@ -30,7 +30,7 @@ class TransformersEngine(Engine):
             limit = request.max_new_tokens or sampling.max_new_tokens
             if not len(request.tokens) or (context and len(request.tokens) + limit > context):
                 raise PlauditError(f"prompt {request.prompt_id}: {len(request.tokens)} tokens do not fit; the context is {context}")
-        for request in requests:
+        for request in sorted(requests, key=lambda request: request.max_new_tokens or sampling.max_new_tokens):
             for index in range(request.n):
                 yield self._sample(request, index, sampling)
 
@@ -56,7 +56,9 @@ class TransformersEngine(Engine):
             untempered.append(logits.log_softmax(-1)[0, token].item())
             inputs = torch.tensor([[token]], device=self.model.device)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            if token in self.ends or any(stop in text for stop in sampling.stop):
+            if stopped := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
+                text = text[: min(stopped)]  # the stop string stays, what its last token says beyond it does not
+            if stopped or token in self.ends:
                 status = "finished"
                 break
         arrays = (np.array(values, dtype=np.float32) for values in (logprobs, untempered))

@@ -280,8 +280,8 @@ def test_a_probe_that_would_be_right_is_left_out():
 
 
 def test_probes_without_a_reference_or_numbers():
-    prompt = Prompt("1", [{"role": "user", "content": "Write a poem."}])
-    free = make_target(0, prompt, None, ["roses"], [(Prompt("2", [{"role": "user", "content": "Sing."}]), "la la")], seed=0)
+    poem = Prompt("1", [{"role": "user", "content": "Write a poem."}])
+    free = make_target(0, poem, None, ["roses"], [(Prompt("2", [{"role": "user", "content": "Sing."}]), "la la")], seed=0)
     texts = {p.name: probe_text(p, free, seed=0, padding_characters=100) for p in PROBES}
     assert {name for name, text in texts.items() if text is not None} == {
         "other_answer", "empty", "white_space", "echo", "not_a_number", "score_injection", "judge_injection", "padding", "praise",

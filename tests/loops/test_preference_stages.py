@@ -220,7 +220,7 @@ def test_the_reference_is_asked_once_and_kept(tmp_path, tiny_model, pairs_file, 
     stop_before(monkeypatch, 4)
     with pytest.raises(Stopped):
         run_stage(tmp_path, "dpo", tiny_model, pairs_file, **sections)
-    assert "reference: log-probs of 80 pairs under the model as it begins" in capsys.readouterr().err
+    assert "reference: log-probs of 80 pairs under the untrained model" in capsys.readouterr().err
     file = tmp_path / "run/reference.safetensors"
     before, written = file.read_bytes(), file.stat().st_mtime_ns
     run_stage(tmp_path, "dpo", tiny_model, pairs_file, **sections)
@@ -392,7 +392,7 @@ def test_a_reward_model_where_one_that_writes_belongs(
         told = " ".join(err.split())
         assert code == 2
         assert f"model.path: {judge} is a reward model ({type_of(judge)}), which gives scores, but" in told
-        assert f"`plaudit {stage}` trains one that writes" in told
+        assert f"`plaudit {stage}` trains a model that generates text" in told
         assert f"{{kind: scalar_model, model: {{path: {judge}}}}}" in told
     reference = pair_recipe(tiny_models[kind], pairs_file, tmp_path / "run", reference={"path": str(judge)})
     assert "reference.path: " in plaudit("dpo", write_recipe(tmp_path / "r.yaml", reference))[2]

@@ -1209,7 +1209,7 @@ def test_samples_of_all_steps_are_one_table_without_secrets(tmp_path, recipe, pr
     ("sections", "told"),
     [
         ({"rollout": {"n": 1}}, "rollout.n is 1, but grpo compares the samples of a group"),
-        ({"rollout": {"stop": ""}}, "rollout.stop: an empty string would end every response at once"),
+        ({"rollout": {"stop": ""}}, "rollout.stop: an empty string would end every response immediately"),
     ],
 )
 def test_settings_that_would_train_nothing_are_refused(recipe, sections, told):
@@ -1224,7 +1224,7 @@ def test_a_reward_that_is_only_measured_stops_nothing(tmp_path, recipe, reward_f
     tree["rewards"] = [function(reward_file), function(broken, name="value", weight=0)]
     train_rl(write_recipe(file, tree))
     [row] = metrics_of(tmp_path / "run")
-    assert (row["failures/measured/exception"], row["dropped"]) == (12, 0)
+    assert (row["failures/value/exception"], row["dropped"]) == (12, 0)
 
 
 def test_a_special_token_as_stop_string_stops(tiny_model):

@@ -320,12 +320,12 @@ def test_dropout_is_keyed_by_the_step(tiny_model):
     trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64)
     loss = nll_of(policy, batches)
     trainer.update(batches, loss)
-    counts, tensors = trainer.state()
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors = {name: tensor.clone() for name, tensor in trainer.optimiser.state().items()}
 
     def again(step: int) -> tuple[float, dict[str, Tensor]]:
         torch.rand(7)
-        trainer.load_state({**counts, "updates": step}, [{name: tensor.clone() for name, tensor in tensors.items()}])
+        trainer.updates = step
+        trainer.optimiser.load_state([{name: tensor.clone() for name, tensor in tensors.items()}])
         return trainer.update(batches, loss)["loss"], snapshot(trainer)
 
     first, second, other = again(1), again(1), again(2)
