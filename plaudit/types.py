@@ -55,7 +55,7 @@ class Sample:
     sampler_logprobs: np.ndarray
     """Of logits / temperature, as the sampler computed them; not renormalised after top-p or top-k."""
     untempered_logprobs: np.ndarray | None
-    """At temperature 1: a metric, never trained on."""
+    """At temperature 1: a metric, never trained on. None from an engine that does not compute them."""
     version: int
     """Version of the weights that sampled it: the number of training steps they have had."""
 

@@ -89,7 +89,9 @@ def _row(group: Group) -> dict[str, Any]:
         "responses": [sample.text for sample in samples],
         "status": [sample.status for sample in samples],
         "tokens": [len(sample) for sample in samples],
-        "logprob": [round(float(sample.untempered_logprobs.sum()), 4) for sample in samples],
+        "logprob": [
+            None if sample.untempered_logprobs is None else round(float(sample.untempered_logprobs.sum()), 4) for sample in samples
+        ],
     }
 
 

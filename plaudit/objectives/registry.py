@@ -24,7 +24,7 @@ class Estimator:
     token: called once, `(StepRewards) → A_N`, a number per token; with a critic `(A_N, returns_N)`."""
     summary: str
     """For `plaudit config --explain`."""
-    needs: frozenset[Need] = frozenset()
+    needs: tuple[Need, ...] = ()
     """group: two or more samples per prompt. critic: values. greedy: one more sample per prompt, drawn greedily. lengths: also gets
     `lengths_G`. normalised rewards: every reward is normalised by its group before they are combined."""
     settings: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class PolicyLoss:
     function: str
     """Its name in `policy.py`: `(policy_logprobs_N, old_logprobs_N, advantages_N) → TokenLoss`."""
     summary: str
-    needs: frozenset[Literal["lengths"]] = frozenset()
+    needs: tuple[Literal["lengths"], ...] = ()
     """lengths: also gets `lengths_S`, the tokens of each sequence."""
     settings: tuple[str, ...] = ()
     """Settings of `algorithm` that it takes: `clip_ratio` as `clip_low` and `clip_high`, others by their own names."""
@@ -53,24 +53,23 @@ class PolicyLoss:
         return getattr(import_module("plaudit.objectives.policy"), self.function)
 
 
-GROUP: frozenset[Need] = frozenset({"group"})
-
 ESTIMATORS = {
     estimator.name: estimator
     for estimator in (
-        Estimator("grpo", "grpo", "group", "a sample against the mean of its group", GROUP, ("divide_by_std",)),
-        Estimator("rloo", "rloo", "group", "a sample against the mean of the others in its group", GROUP),
-        Estimator("opo", "opo", "group", "a sample against its group's mean weighted by length", GROUP | {"lengths"}),
+        Estimator("grpo", "grpo", "group", "a sample against the mean of its group", ("group",), ("divide_by_std",)),
+        Estimator("rloo", "rloo", "group", "a sample against the mean of the others in its group", ("group",)),
+        Estimator("opo", "opo", "group", "a sample against its group's mean weighted by length", ("group", "lengths")),
         Estimator(
-            "gdpo", "gdpo", "step", "grpo for each reward separately, then whitened over the step", GROUP | {"normalised rewards"}
+            "gdpo", "gdpo", "step", "grpo for each reward separately, then whitened over the step", ("group", "normalised rewards")
         ),
         Estimator("reinforce++", "reinforce_pp", "token", "whitened over all tokens of the step", settings=("discount",)),
         Estimator(
-            "reinforce++-baseline", "reinforce_pp_baseline", "token", "reward minus the group's mean, whitened over the step", GROUP
+            "reinforce++-baseline", "reinforce_pp_baseline", "token",
+            "reward minus the mean of its group, whitened over the step", ("group",),
         ),
-        Estimator("remax", "remax", "token", "a sample against an additional greedy sample", frozenset({"greedy"})),
+        Estimator("remax", "remax", "token", "a sample against an additional greedy sample", ("greedy",)),
         Estimator(
-            "ppo", "ppo", "token", "a token against the critic's value (GAE), whitened over the step", frozenset({"critic"}),
+            "ppo", "ppo", "token", "a token against the critic's value (GAE), whitened over the step", ("critic",),
             ("discount", "gae_lambda"),
         ),
     )
@@ -80,7 +79,7 @@ POLICY_LOSSES = {
     loss.name: loss
     for loss in (
         PolicyLoss("clipped", "clipped", "PPO's ratio, clipped", settings=("clip_ratio", "dual_clip")),
-        PolicyLoss("gspo", "gspo", "clipped, with one ratio per response", frozenset({"lengths"}), ("clip_ratio",)),
+        PolicyLoss("gspo", "gspo", "clipped, with one ratio per response", ("lengths",), ("clip_ratio",)),
         PolicyLoss("cispo", "cispo", "log π weighted by the clipped ratio", settings=("clip_ratio",)),
         PolicyLoss("policy_gradient", "policy_gradient", "log π, no ratio", uses_ratio=False),
     )

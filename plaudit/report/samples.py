@@ -82,11 +82,12 @@ def _json(value: Any) -> str:
 def length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.group.samples]
     lengths = [len(sample) for sample in samples]
+    untempered = [sample.untempered_logprobs for sample in samples if sample.untempered_logprobs is not None]
     return {
         "length": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
         "truncated": statistics.fmean(sample.status == "truncated" for sample in samples),
         "sampled_tokens": float(sum(lengths)),
         # Mean log-prob at temperature 1 of the policy's own samples: approaches 0 as the policy becomes more certain.
-        "untempered_logprob": float(np.concatenate([sample.untempered_logprobs for sample in samples]).mean(dtype=np.float64)),
+        **({"untempered_logprob": float(np.concatenate(untempered).mean(dtype=np.float64))} if untempered else {}),
     }
