@@ -119,7 +119,7 @@ def training(size: str, folder: Path, device: torch.device, steps: int, tokens: 
     well = True
     for name, settings in settings_to_try().items():
         recipe = recipe_of(folder, device, tokens, **{"checkpointing": False, "offload": False, "liger": False} | settings)
-        recipe = resolve_checkpointing(recipe, tell=lambda line: None)
+        recipe = resolve_checkpointing(recipe, report=lambda line: None)
         plan, wanted = plan_policy(recipe), recipe.model.gradient_checkpointing
         shown = f"| {name} | {plan.layers if wanted is True else int(wanted)} of {plan.layers} |"  # pyright: ignore (settled)
         with measured(device) as peak:

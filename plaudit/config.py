@@ -308,14 +308,14 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
             continue
         seen.add(place)
         where = _where(place, sources, path) if place else str(path)
-        about = f" It is: {fields[place].description}" if place in fields else ""
+        described = f" It is: {fields[place].description}" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
                 yield f"{where} is not a setting.{_suggest(place, fields)}"
             case "missing" if inside:
-                yield f"{where} has too few values.{about}"
+                yield f"{where} has too few values.{described}"
             case "missing":
-                yield f"{where} is missing.{about}"
+                yield f"{where} is missing.{described}"
             case "union_tag_not_found" | "union_tag_invalid" as kind:  # a list entry that can be one of several sections
                 where = _where((*place, context["discriminator"].strip("'")), sources, path)
                 if kind == "union_tag_not_found":

@@ -108,8 +108,8 @@ def _settings(
         value = info.get_default(call_default_factory=True) if section is None else getattr(section, name)
         inner = section_class(info.annotation)
         reason = _ineffective(section).get(name) if value is not None else None
-        about = f"{info.description or ''}{f' No effect here: {reason}.' if reason else ''}"
-        text = [f"{indent}#     {line}" for line in textwrap.wrap(about, max(WIDTH - len(indent), 60))]
+        description = f"{info.description or ''}{f' No effect here: {reason}.' if reason else ''}"
+        text = [f"{indent}#     {line}" for line in textwrap.wrap(description, max(WIDTH - len(indent), 60))]
         if reason is not None:
             yield here, [f"{indent}# {name}: {_flow(_plain(value))}", *text]
             if isinstance(value, BaseModel):

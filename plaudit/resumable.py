@@ -1,6 +1,6 @@
 """JSONL output that is written row by row and resumed when the command runs again.
 
-Next to it, `NAME.about.json` records the settings and inputs that its rows depend on. Output made with others is not resumed.
+Next to it, `NAME.inputs.json` records the settings and inputs that its rows depend on. Output made with others is not resumed.
 """
 
 import fcntl
@@ -36,11 +36,11 @@ class ResumableJsonl:
 
 @contextmanager
 def open_resumable(
-    out: Path, about: dict[str, Any], verb: str, *, may_change: dict[str, Any] | None = None
+    out: Path, inputs: dict[str, Any], verb: str, *, may_change: dict[str, Any] | None = None
 ) -> Iterator[ResumableJsonl]:
     """Open the output for appending, locked for this process.
 
-    `about`: settings and inputs that must be the same to resume. `may_change`: inputs that may change in between, with a warning.
+    `inputs`: settings and inputs that must be the same to resume. `may_change`: inputs that may change in between, with a warning.
     `verb`: the plaudit command, for messages.
     """
     try:
@@ -53,38 +53,38 @@ def open_resumable(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file") from None
-        about, may_change = json.loads(json.dumps([about, may_change or {}], default=str))
-        yield ResumableJsonl(file, _done(out, about, may_change or {}, verb))
+        inputs, may_change = json.loads(json.dumps([inputs, may_change or {}], default=str))
+        yield ResumableJsonl(file, _done(out, inputs, may_change or {}, verb))
 
 
-def _done(out: Path, about: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
+def _done(out: Path, inputs: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
     """Ids of the rows the output already has; a last line that was cut short is removed."""
-    about_file = out.with_name(f"{out.name}.about.json")
+    inputs_file = out.with_name(f"{out.name}.inputs.json")
     try:
         if not out.stat().st_size:
-            write_atomic(about_file, json.dumps(about | may_change, indent=1))
+            write_atomic(inputs_file, json.dumps(inputs | may_change, indent=1))
             return []
-        before = _require_same(out, about_file, about, verb)
+        before = _require_same(out, inputs_file, inputs, verb)
         for name in may_change:
             if before.get(name) != may_change[name]:
                 print_line(f"{name} changed since the first rows of {out} were written", "yellow")
-                write_atomic(about_file, json.dumps(about | may_change, indent=1))
+                write_atomic(inputs_file, json.dumps(inputs | may_change, indent=1))
         return _read_ids(out, verb)
     except OSError as error:
         raise RunError(f"--out: {out} cannot be written: {error}") from None
 
 
-def _require_same(out: Path, about_file: Path, about: dict[str, Any], verb: str) -> dict[str, Any]:
-    if not about_file.exists():
+def _require_same(out: Path, inputs_file: Path, inputs: dict[str, Any], verb: str) -> dict[str, Any]:
+    if not inputs_file.exists():
         raise RunError(f"--out: {out} exists and was not written by plaudit {verb}; choose another file")
     try:
-        before = json.loads(about_file.read_text(encoding="utf-8"))
+        before = json.loads(inputs_file.read_text(encoding="utf-8"))
         assert isinstance(before, dict)
     except (ValueError, AssertionError):
-        raise RunError(f"--out: {about_file} is damaged, so {out} cannot be resumed; choose another file") from None
-    differ = [name for name in about if before.get(name) != about[name]]
+        raise RunError(f"--out: {inputs_file} is damaged, so {out} cannot be resumed; choose another file") from None
+    differ = [name for name in inputs if before.get(name) != inputs[name]]
     if differ:
-        lines = [line for name in differ for line in _differences(name, before.get(name), about[name])]
+        lines = [line for name in differ for line in _differences(name, before.get(name), inputs[name])]
         raise RunError(
             "\n".join(
                 [f"--out: {out} was {verb.removesuffix('e')}ed differently; choose another file, or {verb} as before:", *lines]

@@ -203,7 +203,7 @@ def test_numpy_columns_and_wrong_arguments():
 
 def test_damaged_output_metadata_is_reported(plaudit, files):
     score(plaudit, files)
-    (files / "out.jsonl.about.json").write_text("{")
+    (files / "out.jsonl.inputs.json").write_text("{")
     code, _, err = score(plaudit, files)
     assert (code, "is damaged" in err) == (2, True)
 

@@ -146,7 +146,7 @@ def _measure_probe(
     failures = [s.failure for _, s in tried if s.failure is not None]
     return {
         "name": probe.name,
-        "about": probe.about,
+        "description": probe.description,
         "adversarial": probe.adversarial,
         "tried": len(tried),
         "mean_reward": statistics.fmean(value for _, value in valued) if valued else None,

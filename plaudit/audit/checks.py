@@ -14,7 +14,7 @@ class Check:
     bound: float
     at_most: bool
     """Whether the bound is an upper or a lower one."""
-    about: str
+    description: str
     """What the value means; if not measured, why."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,29 +70,33 @@ def check_all(numbers: dict[str, Any], settings: AuditSettings) -> list[Check]:
     ]
     if numbers["scale"]["threshold"] is None and numbers["responses"] > 1:
         rows[-1] = ("signal", 1.0, settings.max_groups_without_signal, True, "all responses get the same reward")
-    checks = [_check(name, value, bound, at_most, about) for name, value, bound, at_most, about in rows if bound is not None]
+    checks = [
+        _check(name, value, bound, at_most, description) for name, value, bound, at_most, description in rows if bound is not None
+    ]
     if settings.max_exploit_rate is not None:
         for probe in numbers["probes"]:
             if probe["adversarial"]:
                 name = f"exploit: {probe['name']}"
-                checks.append(_check(name, probe["exploit_rate"], settings.max_exploit_rate, True, f"rewarded: {probe['about']}"))
+                checks.append(
+                    _check(name, probe["exploit_rate"], settings.max_exploit_rate, True, f"rewarded: {probe['description']}")
+                )
     return checks
 
 
-def _check(name: str, value: float | None, bound: float, at_most: bool, about: str) -> Check:
+def _check(name: str, value: float | None, bound: float, at_most: bool, description: str) -> Check:
     if value is None:
-        return Check(name, "not measured", None, bound, at_most, about)
+        return Check(name, "not measured", None, bound, at_most, description)
     held = value <= bound + 1e-12 if at_most else value >= bound - 1e-12
-    return Check(name, "pass" if held else "fail", value, bound, at_most, about)
+    return Check(name, "pass" if held else "fail", value, bound, at_most, description)
 
 
 def _length(length: dict[str, Any]) -> tuple[float | None, str]:
     """The fairest correlation available: at the same label, else within groups, else overall."""
     unlabelled = (("within_groups", "among responses to the same prompt"), ("spearman", "over all responses"))
-    for key, about in (("given_label", "among responses with the same label"),) if length["labelled"] else unlabelled:
+    for key, description in (("given_label", "among responses with the same label"),) if length["labelled"] else unlabelled:
         if length[key] is not None:
             favoured = "longer ones score higher" if length[key] > 0 else "shorter ones score higher"
-            return abs(length[key]), f"rank correlation of reward and {length['unit']} {about}" + (
+            return abs(length[key]), f"rank correlation of reward and {length['unit']} {description}" + (
                 f"; {favoured}" if length[key] else ""
             )
     return None, "rewards or lengths do not vary, or lengths vary only with the label"

@@ -82,7 +82,7 @@ def list_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_rows(file: Path) -> bool:
-    return file.is_file() and not file.name.endswith((".about.json", "audit.json"))
+    return file.is_file() and not file.name.endswith((".inputs.json", "audit.json"))
 
 
 def _by_number(file: Path) -> list[tuple[int, str]]:

@@ -84,7 +84,7 @@ def _state(state: str) -> str:
 
 def _checks(report: Report) -> str:
     rows = [
-        (c.name, _state(c.state), c.value, f"{'at most' if c.at_most else 'at least'} {shown(c.bound)}", c.about)
+        (c.name, _state(c.state), c.value, f"{'at most' if c.at_most else 'at least'} {shown(c.bound)}", c.description)
         for c in report.checks
     ]
     return _table(("check", "", "measured", "allowed", "what it is"), rows, raw=(1,))
@@ -95,7 +95,7 @@ def _probes(report: Report) -> str:
     rows = []
     for p in report.numbers["probes"]:
         state = states.get(f"exploit: {p['name']}", "not checked") if p["adversarial"] else "info"
-        rows.append((p["name"], _state(state), p["rewarded"], p["tried"], p["mean_reward"], p["failed"], p["about"]))
+        rows.append((p["name"], _state(state), p["rewarded"], p["tried"], p["mean_reward"], p["failed"], p["description"]))
     table = _table(("probe", "", "rewarded", "of", "mean reward", "failures", "what it is"), rows, raw=(1,))
     exploited = [p for p in report.numbers["probes"] if p["adversarial"] and p["rewarded"]]
     return table + "".join(_examples(probe) for probe in exploited)

@@ -20,7 +20,7 @@ Make = Callable[[Target, random.Random, int], str | None]
 @dataclass(frozen=True)
 class Probe:
     name: str
-    about: str
+    description: str
     """What the response is, in a few words."""
     make: Make
     adversarial: bool = True

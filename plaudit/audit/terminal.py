@@ -48,7 +48,7 @@ def _checks(report: Report) -> Table:
         allowed = f"{'≤' if check.at_most else '≥'} {shown(check.bound)}"
         style = STYLES[check.state]
         word = "FAIL" if check.state == "fail" else check.state
-        table.add_row(check.name, Text(word, style=style), shown(check.value), allowed, Text(redact(check.about)))
+        table.add_row(check.name, Text(word, style=style), shown(check.value), allowed, Text(redact(check.description)))
     return table
 
 
@@ -61,7 +61,7 @@ def _probes(report: Report) -> Table:
         state = states.get(f"exploit: {probe['name']}", "") if probe["adversarial"] else "info"
         word = Text("FAIL" if state == "fail" else state, style=STYLES.get(state, "dim"))
         rewarded = "" if probe["rewarded"] is None else str(probe["rewarded"])
-        table.add_row(probe["name"], word, rewarded, str(probe["tried"]), shown(probe["mean_reward"]), probe["about"])
+        table.add_row(probe["name"], word, rewarded, str(probe["tried"]), shown(probe["mean_reward"]), probe["description"])
     return table
 
 

@@ -203,7 +203,7 @@ class _Checkup:
 
     def _memory(self, recipe: RLRecipe | ScoreRecipe) -> Iterator[Finding]:
         if isinstance(recipe, RLRecipe):
-            recipe = resolve_checkpointing(recipe, tell=lambda line: None)  # reported by check_training
+            recipe = resolve_checkpointing(recipe, report=lambda line: None)  # reported by check_training
         self.budgets = plan_devices(recipe)
         yield from memory.check_budgets(recipe, self.budgets)
 

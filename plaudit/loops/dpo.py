@@ -57,8 +57,10 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 
-        def update(some: list[Pair]) -> tuple[list[Batch], Loss]:
-            return pair_micro_batches(some, recipe.train.tokens_per_micro_batch, device), dpo_loss(policy.model, some, recipe.loss)
+        def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:
+            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device), dpo_loss(
+                policy.model, pairs, recipe.loss
+            )
 
         check = partial(validate, policy, validation, recipe) if validation else None
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)

@@ -53,9 +53,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
 
-        def update(some: list[Pair]) -> tuple[list[Batch], Loss]:
-            return pair_micro_batches(some, recipe.train.tokens_per_micro_batch, device), reward_model_loss(
-                classifier.model, some, recipe.loss
+        def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:
+            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device), reward_model_loss(
+                classifier.model, pairs, recipe.loss
             )
 
         check = partial(validate, classifier, validation, recipe) if validation else None

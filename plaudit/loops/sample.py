@@ -51,7 +51,7 @@ def sample(job: SampleJob) -> int:
     )
     prompts = loaded.prompts[: job.max_prompts]
     print_line(loaded.summary(job.too_long, job.max_prompt_tokens))
-    with open_resumable(job.out, _about(job, text_digest(template.text)), "sample") as file:
+    with open_resumable(job.out, _inputs(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)
         left = [encoded for encoded in prompts if encoded.prompt.id not in done]
         if done:
@@ -95,7 +95,7 @@ def _row(group: Group) -> dict[str, Any]:
     }
 
 
-def _about(job: SampleJob, template: str) -> dict[str, Any]:
+def _inputs(job: SampleJob, template: str) -> dict[str, Any]:
     """Everything the responses depend on."""
     return {
         "model": job.model.model_dump(exclude={"liger"}),  # affects training only

@@ -80,7 +80,7 @@ class Summary:
 
 def score(job: ScoreJob) -> Summary:
     """Score the rows that the output lacks; return a summary of the rows scored now."""
-    about = {
+    inputs = {
         "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
         "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
         "tokenizer": job.tokenizer,
@@ -91,7 +91,7 @@ def score(job: ScoreJob) -> Summary:
     total = min(total, job.max_rows or total)
     summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
     with (
-        open_resumable(job.out, about, "score", may_change=files) as file,
+        open_resumable(job.out, inputs, "score", may_change=files) as file,
         RewardRunner(job.rewards, cache=kept, tolerant=True) as runner,
     ):
         if file.done:

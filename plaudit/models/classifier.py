@@ -57,13 +57,13 @@ def load_classifier(
     `head_std`: standard deviation of a new head's scores. `section`: the recipe section that describes the model."""
     config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
     require_matching_tokenizer(recipe.path, config, template.tokenizer)
-    goes_on = is_classifier(recipe.path, config)
+    has_head = is_classifier(recipe.path, config)
     model: Any = load_pretrained(
         AutoModelForSequenceClassification,
         recipe.path,
         resolve_dtype(recipe.dtype, device),
         trust_remote_code=recipe.trust_remote_code,
-        new=() if goes_on else (f"{HEAD}.",),
+        new=() if has_head else (f"{HEAD}.",),
         num_labels=1,
     )
     head = getattr(model, HEAD, None)
@@ -72,7 +72,7 @@ def load_classifier(
             f"{recipe.path}: {type(model).__name__} has no linear head `{HEAD}` without a bias, so plaudit cannot train it"
         )
     head.float()
-    if not goes_on:
+    if not has_head:
         _init_head(head, recipe.path, seed, head_std)
     model = model.to(device)
     prepare_layers(model.get_decoder(), liger=recipe.liger)

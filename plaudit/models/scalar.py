@@ -111,7 +111,7 @@ def scalar_form(settings: RewardModel, config: PretrainedConfig) -> Form:
         if config.num_labels != 1:
             raise RecipeError(
                 f"{path}: {kind} has {config.num_labels} labels, and a reward model has one (num_labels in config.json): "
-                "this one sorts texts into classes"
+                "this model classifies texts"
             )
         return "classifier"
     if value_head_file(path) is not None:
@@ -120,8 +120,8 @@ def scalar_form(settings: RewardModel, config: PretrainedConfig) -> Form:
     if pickled.exists():
         raise RecipeError(f"{pickled} is pickled, which plaudit does not load; save it as {VALUE_HEAD}")
     raise RecipeError(
-        f"{path}: {kind or 'a model of unknown architecture'} gives no score: it is no ...ForSequenceClassification, and has no "
-        f"{VALUE_HEAD} beside it. If it writes its verdicts, use a reward that asks a judge."
+        f"{path}: {kind or 'a model of unknown architecture'} has no score: it is not a ...ForSequenceClassification, and the "
+        f"folder has no {VALUE_HEAD}. If it writes its verdicts as text, use a judge (kind: judge, group_judge, ...)."
     )
 
 

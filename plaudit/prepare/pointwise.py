@@ -112,4 +112,4 @@ class _Question:
         self.template = JudgeTemplate(template or BUILT_IN / f"{self.judge.default_template}.jinja", Judge.variables, "prepare")
 
     def __call__(self, group: Candidates, i: int) -> list[Message]:
-        return render_question(self.template, group, self.judge.about(group.candidates[i]))
+        return render_question(self.template, group, self.judge.template_variables(group.candidates[i]))

@@ -1,1 +1,1 @@
-"""One file is one kind of reward; beside them the combiner, the worker processes, and the runner."""
+"""Rewards: rules, judges and functions, and what calls and combines them."""

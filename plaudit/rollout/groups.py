@@ -19,7 +19,7 @@ def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, samp
         if len(finished[sample.prompt_id]) == n:
             encoded, samples = by_id[sample.prompt_id], finished.pop(sample.prompt_id)
             yield Group(encoded.prompt, encoded.tokens, tuple(sorted(samples, key=lambda sample: sample.index)))
-    assert not finished, "an engine returns every sample it was asked for"
+    assert not finished, "an engine returns every requested sample"
 
 
 def sample_groups_with_greedy(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling) -> Iterator[Group]:

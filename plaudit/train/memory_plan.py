@@ -6,6 +6,7 @@ The doctor prints it; training uses it to decide how many layers to checkpoint.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -87,7 +88,7 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     """The first reward that uses each model, with the names of all rewards that share it."""
     rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
     found: dict[Any, tuple[str, ModelReward]] = {}
-    for name, reward in (model for asked in rewards for model in find_all_model_rewards(asked)):
+    for name, reward in chain.from_iterable(map(find_all_model_rewards, rewards)):
         key = reward.model, reward.scalar
         found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
     return list(found.values())
@@ -96,8 +97,8 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
 # Gradient checkpointing -----------------------------------------------------------------------------------------------
 
 
-def resolve_checkpointing(recipe: Trained, tell: Callable[[str], object] = print_line) -> Trained:
-    """Replace `auto` in the recipe by the fewest layers with which training fits; `tell` receives a line with the reason."""
+def resolve_checkpointing(recipe: Trained, report: Callable[[str], object] = print_line) -> Trained:
+    """Replace `auto` in the recipe by the fewest layers with which training fits; `report` receives a line with the reason."""
     critic = recipe.critic if isinstance(recipe, RLRecipe) else None
     if critic is not None and critic.gradient_checkpointing == "auto":
         assert isinstance(recipe, RLRecipe)
@@ -105,19 +106,19 @@ def resolve_checkpointing(recipe: Trained, tell: Callable[[str], object] = print
         read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
         layers = plan_critic(recipe).layers
         # Each is resolved while the other takes as little as it can: their updates alternate.
-        with_critic = _settle_model(_checkpointing(recipe, "critic", layers), tell)
+        with_critic = _settle_model(_checkpointing(recipe, "critic", layers), report)
         settled = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
-        return _settle(settled, "critic", layers, tell)
-    return _settle_model(recipe, tell)
+        return _settle(settled, "critic", layers, report)
+    return _settle_model(recipe, report)
 
 
-def _settle_model(recipe: Trained, tell: Callable[[str], object]) -> Trained:
+def _settle_model(recipe: Trained, report: Callable[[str], object]) -> Trained:
     if recipe.model.gradient_checkpointing != "auto":
         return recipe
-    return _settle(recipe, "model", plan_policy(recipe).layers, tell)
+    return _settle(recipe, "model", plan_policy(recipe).layers, report)
 
 
-def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], object]) -> Trained:
+def _settle(recipe: Trained, section: str, layers: int, report: Callable[[str], object]) -> Trained:
     device = resolve_device(recipe.run.device).type
 
     def budget(count: int) -> Budget:
@@ -131,7 +132,7 @@ def _settle(recipe: Trained, section: str, layers: int, tell: Callable[[str], ob
     settled = budget(count)
     offload = ", or set optim.placement=offload" if device != "cpu" and recipe.optim.placement == "resident" else ""
     but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
-    tell(
+    report(
         f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
         f"{gigabytes(settled.at('training', fixed_only=True))} of {gigabytes(settled.there)}{but}"
     )
@@ -161,7 +162,7 @@ def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
         sequences, length = _under_way(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
         cache = plan_cache(config, size, sequences=sequences, tokens=length)
         here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
-        _critic(recipe, device, needs, beside=plan.work)
+        _critic(recipe, device, needs, policy_work=plan.work)
 
 
 def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:
@@ -192,8 +193,8 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs
         needs["cpu"].append(Need("reference: weights", PHASES, weights))
 
 
-def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: float) -> None:
-    """`beside`: memory that an update of the policy takes, and frees before the critic's begins."""
+def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, policy_work: float) -> None:
+    """`policy_work`: memory that an update of the policy takes, and frees before the critic's begins."""
     if recipe.critic is None or recipe.critic.shared:
         return  # a head on the policy's layers takes next to nothing
     try:
@@ -205,8 +206,8 @@ def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, beside: flo
     if leaves:
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
     _state("critic", plan, PHASES, needs, device)
-    if plan.work > beside:
-        needs[device.type].append(Need("critic: gradients, activations (more)", ("training",), plan.work - beside))
+    if plan.work > policy_work:
+        needs[device.type].append(Need("critic: gradients, activations (more)", ("training",), plan.work - policy_work))
 
 
 def _under_way(recipe: Recipe, device: torch.device) -> int:

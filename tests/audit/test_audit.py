@@ -402,7 +402,7 @@ def test_probes_that_break_a_reward_are_caught():
     report = report_of([Odd(how="fragile")])
     assert state(report, "failures") == "pass"
     assert state(report, "failures on adversarial probes") == "fail"
-    assert "exception" in next(c.about for c in report.checks if c.name == "failures on adversarial probes")
+    assert "exception" in next(c.description for c in report.checks if c.name == "failures on adversarial probes")
 
 
 def test_failures_are_counted_by_cause():
@@ -518,7 +518,7 @@ def test_report_files(tmp_path):
     numbers = json.loads((tmp_path / "audit.json").read_text())
     assert numbers["passed"] is False
     assert "order" in numbers["failed"]
-    assert numbers["checks"][0].keys() == {"name", "state", "value", "bound", "at_most", "about"}
+    assert numbers["checks"][0].keys() == {"name", "state", "value", "bound", "at_most", "description"}
 
 
 def test_command_writes_reports_and_tells_by_its_exit_code(command, tmp_path):
@@ -672,7 +672,7 @@ def gsm8k_rollouts(real_data, tmp_path_factory) -> Path:
     [
         ("gsm8k", [], ["accuracy", "false accepts", "length", "exploit: echo", "exploit: many_guesses", "exploit: padding"]),
         ("any_number", ["exploit: many_guesses", "exploit: reference_among_numbers", "false accepts"], ["length", "exploit: echo"]),
-        ("pays_length", ["length"], ["accuracy", "exploit: many_guesses", "exploit: echo"]),
+        ("favours_length", ["length"], ["accuracy", "exploit: many_guesses", "exploit: echo"]),
         ("echo", ["exploit: echo"], ["accuracy", "length", "exploit: many_guesses"]),
     ],
 )

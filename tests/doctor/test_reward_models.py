@@ -208,7 +208,7 @@ def test_unusable_models_are_reported_in_one_line_each(doctor, tmp_path, tiny_mo
     assert [mark for mark, _ in findings_for(findings, "reward")] == ["✗"] * 7 + ["✓"]
     assert messages["dead"].startswith("http://127.0.0.1:9/v1/models: nothing listens there")
     assert messages["nowhere"] == f"{tmp_path / 'bar'}: there is no such folder. Did you mean {bare}?"
-    assert "gives no score: it is no ...ForSequenceClassification" in messages["headless"]
+    assert "has no score: it is not a ...ForSequenceClassification" in messages["headless"]
     assert messages["bare"].startswith(f"no tokenizer could be loaded from {bare}")
     assert "scores and does not generate; use it with kind: scalar_model" in messages["classifier"]
     assert "odd.jinja uses respnse, which this kind does not provide." in messages["odd"]

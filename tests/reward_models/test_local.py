@@ -682,7 +682,7 @@ def test_bad_folders_are_told_before_weights_are_read(classifier, tiny_models, t
 
 def test_wrong_architectures_are_told(classifier, tiny_models, tmp_path):
     causal = tiny_models["qwen2"]
-    assert "Qwen2ForCausalLM gives no score" in why_not(causal)
+    assert "Qwen2ForCausalLM has no score" in why_not(causal)
     assert "value_head.safetensors" in why_not(causal)
     assert "LlamaForSequenceClassification scores and does not generate" in why_not(classifier, scalar=False)
     three = make_classifier(causal, tmp_path / "three", labels=3)

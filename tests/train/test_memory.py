@@ -293,7 +293,7 @@ def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):
 
     there = need(5, True) / 0.9
     monkeypatch.setattr(memory_plan, "total_memory", lambda _: there)
-    settled = resolve_checkpointing(recipe("auto", "auto"), tell=lambda line: None)
+    settled = resolve_checkpointing(recipe("auto", "auto"), report=lambda line: None)
     assert settled.model.gradient_checkpointing == 5
     assert need(5, settled.critic.gradient_checkpointing) == need(5, True)
     assert 0 < settled.critic.gradient_checkpointing <= 5

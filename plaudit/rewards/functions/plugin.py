@@ -98,11 +98,11 @@ class LivePlugin(LiveModelReward[Plugin]):
         return [scores[i] for i in range(len(group.samples))]
 
     async def _ask(self, group: Group, questions: dict[int, GenerationRequest], attempt: int) -> dict[int, Score]:
-        asked = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
+        queries = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
         answers = dict(
             zip(
                 questions,
-                await self.backend.generate(asked, sampling_params(self.settings.sampling, self.settings.limits, attempt)),
+                await self.backend.generate(queries, sampling_params(self.settings.sampling, self.settings.limits, attempt)),
                 strict=True,
             )
         )

@@ -113,8 +113,8 @@ class Judge(JudgeReward):
     def default_template(self) -> str:
         return "verifier" if self.parser == "true_false" else "pointwise"
 
-    def about(self, response: str) -> dict[str, Any]:
-        """What its template is told besides the row."""
+    def template_variables(self, response: str) -> dict[str, Any]:
+        """Variables of its template besides the row."""
         lowest, highest = self.score_range
         own = {"parser": self.parser, "tag": self.tag, "field": self.field, "lowest": lowest, "highest": highest}
         return {"response": response, **own}
@@ -155,7 +155,7 @@ class LiveJudge(LiveJudgeReward[Judge]):
         return await self.score_each(groups, range(self.settings.votes), self._question, lambda _, text: read(text), self._score)
 
     def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
-        return self.build_request(prompt, vote, **self.settings.about(sample.text))
+        return self.build_request(prompt, vote, **self.settings.template_variables(sample.text))
 
     def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
         found = [reply.value for reply in replies if reply.value is not None]
