@@ -45,7 +45,7 @@ from plaudit.errors import Interrupted, RunError, TrainingStopped, redact
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, write_atomic
 from plaudit.recipe import ScoreRecipe
-from plaudit.report.curves import draw_curves
+from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import write_samples
 from plaudit.run_identity import compare, describe_run, read_description
@@ -311,7 +311,7 @@ class Run:
 
     def draw(self) -> None:
         try:
-            draw_curves(self.metrics(), self.folder / "curves.png")
+            curves.draw_curves(self.metrics(), self.folder / "curves.png")
         except Exception as error:  # a picture is no reason to lose a training run, nor to hide why it stopped
             print_line(f"{self.folder / 'curves.png'} could not be drawn: {error}", "yellow")
         self._drawn_at = time.monotonic()

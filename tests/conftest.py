@@ -114,10 +114,12 @@ def no_command_outlives_its_test() -> Iterator[None]:
     Command.kill_all()
 
 
-@pytest.fixture
-def no_curves(monkeypatch):
-    """A picture of twenty panels takes longer than the runs of most tests."""
-    monkeypatch.setattr("plaudit.run.draw_curves", lambda *_: None)
+@pytest.fixture(autouse=True, scope="session")
+def no_curves() -> Iterator[None]:
+    """A picture of twenty panels takes longer than the runs of most tests. Tests of pictures put the real function back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plaudit.report.curves.draw_curves", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from plaudit.config import flatten, load
 from plaudit.errors import DataError, Interrupted, RunError
 from plaudit.loops import sft
+from plaudit.report.curves import draw_curves
 from plaudit.run import Run
 from plaudit.train.trainer import Trainer
 from support.processes import Command
@@ -88,7 +89,9 @@ def finished(tmp_path_factory, tiny_model, rows_file) -> tuple[Path, Path]:
         run={"validate_every": 1, "save_every": 1, "keep_last": 2},
     )
     file = write_recipe(root / "r.yaml", tree)
-    train_sft(file, "seed=3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plaudit.report.curves.draw_curves", draw_curves)
+        train_sft(file, "seed=3")
     return file, root / "run"
 
 
@@ -453,6 +456,7 @@ def test_the_best_link_is_mended(copy_of_finished):
 
 
 def test_a_loss_that_is_not_a_number_is_not_the_best(tmp_path, recipe, monkeypatch, rows_file):
+    monkeypatch.setattr("plaudit.report.curves.draw_curves", draw_curves)
     losses = iter([6.0, 5.0, 4.0, math.nan, -math.inf, 4.5])
     monkeypatch.setattr(sft, "validate", lambda *_: {"val/loss": next(losses)})
     train_sft(recipe(data={"val": str(rows_file)}, run={"max_steps": 5, "validate_every": 1, "keep_last": 1}))
@@ -630,7 +634,7 @@ def test_curves_that_cannot_be_drawn_stop_nothing(tmp_path, recipe, plaudit, mon
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("plaudit.run.draw_curves", full)
+    monkeypatch.setattr("plaudit.report.curves.draw_curves", full)
     code, _, said = plaudit("sft", recipe(run={"max_steps": 2}))
     assert code == 0
     assert f"{tmp_path / 'run/curves.png'} could not be drawn: [Errno {errno.ENOSPC}] No space left" in said

@@ -22,7 +22,6 @@ from plaudit.trackers import TRACKERS, Trackers
 from support.recipes import Stopped, sft_recipe, stop_before, train_sft, write_recipe
 
 STEPS = 6
-pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(autouse=True)

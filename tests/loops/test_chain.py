@@ -70,7 +70,7 @@ def assert_same(ours: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_stage_killed_and_the_chain_ends_the_same(tmp_path, monkeypatch, no_curves):
+def test_every_stage_killed_and_the_chain_ends_the_same(tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()

@@ -39,7 +39,6 @@ from support.rows import arithmetic_rows, pair_rows, prompt_rows, write_jsonl
 
 TRAIN = {"dpo": train_dpo, "reward-model": train_reward_model}
 SMALL = {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}, "gradient_checkpointing": True}
-pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 def metrics_of(run: Path) -> list[dict]:

@@ -11,8 +11,6 @@ import pytest
 from support.processes import Command, signalled
 from support.recipes import exact_metrics, sft_recipe, train_sft, write_recipe
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 STEPS = 16
 VARIANTS = {
     "float32": {},
@@ -51,9 +49,7 @@ def recipe_for(folder: Path, name: str, tiny_model: Path, rows_file: Path, model
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, tiny_model, rows_file) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plaudit.run.draw_curves", lambda *_: None)
-        train_sft(recipe_for(folder, "run", tiny_model, rows_file, {}))
+    train_sft(recipe_for(folder, "run", tiny_model, rows_file, {}))
     return folder / "run"
 
 

@@ -30,6 +30,7 @@ from plaudit.models.logprobs import target_logprobs
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_model, load_policy
 from plaudit.recipe import AlgorithmSettings, ModelSettings
+from plaudit.report.curves import draw_curves
 from plaudit.rl.collect import Collector
 from plaudit.rl.experience import Update, make_update
 from plaudit.rl.learner import Learner
@@ -44,8 +45,6 @@ from support.experience import batches_of
 from support.processes import Command
 from support.recipes import Stopped, rl_recipe, train_rl, write_recipe
 from support.rows import prompt_rows, write_jsonl
-
-pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,12 +155,10 @@ def test_a_tiny_model_learns_what_it_is_paid_for(tmp_path, recipe):
 
 
 def test_curves_are_drawn(tmp_path, recipe, monkeypatch):
-    from plaudit.report.curves import draw_curves
-
     def draw_one(rows, path):
         draw_curves([{"step": row["step"], "reward": row["reward"]} for row in rows], path)
 
-    monkeypatch.setattr("plaudit.run.draw_curves", draw_one)
+    monkeypatch.setattr("plaudit.report.curves.draw_curves", draw_one)
     train_rl(recipe())
     assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -294,9 +291,7 @@ INTERRUPTIBLE = {
 def uninterrupted(tmp_path_factory, tiny_model, prompts_file, reward_file) -> Path:
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
     tree = rl_recipe(tiny_model, prompts_file, run, reward_file, **INTERRUPTIBLE, data={"val": str(prompts_file)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plaudit.run.draw_curves", lambda *_: None)
-        train_rl(write_recipe(run.with_name("r.yaml"), tree))
+    train_rl(write_recipe(run.with_name("r.yaml"), tree))
     return run
 
 

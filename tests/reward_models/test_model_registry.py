@@ -49,9 +49,6 @@ PLUGIN = dedent("""
 """)
 
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> Iterator[None]:
     """Unloading collects garbage, which takes its time where torch and transformers are in memory; they stay anyway."""

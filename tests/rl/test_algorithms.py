@@ -63,9 +63,6 @@ ALGORITHMS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def prompts_file(relative_prompts) -> Path:
     return relative_prompts

@@ -43,9 +43,6 @@ CPU = torch.device("cpu")
 SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
 
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def prompts_file(relative_prompts) -> Path:
     return relative_prompts

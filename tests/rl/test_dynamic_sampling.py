@@ -26,9 +26,6 @@ def compute_score(solution_str):
 """
 
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def prompts_file(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:

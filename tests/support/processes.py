@@ -133,9 +133,9 @@ def _run(arguments: list[str], script: str, cwd: str, environment: dict[str, str
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["plaudit", *arguments]
-    import plaudit.run
+    import plaudit.report.curves
 
-    plaudit.run.draw_curves = lambda *_: None  # a picture of twenty panels takes longer than these runs
+    plaudit.report.curves.draw_curves = lambda *_: None  # a picture of twenty panels takes longer than these runs
     assert threading.active_count() == 1, "what is imported before must start no thread: it would not be here"
     exec(script, {"__name__": "__main__"})
 

@@ -340,7 +340,7 @@ def ppo(tmp_path, tiny_model, prompts_file, reward_file) -> Callable[..., Path]:
     return write
 
 
-@pytest.mark.usefixtures("no_curves", "apart")
+@pytest.mark.usefixtures("apart")
 def test_ppo_with_everything_offloaded_is_ppo(tmp_path, ppo, monkeypatch):
     """Weights, trainers' states and metrics; and while the policy is sampled, nothing else counts as being there."""
     monkeypatch.setattr(learner, "has_device_memory", lambda device: True)
