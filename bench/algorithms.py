@@ -77,14 +77,14 @@ def start(out: Path, seed: int) -> Path:
         )
         settings = [f"seed={seed}", f"model.path={base}", f"data.train={data / 'sft.jsonl'}", f"run.dir={folder / 'sft'}"]
         if not made or not run(plaudit("sft", REPOSITORY / "recipes/demo/sft.yaml", *settings), folder / "log"):
-            sys.exit(f"the start for seed {seed} could not be made: see {folder / 'log'}")
+            sys.exit(f"preparing seed {seed} failed: see {folder / 'log'}")
     return folder
 
 
 def train(out: Path, name: str, seed: int) -> str:
     folder, begin = out / f"{name.replace(' ', '-')}-{seed}", out / f"start-{seed}"
     if finished(folder):
-        return f"{name}, seed {seed}: there already"
+        return f"{name}, seed {seed}: already done"
     settings = [
         f"seed={seed}", f"model.path={begin / 'sft' / 'model'}", f"data.train={begin / 'data' / 'rl.jsonl'}",
         f"data.val={begin / 'data' / 'val.jsonl'}", f"run.dir={folder}", f"run.max_steps={STEPS}",
@@ -92,8 +92,8 @@ def train(out: Path, name: str, seed: int) -> str:
     ]  # fmt: skip
     began = time.monotonic()
     log = out / "logs" / f"{folder.name}.log"
-    fine = run(plaudit("rl", RECIPE, *settings), log)
-    return f"{name}, seed {seed}: {'done' if fine else f'FAILED, see {log}'} ({time.monotonic() - began:.0f} s)"
+    ok = run(plaudit("rl", RECIPE, *settings), log)
+    return f"{name}, seed {seed}: {'done' if ok else f'FAILED, see {log}'} ({time.monotonic() - began:.0f} s)"
 
 
 def validated(folder: Path) -> dict[int, float]:
@@ -108,18 +108,18 @@ def finished(folder: Path) -> bool:
 
 def report(out: Path, names: list[str], seeds: list[int], plot: Path | None) -> None:
     curves = {name: [validated(out / f"{name.replace(' ', '-')}-{seed}") for seed in seeds] for name in names}
-    print("| | after SFT | after RL | seeds | greatest on the way |")
+    print("| | after SFT | after RL | seeds | best during training |")
     print("| --- | --- | --- | --- | --- |")
     for name, some in curves.items():
-        there = [curve for curve in some if STEPS in curve]
-        if not there:
+        complete = [curve for curve in some if STEPS in curve]
+        if not complete:
             continue
         before, after, best = (
-            [curve[0] for curve in there],
-            [curve[STEPS] for curve in there],
-            [max(curve.values()) for curve in there],
+            [curve[0] for curve in complete],
+            [curve[STEPS] for curve in complete],
+            [max(curve.values()) for curve in complete],
         )
-        print(f"| {name} | {spread(before)} | {spread(after)} | {len(there)} | {spread(best)} |")
+        print(f"| {name} | {spread(before)} | {spread(after)} | {len(complete)} | {spread(best)} |")
     if plot is not None:
         draw(curves, plot)
 
@@ -156,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     names, seeds = args.only.split(",") if args.only else list(ALGORITHMS), [int(seed) for seed in args.seeds.split(",")]
     if unknown := set(names) - set(ALGORITHMS):
-        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(ALGORITHMS)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(ALGORITHMS)}")
     if not args.report:
         args.out.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(args.jobs) as pool:

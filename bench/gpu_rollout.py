@@ -59,9 +59,9 @@ from rollout_work import FOLDER_OF, FULL, TINY, Work, keys_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = ("grid", "mix", "sweep", "mismatch", "cycles", "step", "start")
-CHECKED = "tiny"  # the models of `check`
+CHECKED = "tiny"  # model name of `check`
 VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-LINGER_S = 30  # for a process that has measured everything to end by itself
+LINGER_S = 30  # for a process to exit after its last measurement
 
 
 class Results:
@@ -72,7 +72,7 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         found = json.loads(self.file.read_text()) if self.file.exists() else {"tiny": tiny, "entries": {}}
         if found["tiny"] != tiny:
-            kind = "of --tiny" if found["tiny"] else "that are not of --tiny"
+            kind = "of --tiny" if found["tiny"] else "without --tiny"
             sys.exit(f"{self.file} holds results {kind}; choose another --out")
         self.entries: dict[str, dict] = found["entries"]
 
@@ -94,9 +94,9 @@ class Results:
         self.entries = {key: entry for key, entry in self.entries.items() if entry["section"] != section}
 
     def _write(self) -> None:
-        aside = self.file.with_name(f".{self.file.name}.aside")
-        aside.write_text(json.dumps({"tiny": self.tiny, "entries": self.entries}, indent=1))
-        os.replace(aside, self.file)
+        temporary = self.file.with_name(f".{self.file.name}.temporary")
+        temporary.write_text(json.dumps({"tiny": self.tiny, "entries": self.entries}, indent=1))
+        os.replace(temporary, self.file)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def environment_of(args: argparse.Namespace, engine: str, more: dict[str, str] |
 def follow(
     command: list[str], environment: dict[str, str], log: Path, timeout_s: float, look: Callable[[], bool]
 ) -> str | None:  # fmt: skip
-    """Run a command, polling `look`, until it ends or `look` returns true; returns the reason of a failure."""
+    """Run a command, polling `look`, until it ends or `look` returns true; returns the cause of a failure."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began, seen = time.monotonic(), None
     with log.open("w") as output:
@@ -128,7 +128,7 @@ def follow(
                     break
             look()
         finally:
-            # All that it started: vLLM's engine is another process, and must not hold the GPU's memory.
+            # The whole process group: vLLM's engine is another process and must release the GPU's memory.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
@@ -138,7 +138,7 @@ def follow(
         return f"not done in {timeout_s:g} s"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     print(*(f"    {line[:300]}" for line in lines[-15:]), sep="\n", file=sys.stderr)
-    return f"exit code {code}: {lines[-1].strip()[:200] if lines else 'it said nothing'}"
+    return f"exit code {code}: {lines[-1].strip()[:200] if lines else 'no output'}"
 
 
 def measure(args: argparse.Namespace, results: Results, engine: str, model: str, sections: list[str], **more) -> str | None:
@@ -227,7 +227,7 @@ def start(args: argparse.Namespace, results: Results, folder: Path) -> None:
                 failure = follow(command, environment_of(args, engine, caches), log, args.timeout_s, look)
                 results.failed([f"start ({case})"], engine, model, failure)
                 if failure or not first:
-                    print(f"  {NAMES[engine]} {case}: FAILED: {failure or 'it sampled nothing'}", flush=True)
+                    print(f"  {NAMES[engine]} {case}: FAILED: {failure or 'no samples'}", flush=True)
                     break
                 about = json.loads(out.read_text().splitlines()[0])["about"] if engine == "vllm" else about_of(results, engine)
                 entry = {"section": "start", "engine": engine, "model": model, "case": case, "about": about}
@@ -241,7 +241,7 @@ def about_of(results: Results, engine: str) -> str:
     return latest[-1]["about"] if latest else ""
 
 
-# All of it ------------------------------------------------------------------------------------------------------------
+# Plan and command line ------------------------------------------------------------------------------------------------
 
 
 def jobs(args: argparse.Namespace, work: Work) -> list[tuple[str, str, list[str]]]:
@@ -269,7 +269,7 @@ def main() -> int:
         def chosen(text: str) -> list[str]:
             for name in text.split(","):
                 if name not in of:
-                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(of)}")
+                    raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(of)}")
             return text.split(",")
 
         return chosen
@@ -291,17 +291,17 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="timed runs in grid and mix")
     parser.add_argument("--timeout-s", type=float, default=1800, help="time limit per process")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended too
     work, results, began = TINY if args.tiny else FULL, Results(args.out, args.tiny), time.monotonic()
-    right = True
+    passed = True
     if not args.report:
         with tempfile.TemporaryDirectory() as scratch:
-            right = measure_all(args, results, work, Path(scratch) / "model")
-        print(f"all of it: {time.monotonic() - began:.0f} s", flush=True)
+            passed = measure_all(args, results, work, Path(scratch) / "model")
+        print(f"total: {time.monotonic() - began:.0f} s", flush=True)
     print(tables(results.entries, work))
     if picture := draw(results.entries, work, args.out / "gpu_rollout.png"):
         print(f"\n{picture}")
-    return 0 if right else 1
+    return 0 if passed else 1
 
 
 def measure_all(args: argparse.Namespace, results: Results, work: Work, folder: Path) -> bool:
@@ -311,7 +311,7 @@ def measure_all(args: argparse.Namespace, results: Results, work: Work, folder: 
         keys = [key for section in sections for key in keys_of(section, engine, model, work)]
         if not (args.missing and all(key in results.entries for key in keys)):
             planned.append((engine, model, sections))
-    starts, right = "start" in args.sections and FOLDER_OF in args.models, True
+    starts, passed = "start" in args.sections and FOLDER_OF in args.models, True
     needs_folder = starts or any((engine, sections) == ("vllm", ["mismatch"]) for engine, _, sections in planned)
     for engine, model, sections in planned:
         if (engine, sections) == ("vllm", ["mismatch"]):
@@ -323,10 +323,10 @@ def measure_all(args: argparse.Namespace, results: Results, work: Work, folder: 
         more = {"folder": str(folder)} if makes_folder else {}
         failure = measure(args, results, engine, model, [*sections, *(["folder"] if makes_folder else [])], **more)
         if sections == ["check"]:
-            right = not failure and all(entry["passed"] for entry in results.entries.values() if entry["section"] == "check")
+            passed = not failure and all(entry["passed"] for entry in results.entries.values() if entry["section"] == "check")
     if starts:
         start(args, results, folder)
-    return right
+    return passed
 
 
 if __name__ == "__main__":

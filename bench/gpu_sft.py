@@ -11,7 +11,7 @@ import argparse
 import os
 import time
 
-# Both sides see a new mix of shapes every step; without this the allocator frees and takes memory all the time.
+# Both sides see a new mix of shapes every step; without this the allocator would free and reallocate memory all the time.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -52,7 +52,7 @@ def build(size: str, *, attn: str, dtype: torch.dtype = torch.bfloat16, checkpoi
     if attn == attention.NAME:
         prepare_layers(model)  # as plaudit's own loading does
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": attn != attention.NAME})  # the peer is a third faster with it
+        model.gradient_checkpointing_enable({"use_reentrant": attn != attention.NAME})  # reentrant is a third faster for the peer
     return model.train()
 
 
@@ -62,7 +62,7 @@ def rows(count: int, seed: int, vocabulary: int = VOCABULARY, longest: int = 409
     examples = []
     for length in lengths:
         mask = np.zeros(length, bool)
-        mask[length // 3 :] = True  # a third is prompt
+        mask[length // 3 :] = True  # the first third is the prompt
         examples.append(Example(rng.randint(0, vocabulary, length).astype(np.int32), mask))
     return examples
 
@@ -119,11 +119,11 @@ def check_correct() -> None:
     for name, model in (("bf16, fused layers", half), ("fp32, one by one", single)):
         loss = nll(target_logprobs(model, pack(examples, "cuda")).logprobs_N, targets)
         loss.backward()
-        apart = whole = 0.0
+        apart = total = 0.0
         for (_, p), (_, q) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
             apart += (p.grad.float() - q.grad).square().sum().item()  # pyright: ignore
-            whole += q.grad.square().sum().item()  # pyright: ignore
-        print(f"{name:30} gradient differs by {(apart / whole) ** 0.5:.2e} of its norm")
+            total += q.grad.square().sum().item()  # pyright: ignore
+        print(f"{name:30} gradient differs by {(apart / total) ** 0.5:.2e} of its norm")
 
 
 def check_repeatable() -> None:
@@ -143,7 +143,7 @@ def check_repeatable() -> None:
             del trainer
         same = all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
         print(
-            f"run.deterministic={repeatable}: {'the same bits' if same else 'NOT the same'}; {sum(seconds[-4:]) / 4:.3f} s a step",
+            f"run.deterministic={repeatable}: {'the same bits' if same else 'DIFFERENT'}; {sum(seconds[-4:]) / 4:.3f} s per step",
             flush=True,
         )
     torch.use_deterministic_algorithms(False)
@@ -187,8 +187,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(1, "this needs a CUDA GPU, and torch sees none\n")
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROWS_PER_STEP} rows a step, "
-        f"{TOKENS_PER_MICRO_BATCH} tokens a micro-batch"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROWS_PER_STEP} rows per step, "
+        f"{TOKENS_PER_MICRO_BATCH} tokens per micro-batch"
     )
     if not arguments.only_speed:
         check_correct()

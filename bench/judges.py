@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-clients" / "bin" / "python"
-QUESTION = "Is the answer right? " * 50  # about a kilobyte, as a short judge's prompt has
+QUESTION = "Is the answer right? " * 50  # about a kilobyte, like a short judge prompt
 Ask = Callable[[str], Awaitable[str]]
 
 
@@ -63,13 +63,13 @@ def compare(arguments: argparse.Namespace, url: str, server: "psutil.Process") -
     ideal = arguments.in_flight / arguments.latency
     print(f"{arguments.in_flight} calls in flight, {arguments.latency * 1000:.0f} ms latency, ideal {ideal:,.0f} calls/s, ", end="")
     print(f"{os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f}, best of {arguments.repeat}\n")
-    print("| client | calls | calls/s (lowest…highest) | of the ideal | client's processor ms a call | server's | failed |")
+    print("| client | calls | calls/s (lowest…highest) | of the ideal | client CPU ms per call | server's | failed |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for client in arguments.clients.split(","):
         before = server.cpu_times()
         runs = [found for _ in range(arguments.repeat) if (found := run(client, url, arguments))]
         after = server.cpu_times()
-        served = sum(one["calls"] + arguments.in_flight for one in runs)  # with those that open the connections
+        served = sum(one["calls"] + arguments.in_flight for one in runs)  # including the calls that open the connections
         if not runs:
             print(
                 f"| {client} | | not run: no {client} in {PEERS.parent.parent.name} (see the top of this file) | | | | |",
@@ -88,7 +88,7 @@ def compare(arguments: argparse.Namespace, url: str, server: "psutil.Process") -
 
 def run(client: str, url: str, arguments: argparse.Namespace) -> dict | None:
     python = str(PEERS) if client != "plaudit" and PEERS.exists() else sys.executable
-    # httpx takes 16 ms a call with 512 in flight: fewer calls for it, or the table is not there before lunch.
+    # httpx takes 16 ms per call with 512 in flight, so the peers get fewer calls.
     calls = arguments.calls if client == "plaudit" else min(arguments.calls, arguments.in_flight)
     command = [python, __file__, "--one", client, "--url", url, "--in-flight", str(arguments.in_flight), "--calls", str(calls)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -102,11 +102,11 @@ async def measure(client: str, url: str, in_flight: int, calls: int) -> dict:
     """A few calls to open connections, then the timed ones."""
     ask, version = await CLIENTS[client](url, in_flight)
     await ask([QUESTION] * in_flight)
-    began, processor = time.perf_counter(), time.process_time()
+    began, cpu_s = time.perf_counter(), time.process_time()
     answers = await ask([f"question {i} {QUESTION}" for i in range(calls)])
-    seconds, processor = time.perf_counter() - began, time.process_time() - processor
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
     good = sum(answer == f"answer to question {i} {QUESTION}" for i, answer in enumerate(answers))
-    return {"calls": calls, "rate": calls / seconds, "processor_s": processor, "failed": calls - good, "version": version}
+    return {"calls": calls, "rate": calls / seconds, "processor_s": cpu_s, "failed": calls - good, "version": version}
 
 
 async def plaudit(url: str, in_flight: int):
@@ -126,8 +126,8 @@ async def plaudit(url: str, in_flight: int):
     return ask, __version__
 
 
-def at_once(ask: Ask, in_flight: int):
-    """Each client's one call, made for all questions by as many tasks as calls in flight: the cheapest way that asyncio has."""
+def concurrently(ask: Ask, in_flight: int):
+    """Calls `ask` for all questions with one task per call in flight, the cheapest way in asyncio."""
 
     async def ask_all(questions: list[str]) -> list[str | None]:
         answers: list[str | None] = [None] * len(questions)
@@ -157,7 +157,7 @@ async def httpx(url: str, in_flight: int):
         answer = await client.post(f"{url}/v1/chat/completions", json=body)
         return answer.json()["choices"][0]["message"]["content"]
 
-    return at_once(ask, in_flight), httpx.__version__
+    return concurrently(ask, in_flight), httpx.__version__
 
 
 async def openai(url: str, in_flight: int):
@@ -174,7 +174,7 @@ async def openai(url: str, in_flight: int):
         )
         return answer.choices[0].message.content or ""
 
-    return at_once(ask, in_flight), openai.__version__
+    return concurrently(ask, in_flight), openai.__version__
 
 
 CLIENTS = {"plaudit": plaudit, "httpx": httpx, "openai": openai}

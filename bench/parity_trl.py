@@ -73,7 +73,7 @@ TRAIN = {"sft": sft.train, "dpo": dpo.train, "reward-model": reward_model.train}
 NUM_STEPS, NUM_ROWS, ROWS_PER_STEP = 20, 50, 8
 ROWS_OF_LAST_STEP = {"sft": 5, "dpo": 8, "reward-model": 8}
 TOKENS_PER_MICRO_BATCH = {"sft": 150, "dpo": 400, "reward-model": 400}
-# A head learns these pairs in a few steps; faster than this, rounding grows tenfold in each of them.
+# A head learns these pairs in a few steps; at higher rates, rounding errors grow tenfold in each step.
 LR = {"sft": 3e-3, "dpo": 1e-3, "reward-model": 2e-4}
 OPTIM = {
     "betas": [0.9, 0.95],
@@ -196,8 +196,8 @@ def load_model_template(model: Path) -> ChatTemplate:
 
 def tiny_model(kind: str, rows: Sequence[dict], folder: Path) -> Path:
     """A tiny model with a tokenizer trained on the rows (conversations or pairs)."""
-    talks = [{"messages": r.get("messages") or [*r["prompt"], {"role": "assistant", "content": r["chosen"]}]} for r in rows]
-    make_tiny_model([write_rows(folder / "texts.jsonl", talks)], folder / "model", kind=kind, hidden_size=64, vocabulary=320)  # pyright: ignore
+    texts = [{"messages": r.get("messages") or [*r["prompt"], {"role": "assistant", "content": r["chosen"]}]} for r in rows]
+    make_tiny_model([write_rows(folder / "texts.jsonl", texts)], folder / "model", kind=kind, hidden_size=64, vocabulary=320)  # pyright: ignore
     return folder / "model"
 
 
@@ -355,7 +355,7 @@ def print_steps(ours: list[dict], theirs: list[dict], tolerance: float, folder: 
     clipped = sum(our["grad_norm"] > OPTIM["max_grad_norm"] for our in ours)
     print(f"largest differences: {listed({k: f'{v:.1e}' for k, v in largest.items()})}, ", end="")
     print(f"weights {weight_difference(folder):.1e}; clipped in {clipped} of {NUM_STEPS} steps", flush=True)
-    return all(value <= tolerance for difference in differences for value in difference.values())  # NaN is not
+    return all(value <= tolerance for difference in differences for value in difference.values())  # false for NaN
 
 
 def weight_difference(folder: Path) -> float:
@@ -368,14 +368,14 @@ def weight_difference(folder: Path) -> float:
 # First-step gradients -------------------------------------------------------------------------------------------------
 
 
-def moved(model: Path, folder: Path, by: float, seed: int) -> Path:
+def perturbed(model: Path, folder: Path, by: float, seed: int) -> Path:
     """The same model with Gaussian noise of `by` times each matrix's standard deviation."""
     policy = load_policy(ModelSettings(path=str(model), dtype="float32"), load_model_template(model), CPU)
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in policy.trainable():
             spread = parameter.std() if parameter.ndim > 1 else 0.02
-            parameter += by * spread * torch.randn(parameter.shape, generator=chance)
+            parameter += by * spread * torch.randn(parameter.shape, generator=rng)
     policy.save(folder)
     return folder
 
@@ -432,10 +432,10 @@ def first_gradients(
 def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
     """Compare the gradients of both, one line per case; returns whether they agree."""
     rows = conversations()
-    # Far from uniform, or all gradients would be small; then each a little further.
-    reference = moved(tiny_model(kind, rows, folder), folder / "reference", by=4.0, seed=1)
-    older = moved(reference, folder / "older", by=0.15, seed=2)
-    policy = moved(older, folder / "policy", by=0.2, seed=3)
+    # Far from uniform, otherwise all gradients would be small; each further model is perturbed a little more.
+    reference = perturbed(tiny_model(kind, rows, folder), folder / "reference", by=4.0, seed=1)
+    older = perturbed(reference, folder / "older", by=0.15, seed=2)
+    policy = perturbed(older, folder / "policy", by=0.2, seed=3)
     questions = [{"prompt": row["messages"][:-1]} for row in rows[:NUM_PROMPTS]]
     groups = [scored(group) for group in sampled(older, write_rows(folder / "prompts.jsonl", questions))]
     samples = [
@@ -473,7 +473,7 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
     print(f"  TRL       {listed(log['versions'])}")
     prompt_lengths = [len(sample["prompt_ids"]) for sample in samples]
     print(f"  samples   {NUM_PROMPTS} prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens, ", end="")
-    print(f"{SAMPLES_PER_PROMPT} answers each of {min(lengths)} to {max(lengths)}")
+    print(f"{SAMPLES_PER_PROMPT} answers per prompt of {min(lengths)} to {max(lengths)}")
     print("case                       loss  difference  largest gradient  difference  relative  clipped  dual-clipped        KL")
     agree = True
     for job, (name, case), (step,) in zip(jobs, cases.items(), log["steps"], strict=True):
@@ -484,7 +484,7 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
         apart = max((ours[parameter] - theirs[parameter]).abs().max().item() for parameter in ours)
         assert (metrics["clip_fraction"] > 0) == job["older"], "older samples have ratios beyond the bounds, others have none"
         loss_apart = abs(metrics["loss"] - step["loss"])
-        agree &= loss_apart <= tolerance and apart <= tolerance and apart / largest <= tolerance  # NaN is not
+        agree &= loss_apart <= tolerance and apart <= tolerance and apart / largest <= tolerance  # false for NaN
         print(
             f"{name:22}  {metrics['loss']:8.5f}  {loss_apart:10.1e}  {largest:16.4f}  {apart:10.1e}  {apart / largest:8.1e}"
             f"  {metrics['clip_fraction']:7.3f}  {metrics['dual_clip_fraction']:12.3f}  {metrics.get('kl', 0.0):8.4f}",
@@ -507,7 +507,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.trl_python.exists():
         sys.exit(f"{args.trl_python} does not exist: make .venv-trl/installed")
-    plaudit.run.draw_curves = lambda *_: None  # which takes longer than these runs
+    plaudit.run.draw_curves = lambda *_: None  # drawing takes longer than these runs
     step_by_step = [name for name, case in STEP_BY_STEP.items() if case.stage in args.stage]
     agree = []
     for kind in args.kind:

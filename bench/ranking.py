@@ -73,7 +73,7 @@ ANSWERS = ["-n", "4", "--temperature", "0.4", "--top-p", "0.7"]
 """Same as `validation` in mini_rl.yaml."""
 
 
-# Making --------------------------------------------------------------------------------------------------------------
+# Runs ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Bench:
                 sys.exit(1)
 
     def rows(self) -> None:
-        """The same for all seeds: parts and orders are drawn once."""
+        """The same for all seeds: orders are drawn once."""
         train, test = (self.data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
         for name, verb, groups, more in (
             ("sft", "ranking-sft", train, AUGMENT), ("rl", "ranking-rl", train, AUGMENT), ("val", "ranking-rl", test, []),
@@ -131,17 +131,17 @@ class Bench:
         return f"seed {seed}: done ({time.monotonic() - began:.0f} s)"
 
     def sample(self, model: Path, out: Path, seed: int, *how: str) -> None:
-        """Answers about the held-out groups. (Where all are there, nothing is sampled again.)"""
+        """Sample answers about the held-out groups. (Existing answers are not sampled again.)"""
         longest = ("--max-new-tokens", "384" if self.model else "160", "--max-prompt-tokens", "1536")
         rest = (*how, *longest, "--seed", str(seed), "--device", self.device)
         self.run("sample", model, self.out / "data/val.parquet", "--out", out, *rest, log=out.parent / "log")
 
 
-# Counting ------------------------------------------------------------------------------------------------------------
+# Metrics -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Found:
+class Metrics:
     """Metrics of a set of answers."""
 
     share: float
@@ -151,15 +151,15 @@ class Found:
     commonest: float
 
 
-def found(answers: Iterable[tuple[Tiers | None, Tiers]]) -> Found:
+def measure(answers: Iterable[tuple[Tiers | None, Tiers]]) -> Metrics:
     """Metrics of predicted rankings (None: unreadable), each paired with the true one."""
     answers = list(answers)
     share, differing = (statistics.fmean(column) for column in zip(*(agreement(*one) for one in answers), strict=True))
     read = [tiers for tiers, _ in answers if tiers is not None]
     if not read:
-        return Found(share, differing, 0.0, float("nan"), float("nan"))
+        return Metrics(share, differing, 0.0, float("nan"), float("nan"))
     readable, commonest = len(read) / len(answers), Counter(read).most_common(1)[0][1] / len(read)
-    return Found(share, differing, readable, differing / readable, commonest)
+    return Metrics(share, differing, readable, differing / readable, commonest)
 
 
 def agreement(tiers: Tiers | None, truth: Tiers) -> tuple[float, float]:
@@ -183,23 +183,23 @@ def true_ranking(row: dict[str, Any]) -> Tiers:
     return truth
 
 
-def of_samples(file: Path) -> Found:
+def of_samples(file: Path) -> Metrics:
     """Metrics of a validation's samples."""
-    return found(answered(row, row["response"]) for row in read_table(file, columns=["response", "reward_model"]).to_pylist())
+    return measure(answered(row, row["response"]) for row in read_table(file, columns=["response", "reward_model"]).to_pylist())
 
 
-def of_lines(file: Path) -> Found:
+def of_lines(file: Path) -> Metrics:
     """Metrics of the output of `plaudit sample`."""
     with file.open(encoding="utf-8") as lines:  # (splitlines would break texts at U+2028, too)
         rows = [json.loads(line) for line in lines]
-    return found(answered(row, text) for row in rows for text in row["responses"])
+    return measure(answered(row, text) for row in rows for text in row["responses"])
 
 
 def truths_of(file: Path) -> list[Tiers]:
     return [true_ranking(row) for row in read_table(file, columns=["reward_model"]).to_pylist()]
 
 
-def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]:
+def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Metrics]:
     """Baselines that ignore the input. The random order is the mean over all orders without ties."""
     sizes = {len(letters_of(truth)) for truth in [*train, *test]}
     rankings = {
@@ -214,9 +214,9 @@ def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Found]
     }
     print("the best constant answers on train:", "; ".join(map(write_ranking, best.values())))
     return {
-        "best constant answer, chosen on train": found((best[len(letters_of(truth))], truth) for truth in test),
-        "all tied": found(((letters_of(truth),), truth) for truth in test),
-        "a random order without ties": found((one, truth) for truth in test for one in orders[len(letters_of(truth))]),
+        "best constant answer, chosen on train": measure((best[len(letters_of(truth))], truth) for truth in test),
+        "all tied": measure(((letters_of(truth),), truth) for truth in test),
+        "a random order without ties": measure((one, truth) for truth in test for one in orders[len(letters_of(truth))]),
     }
 
 
@@ -245,10 +245,10 @@ def print_constants(data: Path) -> None:
     print(f"grade {statistics.fmean((1 - (10 - score) / 10) ** 2 for score in shown):.3f}")
 
 
-# Telling -------------------------------------------------------------------------------------------------------------
+# Report --------------------------------------------------------------------------------------------------------------
 
 
-def curve(folder: Path) -> dict[int, Found]:
+def curve(folder: Path) -> dict[int, Metrics]:
     """By step of RL; step 0 is the SFT model."""
     return {int(file.stem.removeprefix("val_")): of_samples(file) for file in sorted((folder / "rl/samples").glob("val_*.parquet"))}
 
@@ -275,7 +275,7 @@ def report(out: Path, seeds: Sequence[int], plot: Path | None) -> None:
     for name, one in fixed.items():
         print(f"| {name} | {one.share:.3f} | | {one.differing:.3f} | | 1 | {one.differing:.3f} | |")
     for name, some in stages.items():
-        columns = [[getattr(one, column.name) for one in some] for column in fields(Found)]
+        columns = [[getattr(one, column.name) for one in some] for column in fields(Metrics)]
         means = [spread(values) if all(one.readable for one in some) or i < 3 else "" for i, values in enumerate(columns)]
         share, differing = (" / ".join(f"{value:.3f}" for value in values) for values in columns[:2])
         print(f"| {name} | {means[0]} | {share} | {means[1]} | {differing} | {' | '.join(means[2:])} |")
@@ -287,12 +287,12 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def draw(curves: list[dict[int, Found]], fixed: dict[str, Found], plot: Path) -> None:
+def draw(curves: list[dict[int, Metrics]], fixed: dict[str, Metrics], plot: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     panels = {
-        "share": "pairs as the truth has them", "differing": "pairs that differ, in the right order",
+        "share": "pairs with the true relation", "differing": "pairs that differ, in the right order",
         "readable": "readable answers",
     }  # fmt: skip
     for axes, (what, title) in zip(figure.subplots(1, len(panels), sharex=True), panels.items(), strict=True):
@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=1, choices=range(1, 17), metavar="N",
-                        help="seeds at a time: a GPU has room for all of a small model's")  # fmt: skip
+                        help="seeds to run in parallel; a GPU has room for several small models")  # fmt: skip
     parser.add_argument("--sft", nargs="*", default=[], metavar="A.B=C", help="further SFT overrides")
     parser.add_argument("--rl", nargs="*", default=[], metavar="A.B=C", help="further RL overrides")
     parser.add_argument("--report", action="store_true", help="only print the table of existing runs")
@@ -334,7 +334,7 @@ def main() -> None:
         print_constants(args.data)
         return
     if args.out is None:
-        parser.error("--out: where the runs are to be")
+        parser.error("--out is required: the folder for the runs")
     if not args.report:
         for part in ("train", "test"):
             if not (file := args.data / f"mt_ranking_ende_{part}.parquet").exists():

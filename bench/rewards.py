@@ -41,7 +41,7 @@ def measure_plaudit(mix: Sequence[dict[str, Any]], workers: int) -> dict[str, An
     from plaudit.scoring import Scorer
 
     def score(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        with Scorer([{"kind": "math", "workers": workers}]) as scorer:  # anew each time: nothing is remembered
+        with Scorer([{"kind": "math", "workers": workers}]) as scorer:  # a new one each time, so that nothing is cached
             scorer.score(mix[:50])
             return timed(scorer.score, rows)
 
@@ -53,11 +53,11 @@ def measure_plaudit(mix: Sequence[dict[str, Any]], workers: int) -> dict[str, An
     return {"scores": [result["reward"] for result in results], "all": whole, "symbolic": symbolic}
 
 
-def run_aside(environment: str, script: str, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+def run_peer(environment: str, script: str, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """Run a peer's script with its own Python; None if that is not installed."""
     python = REPOSITORY / environment / "bin/python"
     if not python.exists():
-        print(f"{environment} is not there: make {environment}/installed")
+        print(f"{environment} does not exist: make {environment}/installed")
         return None
     job_file, out_file = folder / "job.json", folder / "out.json"
     job_file.write_text(json.dumps(job))
@@ -73,14 +73,14 @@ def tokenizer_for(mix: Sequence[dict[str, Any]], folder: Path) -> str:
     from plaudit.prepare.tiny_model import make_tiny_model
 
     rows = folder / "rows.jsonl"
-    said = [{"messages": [*row["prompt"], {"role": "assistant", "content": row["response"]}]} for row in mix[:2000]]
-    rows.write_text("".join(json.dumps(one) + "\n" for one in said))
+    conversations = [{"messages": [*row["prompt"], {"role": "assistant", "content": row["response"]}]} for row in mix[:2000]]
+    rows.write_text("".join(json.dumps(one) + "\n" for one in conversations))
     make_tiny_model([rows], folder / "model", kind="llama", hidden_size=32, layers=1, vocabulary=4096)
     return str(folder / "model")
 
 
 def table(mix: Sequence[dict[str, Any]], measured: dict[str, dict[str, Any]]) -> None:
-    columns = ["answers/s", "plaudit is", "processor ms each", "symbolic only: answers/s", "plaudit is", "processor ms each"]
+    columns = ["answers/s", "plaudit's speed-up", "CPU ms each", "symbolic only: answers/s", "plaudit's speed-up", "CPU ms each"]
     columns += ["right accepted", "wrong accepted", "symbolic only: right accepted", "wrong accepted", "no score"]
     print(f"| | {' | '.join(columns)} |\n| ---{' | ---' * len(columns)} |")
     for name, result in measured.items():
@@ -104,7 +104,7 @@ def accepted(
     """The share of right (or wrong) answers that are accepted."""
     these = [
         score is not None and score > 0.5
-        for row, score in zip(mix, scores, strict=False)  # a slow one scores only the first rows
+        for row, score in zip(mix, scores, strict=False)  # a slow peer scores only the first rows
         if row["right"] == right and (row["symbolic"] or not symbolic) and part in ("", row["part"])
     ]
     return f"{sum(these) / len(these):.2%}" if these else "–"
@@ -135,7 +135,7 @@ def main() -> None:
     mix = math_mix(Path(args.data), args.seed)[: args.answers]
     undecided = sum(row["symbolic"] for row in mix)
     counts = dict(Counter(row["part"].split(":")[0] for row in mix))
-    real = "" if (Path(args.data) / "bigmath_tinyv.parquet").is_file() else " (no real data here: numbers instead)"
+    real = "" if (Path(args.data) / "bigmath_tinyv.parquet").is_file() else " (data files are missing: generated numbers instead)"
     print(f"{len(mix):,} answers, {sum(row['right'] for row in mix):,} of them right: {counts}{real}")
     print(f"text and numbers alone cannot decide {undecided:,} of them ({undecided / len(mix):.1%})")
     versions = {name: version(name) for name in ("math-verify", "sympy")}
@@ -148,12 +148,12 @@ def main() -> None:
         folder = Path(name)
         if "plaudit" in parts:
             measured["plaudit"] = measure_plaudit(mix, args.workers)
-        if "trl" in parts and (out := run_aside(".venv-trl", "rewards_trl.py", {"samples": mix}, folder)):
+        if "trl" in parts and (out := run_peer(".venv-trl", "rewards_trl.py", {"samples": mix}, folder)):
             measured["TRL, accuracy_reward"] = out
             print(out["versions"])
         if "verl" in parts:
             job = {"samples": mix, "model": tokenizer_for(mix, folder), "settings": VERL, "trial": TRIAL}
-            if out := run_aside(".venv-verl", "rewards_verl.py", job, folder):
+            if out := run_peer(".venv-verl", "rewards_verl.py", job, folder):
                 measured |= out["results"]
                 print(out["versions"])
                 for called, result in out["results"].items():

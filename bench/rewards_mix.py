@@ -64,7 +64,7 @@ def _row(part: str, question: str, worked: str, answer: str, truth: str, *, righ
     }
 
 
-# What text and numbers decide -----------------------------------------------------------------------------------------
+# Answers that text or numbers decide ----------------------------------------------------------------------------------
 
 NUMBER = re.compile(r"([-+]?)(?:(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}|(\d*\.?\d+|\d+\.))(?:\\?%)?")
 
@@ -119,7 +119,7 @@ def _bigmath(file: Path, draw: random.Random) -> Iterator[dict[str, Any]]:
         from plaudit.data.rows import read_rows
 
         problems = [(row["extra_info"]["question"], row["reward_model"]["ground_truth"]) for row in read_rows(file)]
-        # Some references are cut off inside a brace, or say nothing: no answer could be called right.
+        # Some references are cut off inside a brace, or empty: no answer could be right.
         complete = [
             (q, truth) for q, truth in problems if truth.count("{") == truth.count("}") and re.search(r"\d|[A-Za-z]", _words(truth))
         ]

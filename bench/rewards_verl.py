@@ -76,7 +76,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 class Loop:
-    """verl's reward loop for one of its rewards, its processes started."""
+    """verl's reward loop for one of its rewards, with its processes running."""
 
     def __init__(self, job: dict[str, Any], setting: dict[str, Any]):
         function = (
@@ -101,7 +101,7 @@ class Loop:
 
 
 def best_of(job: dict[str, Any], settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The quickest number of workers on a few answers, then all of them."""
+    """Find the fastest setting on a few answers, then score all of them with it."""
     tried = []
     for setting in settings:
         loop = Loop(job, setting)

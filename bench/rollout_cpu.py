@@ -48,8 +48,8 @@ PROMPTS = [
     "Sort these numbers from small to large and say which is the median: 42, 7, 19, 88, 3, 61, 25.",
 ]
 
-# What is tried for each engine: "environment" is for the process, "mode" for the functions below, the rest for the engine.
-# vLLM needs this much to run on a CPU, in process.
+# Settings to try for each engine: "environment" is for the process, "mode" for the functions below, the rest for the engine.
+# vLLM needs this to run in process on a CPU.
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -171,7 +171,7 @@ PACKAGES = {
 
 
 def measure(job: dict) -> dict:
-    """One engine with one setting, in a process of its own: seconds of each timed run."""
+    """Seconds of each timed run of one engine with one setting; runs in a separate process."""
     import torch
 
     torch.set_num_threads(job["threads"])
@@ -207,7 +207,7 @@ def measure(job: dict) -> dict:
 
 
 def busy_seconds() -> float:
-    """Processor seconds that the whole machine has used, by all processes."""
+    """CPU seconds used so far by all processes on the machine."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
@@ -260,7 +260,7 @@ def machine(cores: list[int]) -> str:
 
 
 def speeds(result: dict, num_tokens: int) -> tuple[float, float]:
-    """Best and median tokens a second."""
+    """Best and median tokens/s."""
     seconds = [run["seconds"] for run in result["runs"]]
     return num_tokens / min(seconds), num_tokens / statistics.median(seconds)
 
@@ -268,7 +268,7 @@ def speeds(result: dict, num_tokens: int) -> tuple[float, float]:
 def described(settings: dict) -> str:
     parts = [f"{name}={value}" for name, value in settings.items() if name not in ("environment", "mode")]
     parts += [f"{name}={value}" for name, value in settings.get("environment", {}).items() if name != "VLLM_LOGGING_LEVEL"]
-    return ", ".join(([settings["mode"]] if "mode" in settings else []) + parts) or "as it comes"
+    return ", ".join(([settings["mode"]] if "mode" in settings else []) + parts) or "defaults"
 
 
 def row(result: dict, num_tokens: int, base: float | None) -> str:
@@ -297,7 +297,7 @@ def main() -> int:
         args.job[1].write_text(json.dumps(measure(json.loads(args.job[0].read_text()))))
         return 0
     if not (args.model / "config.json").exists():
-        sys.exit(f"{args.model} holds no model: run `plaudit prepare smollm2`, or name another folder with --model")
+        sys.exit(f"{args.model} is not a model folder: run `plaudit prepare smollm2`, or name another folder with --model")
     if "vLLM" in args.engine and not Path(args.vllm_python).exists():
         sys.exit(f"{args.vllm_python} does not exist: make .venv-vllm/installed, or leave vLLM out with --engine")
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
@@ -307,7 +307,7 @@ def main() -> int:
     num_tokens = len(prompts) * NEW_TOKENS
     lengths = sorted(map(len, prompts))
     print(f"{args.model.name}: {len(prompts)} prompts of {lengths[0]}…{lengths[-1]} tokens × {NEW_TOKENS} new tokens")
-    print(f"{machine(cores)}; {args.threads} threads; {args.repeats} runs after one to warm up", flush=True)
+    print(f"{machine(cores)}; {args.threads} threads; {args.repeats} runs after one warm-up run", flush=True)
 
     results: dict[str, list[tuple[dict, dict]]] = {}
     for engine in args.engine:
@@ -325,14 +325,14 @@ def main() -> int:
 
 
 def print_table(results: dict[str, list[tuple[dict, dict]]], num_tokens: int) -> None:
-    """The best setting of each engine that gives log-probs; below, what it was and what else was tried."""
+    """The best setting with log-probs of each engine; below, its details and the other settings tried."""
     chosen = {}
     for engine, tried in results.items():
         usable = [pair for pair in tried if "runs" in pair[1] and "mode" not in pair[0]]
         chosen[engine] = max(usable, key=lambda pair: speeds(pair[1], num_tokens)[1]) if usable else tried[0]
     first = chosen.get("HF generate")
     base = speeds(first[1], num_tokens)[1] if first and "runs" in first[1] else None
-    head = "| best tokens/s | median tokens/s | to HF | ms a step | processor s a run | other load | loading s |\n"
+    head = "| best tokens/s | median tokens/s | vs HF | ms per step | CPU s per run | other load | loading s |\n"
     print(f"\n| engine {head}| --- | --- | --- | --- | --- | --- | --- | --- |")
     for engine, (_, result) in chosen.items():
         print(f"| {engine} {row(result, num_tokens, base)}")

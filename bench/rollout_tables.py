@@ -14,7 +14,7 @@ CYCLE_ROWS = {  # what is compared between the first five cycles and the last fi
     "sample_s": "s", "update_s": "s", "sampled allocated": "GB", "sampled reserved": "GB", "sampled driver": "GB",
     "trained allocated": "GB", "trained reserved": "GB", "trained driver": "GB", "sampling peak": "GB", "trained peak": "GB",
 }  # fmt: skip
-MEMORIES = {"driver": "as the driver says", "reserved": "held by torch", "allocated": "live tensors"}
+MEMORIES = {"driver": "as reported by the driver", "reserved": "reserved by torch", "allocated": "live tensors"}
 Entries = dict[str, dict]
 
 
@@ -34,7 +34,7 @@ def line_of(entry: dict) -> str:
                 found += f"; from fp32 {entry['from_fp32']:.5f}, the trainer {entry['trainer_from_fp32']:.5f}"
         case "cycles" | "step":
             sample_s, update_s = (entry["columns"][name][-1] for name in ("sample_s", "update_s"))
-            found = f"{entry['cycles']} cycles, the last one {sample_s:.2f} s of sampling and {update_s:.2f} s of training"
+            found = f"{entry['cycles']} cycles, the last with {sample_s:.2f} s of sampling and {update_s:.2f} s of training"
         case "start":
             found = f"{entry['first_token_s']:.1f} s to the first token, {entry['whole_s']:.1f} s in all"
         case "check":
@@ -47,7 +47,7 @@ def line_of(entry: dict) -> str:
 
 
 def rate_of(entry: dict | None) -> str:
-    """Median, and what it lies between."""
+    """Median and range."""
     if entry is None:
         return "not measured"
     rates = entry["rates"]
@@ -114,7 +114,7 @@ def mix(entries: Entries, work: Work) -> str:
         if native or vllm:
             made = [f"{statistics.mean(entry['tokens']):,.0f}" if entry else "" for entry in (native, vllm)]
             rows.append([model, rate_of(native), rate_of(vllm), ratio_of(native, vllm), f"{REQUIRED_MIX:g}×", *made])
-    return table(["model", "native tokens/s", "vLLM tokens/s", "ratio", "required", "native's tokens a run", "vLLM's"], rows)
+    return table(["model", "native tokens/s", "vLLM tokens/s", "ratio", "required", "native's tokens per run", "vLLM's"], rows)
 
 
 def sweep(entries: Entries, work: Work) -> str:
@@ -136,15 +136,15 @@ def mismatch(entries: Entries, work: Work) -> str:
         numbers += [f"{entry[name]:.5f}" if name in entry else "" for name in also]
         held = "≤" if entry["mean"] <= REQUIRED_MISMATCH else ">"
         required = f"{held} {REQUIRED_MISMATCH:g}" if entry["engine"] == "native" else ""
-        case = entry["case"] if entry.get("same_weights", True) else f"{entry['case']}, others than native's"
+        case = entry["case"] if entry.get("same_weights", True) else f"{entry['case']}, weights other than native's"
         rows.append([NAMES[entry["engine"]], entry["model"], case, *numbers, f"{entry['tokens']:,}", required])
     head = ["engine", "model", "", "mean abs. difference", "largest", "mean difference", "entropy, nats"]
     head += ["from plain transformers", "sampler from fp32", "trainer from fp32", "tokens", "required"]
-    said = (
-        "Differences: of the sampler's log-probs and the trainer's; from …: mean abs. difference from transformers' model as it "
-        "is, in bf16, and from the same weights in fp32."
+    note = (
+        "Differences are between the sampler's and the trainer's log-probs; 'from …' is the mean abs. difference from unmodified "
+        "transformers in bf16, and from the same weights in fp32."
     )
-    return f"{table(head, rows)}\n\n{said}"
+    return f"{table(head, rows)}\n\n{note}"
 
 
 def step(entries: Entries, work: Work) -> str:
@@ -176,13 +176,13 @@ def cycles(entries: Entries, work: Work) -> str:
         head = ["", "first five", "last five", "change", f"at most {REQUIRED_STEADY:g} % more"]
         parts.append(table([*head, f"highest − lowest of the {max(0, entry['cycles'] - 10)} between"], rows))
         means = {name: statistics.mean(values) for name, values in columns.items()}
-        phases = {"sampling": "as the first sample comes", "sampled": "when sampling is over", "trained": "after an update"}
+        phases = {"sampling": "at the first sample", "sampled": "after sampling", "trained": "after an update"}
         used = [[f"GB in use, {what}", *(f"{means[f'{phase} {of}']:.2f}" for phase in phases)] for of, what in MEMORIES.items()]
         returned = means["sampling driver"] - means["sampled driver"]
         parts.append("\n" + table(["", *phases.values()], used))
         parts.append(
             f"\n{entry['model']}, {entry['cycles']} cycles. Sampling gives {returned:.1f} GB back to the device, which had "
-            f"{entry['bare']['driver']:.1f} GB in use before there was a model."
+            f"{entry['bare']['driver']:.1f} GB in use before the model was loaded."
         )
     return "\n".join(parts)
 
@@ -232,8 +232,8 @@ def draw(entries: Entries, work: Work, file: Path) -> Path | None:
     low, high = axes.get_ylim()
     ticks = [digit * 10**power for power in range(1, 8) for digit in (1, 2, 5) if low <= digit * 10**power <= high]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xlabel("sequences side by side")
-    axes.set_ylabel("tokens a second, decoding alone")
+    axes.set_xlabel("concurrent sequences")
+    axes.set_ylabel("tokens/s, decoding only")
     title = "plaudit's native engine, Qwen2.5-0.5B shape, bf16"
     axes.set_title(f"{title} (--tiny: means nothing)" if work.tiny else title, fontsize=11)
     figure.text(0.99, 0.01, found[-1]["about"], ha="right", fontsize=6, color="grey")

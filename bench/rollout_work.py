@@ -26,7 +26,7 @@ FOLDER_OF = "0.5B"  # the model of `start` and of vLLM's `mismatch`, which need 
 
 @dataclass(frozen=True)
 class Work:
-    """How much of everything. `FULL` is what is measured; `TINY` tries the script on a CPU."""
+    """Sizes of the workload. `FULL` is measured; `TINY` is a smoke test on a CPU."""
 
     tiny: bool = False
     # grid: random prompts, all different
@@ -62,7 +62,7 @@ class Work:
     cycle_new_tokens: int = 128
     tokens_per_micro_batch: int = 16384
     max_sequences: int = 1024
-    """Where nothing else is said: vLLM's default on such a GPU."""
+    """Unless a section sets it; this is vLLM's default on such a GPU."""
     copy_bytes: int = 4 << 30
 
 
@@ -101,7 +101,7 @@ TINY = Work(
 
 
 def config_of(model: str, work: Work) -> dict:
-    """Of a model with random weights: what its config.json says."""
+    """The config.json of a model with random weights."""
     layers, hidden, heads, kv_heads, mlp, vocabulary, tied = SHAPES[model]
     if work.tiny:
         layers, hidden, heads, kv_heads, mlp, vocabulary = TINY_SHAPE
@@ -114,7 +114,7 @@ def config_of(model: str, work: Work) -> dict:
     }  # fmt: skip
 
 
-# What a decode step must read at the least ----------------------------------------------------------------------------
+# Minimum memory reads of a decode step --------------------------------------------------------------------------------
 
 
 def weight_bytes(config: dict) -> int:
@@ -135,7 +135,7 @@ def key_size(config: dict) -> int:
 
 
 def floor_tokens_per_s(model: str, work: Work, sequences: int, bytes_per_s: float) -> float:
-    """Decoding at copy bandwidth: weights once a step, keys and values of all sequences at their mean length."""
+    """Decoding at copy bandwidth: weights once per step, keys and values of all sequences at their mean length."""
     config, mean_length = config_of(model, work), work.prompt_tokens + work.new_tokens / 2
     return sequences * bytes_per_s / (weight_bytes(config) + sequences * mean_length * kv_bytes(config))
 
@@ -153,13 +153,13 @@ class Mix:
     limits: list[int]
     """Longest response, by prompt."""
     ends: list[int]
-    """Tokens that end one."""
+    """Tokens that end a response."""
     drawn: list[list[int]]
     """Lengths of the samples, drawn from the distribution that limits and end tokens give."""
 
 
 def mix_of(vocabulary: int, work: Work, run: int) -> Mix:
-    """New prompts for every run: those of the last one must not be in a prefix cache."""
+    """New prompts for every run, so that none is in a prefix cache."""
     rng = np.random.default_rng([2, run])
     lengths = log_uniform(rng, *work.mix_prompt_tokens, work.mix_prompts)
     limits = log_uniform(rng, *work.mix_new_tokens, work.mix_prompts)
@@ -184,11 +184,11 @@ def log_uniform(rng: np.random.Generator, low: int, high: int, count: int) -> np
     return np.exp(rng.uniform(np.log(low), np.log(high), count)).round().astype(int)
 
 
-# From a measuring process to the one that started it ------------------------------------------------------------------
+# Reporting to the parent process --------------------------------------------------------------------------------------
 
 
 def reporter(job: dict, about: str) -> Callable[..., None]:
-    """A function that hands over one entry: its key says what it is, and a later one with the same key replaces it."""
+    """A function that reports one entry; a later entry with the same key replaces it."""
 
     def report(section: str, engine: str, model: str, case: str = "", **found) -> None:
         key = "/".join(part for part in (section, engine, model, case) if part)
@@ -202,7 +202,7 @@ def reporter(job: dict, about: str) -> Callable[..., None]:
 
 
 def run_sections(job: dict, sections: dict[str, Callable], report: Callable[..., None], engine: str) -> None:
-    """All that the job names, with the seconds that each took."""
+    """Run the job's sections and report the seconds each took."""
     end_with_parent()
     for section in job["sections"]:
         began = time.perf_counter()
@@ -212,7 +212,7 @@ def run_sections(job: dict, sections: dict[str, Callable], report: Callable[...,
 
 
 def end_with_parent() -> None:
-    """Should the process that started this one be killed, the GPU must not stay taken: end, with all that was started here."""
+    """If the parent process is killed, end this process and its children, so that the GPU is freed."""
     parent = os.getppid()
 
     def watch() -> None:

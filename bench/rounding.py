@@ -18,9 +18,9 @@ from torch import Tensor
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, SIZE, MLP, VOCABULARY = 896, 24, 14, 2, 64, 4864, 151936
 INPUTS = {"normed", "heads", "probabilities", "attended", "gated"}
-"""Roundings of matrix products, which any bf16 implementation has."""
+"""Roundings of the inputs of matrix products, which any bf16 implementation has."""
 OUTPUTS = {"qkv", "out", "gate_up", "silu", "down"}
-"""Of matrix products, and of what stands between two."""
+"""Roundings of the outputs of matrix products, and between two products."""
 TRIED: dict[str, tuple[set[str], set[str]]] = {
     "as transformers rounds": (INPUTS | OUTPUTS | {"residual"}, set()),
     "as plaudit rounds: the residual stream stays fp32": (INPUTS | OUTPUTS, set()),
@@ -29,7 +29,7 @@ TRIED: dict[str, tuple[set[str], set[str]]] = {
     "attention in fp16": (INPUTS | OUTPUTS, {"heads", "probabilities"}),
     "attention in fp16, no product's result rounded": (INPUTS, {"heads", "probabilities"}),
 }
-"""Where is rounded, and where of these to fp16 instead; from the second on each is a change of plaudit's."""
+"""Places that are rounded, and those rounded to fp16 instead of bf16; from the third on, each varies plaudit's rounding."""
 
 
 class Model:
@@ -42,12 +42,12 @@ class Model:
         self.ids_T = torch.randint(0, VOCABULARY, (tokens,))
         angles = torch.arange(tokens)[:, None] / 1e6 ** (torch.arange(0, SIZE, 2) / SIZE)
         self.cos, self.sin = (torch.cat([f(angles)] * 2, -1)[:, None].bfloat16().float() for f in (torch.cos, torch.sin))
-        self.unseen = torch.full((tokens, tokens), -math.inf).triu(1)
+        self.causal_mask = torch.full((tokens, tokens), -math.inf).triu(1)
 
     @torch.no_grad()
     def logprobs(self, rounded: set[str], in_fp16: set[str], way: int | None) -> Tensor:
-        """Of the second half of the tokens: [T / 2, vocabulary]. `way`: one of the ways to sum; None is exact."""
-        chance, T = torch.Generator().manual_seed(way or 0), len(self.ids_T)
+        """Log-probs of the second half of the tokens: [T / 2, vocabulary]. `way` picks an order of summation; None is exact."""
+        rng, T = torch.Generator().manual_seed(way or 0), len(self.ids_T)
 
         def at(place: str, x: Tensor) -> Tensor:
             if place not in rounded:
@@ -56,12 +56,12 @@ class Model:
 
         def product(x: Tensor, w: Tensor) -> Tensor:
             y = x @ w.T
-            return y if way is None else y + 3e-7 * y.abs().mean() * torch.randn(y.shape, generator=chance)
+            return y if way is None else y + 3e-7 * y.abs().mean() * torch.randn(y.shape, generator=rng)
 
         def norm(x: Tensor) -> Tensor:
             return at("normed", x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
-        def turn(x: Tensor) -> Tensor:
+        def rotate(x: Tensor) -> Tensor:
             other = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
             return at("heads", at("qkv", x * self.cos) + at("qkv", other * self.sin))
 
@@ -70,14 +70,14 @@ class Model:
             normed = norm(x)
             q, k, v = (at("qkv", product(normed, layer[name])).view(T, -1, SIZE) for name in "qkv")
             q, k, v = (
-                turn(q),
-                turn(k).repeat_interleave(HEADS // KV_HEADS, 1),
+                rotate(q),
+                rotate(k).repeat_interleave(HEADS // KV_HEADS, 1),
                 at("heads", v).repeat_interleave(HEADS // KV_HEADS, 1),
             )
-            scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5 + self.unseen
+            scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5 + self.causal_mask
             weights = (scores - scores.amax(-1, keepdim=True)).exp()
             if way is not None:
-                weights = weights * (1 + torch.rand(HEADS, T, 1, generator=chance))
+                weights = weights * (1 + torch.rand(HEADS, T, 1, generator=rng))
             attended = torch.einsum("hqk,khd->qhd", at("probabilities", weights), v) / weights.sum(-1).T[..., None]
             x = at("residual", x + at("out", product(at("attended", attended.reshape(T, -1)), layer["o"])))
             normed = norm(x)
@@ -102,8 +102,8 @@ def main() -> None:
         return (one - other).abs().mean().item()
 
     right = exact.gather(1, drawn)
-    print(f"{len(drawn)} tokens, two passes apart: ± the standard deviation over the three pairs of passes")
-    print("| rounded to bf16 | two passes apart | from fp32 |\n| --- | --- | --- |")
+    print(f"{len(drawn)} tokens, difference between two passes: ± the standard deviation over the three pairs of passes")
+    print("| rounded to bf16 | between two passes | from fp32 |\n| --- | --- | --- |")
     for name, (rounded, in_fp16) in TRIED.items():
         found = [model.logprobs(rounded, in_fp16, way).gather(1, drawn) for way in range(3)]
         pairs = [apart(*pair) for pair in combinations(found, 2)]

@@ -99,7 +99,7 @@ def plaudit(checkout: Path, scratch: Path, *arguments: str) -> None:
 
 
 def prepare(checkout: Path, scratch: Path) -> None:
-    """What all cases train on, made once, by one of the checkouts."""
+    """Data and models for all cases, made once by one of the checkouts."""
     plaudit(checkout, scratch, "prepare", "sorting", "--out", "data")
     plaudit(
         checkout, scratch, "prepare", "tiny-model", "data/sft.jsonl", "--out", "base", "--hidden-size", "64", "--vocabulary", "300"
@@ -161,7 +161,7 @@ def train(checkout: Path, scratch: Path, case: str, run: Path) -> None:
 
 
 def result(run: Path) -> dict[str, Any]:
-    """Everything a run left that has to be the same, by a name for it."""
+    """Everything in a run folder that must be equal, by name."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {
         f"metrics, step {row['step']}": {name: value for name, value in row.items() if not name.startswith("time/")} for row in rows
@@ -171,7 +171,7 @@ def result(run: Path) -> dict[str, Any]:
     for folder in ("model", "critic"):
         for file in sorted((run / folder).glob("*.safetensors")):
             with safe_open(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     found[f"{folder}: {name}"] = tensors.get_tensor(name).tobytes()
     return found
 
@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="; ".join(CASES))
-    parser.add_argument("--scratch", type=Path, help="where runs go; runs that are there already are not made again")
+    parser.add_argument("--scratch", type=Path, help="folder for the runs; existing runs are not repeated")
     options = parser.parse_args()
     before = options.before.resolve()
     commit = subprocess.run(
@@ -190,7 +190,7 @@ def main() -> None:
     scratch.mkdir(parents=True, exist_ok=True)
     if not (scratch / "pairs.jsonl").exists():
         prepare(before, scratch)
-    print(f"against {commit}, runs in {scratch}")
+    print(f"compared with {commit}, runs in {scratch}")
     different = 0
     for case in options.cases:
         name = "".join(c if c.isalnum() else "_" for c in case)

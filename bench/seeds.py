@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, help="where to draw the curve")
     parser.add_argument("--title", default="")
-    parser.add_argument("--prompts", type=int, help="validation prompts, for an interval behind each share")
+    parser.add_argument("--prompts", type=int, help="number of validation prompts: adds an interval to each share")
     options = parser.parse_args()
 
     seeds = [read(run) for run in options.runs]

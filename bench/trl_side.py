@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 
-class WarmedUpFromOne(SFTTrainer):
-    """TRL's trainer but for the warm-up, which is (k + 1) / w: with TRL's own k / w the first step would not move."""
+class PlauditWarmupSFTTrainer(SFTTrainer):
+    """TRL's trainer with a warm-up of (k + 1) / w: with TRL's own k / w the first step would have a learning rate of 0."""
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         warmup, low = self.args.warmup_steps, self.args.lr_scheduler_kwargs["min_lr_rate"]
@@ -33,7 +33,7 @@ class WarmedUpFromOne(SFTTrainer):
 
 
 class TokenisedDPOTrainer(DPOTrainer):
-    """TRL's trainer but for tokenising: the job's rows are tokens already, and in order."""
+    """TRL's trainer without tokenising: the job's rows are already tokens, in order."""
 
     def _prepare_dataset(self, dataset, *arguments, **settings):
         return dataset
@@ -48,7 +48,7 @@ class OlderSamplesGRPOTrainer(GRPOTrainer):
 
 
 class KeepGradients(TrainerCallback):
-    """Those of the whole step, as the optimiser is about to get them."""
+    """Keeps the gradients of the full step, just before the optimiser uses them."""
 
     def __init__(self):
         self.gradients: dict[str, torch.Tensor] = {}
@@ -93,7 +93,7 @@ def train(job: dict, folder: Path) -> list[dict[str, float]]:
     }
     rows = Dataset.from_list(job["rows"])
     if job["stage"] == "sft":
-        trainer_class = WarmedUpFromOne if optim["warmup_steps"] else SFTTrainer
+        trainer_class = PlauditWarmupSFTTrainer if optim["warmup_steps"] else SFTTrainer
         trainer = trainer_class(job["model"], SFTConfig(**settings), train_dataset=rows)
     elif job["stage"] == "dpo":
         trainer = TokenisedDPOTrainer(job["model"], args=DPOConfig(**settings), train_dataset=rows)
@@ -106,8 +106,8 @@ def train(job: dict, folder: Path) -> list[dict[str, float]]:
 
 
 def first_gradients(job: dict, folder: Path) -> list[dict[str, float]]:
-    """GRPO: the loss of the first step. Advantages, the reference's log-probs and the loss are TRL's; only sampling is not done
-    again. Writes the gradients."""
+    """GRPO: the loss of the first step. Advantages, the reference's log-probs and the loss are TRL's; only the samples are
+    given. Writes the gradients."""
     samples = job["rows"]
     tokens = [sample["completion_ids"] for sample in samples]
 
@@ -127,7 +127,7 @@ def first_gradients(job: dict, folder: Path) -> list[dict[str, float]]:
     trainer = (OlderSamplesGRPOTrainer if job["older"] else GRPOTrainer)(
         job["model"], scored_already, GRPOConfig(**settings), prompts, callbacks=[kept], rollout_func=sampled_already
     )
-    if trainer.ref_model is not None:  # it would be the policy itself, and the KL 0
+    if trainer.ref_model is not None:  # TRL's is the policy itself, with a KL of 0
         trainer.ref_model.load_state_dict(AutoModelForCausalLM.from_pretrained(job["reference"]).state_dict())
     trainer.train()
     save_file(kept.gradients, job["gradients"])

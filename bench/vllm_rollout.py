@@ -16,13 +16,13 @@ from pathlib import Path
 from rollout_work import Work, config_of, grid_prompts, mismatch_prompts, mix_of, reporter, run_sections, wanted
 
 GRID_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024]
-# The batch shrinks as responses end. (Capturing takes a good part of the start.)
+# The batch shrinks as responses end. (Capturing takes a large part of the start-up.)
 MIX_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024]
 MISMATCH_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
 
 
 def start(job: dict, work: Work, *, max_model_len: int, sizes: list[int], prefix_caching: bool, folder: str | None = None):
-    """The engine (without a folder: on dummy weights), its settings in words, and the seconds that took."""
+    """The engine (with dummy weights if no folder is given), its settings, and its start-up time in seconds."""
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     settings = {
@@ -59,7 +59,7 @@ def params(flat: bool, **arguments):
 
 
 def sampled(llm, prompts: list[list[int]], sampling) -> tuple[float, list]:
-    """Seconds, and what came out."""
+    """Seconds, and the outputs."""
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     began = time.perf_counter()
     outputs = llm.generate(given, sampling, use_tqdm=False)
@@ -70,13 +70,13 @@ def sampled(llm, prompts: list[list[int]], sampling) -> tuple[float, list]:
 
 
 def timed(llm, prompts: list[list[int]], sampling) -> tuple[float, int]:
-    """Seconds, and tokens made."""
+    """Seconds, and the number of tokens generated."""
     spent, made = sampled(llm, prompts, sampling)
     return spent, sum(len(out.token_ids) for out in made)
 
 
 def best_of(tries: dict, runs: int, measure) -> tuple[str, dict[str, list[float]], dict[str, list[int]]]:
-    """One run of each way, then the faster one until it has had `runs`; rates and tokens of all by name."""
+    """One run of each variant, then more of the fastest until it has had `runs`; returns all rates and tokens by name."""
     rates: dict[str, list[float]] = {name: [] for name in tries}
     tokens: dict[str, list[int]] = {name: [] for name in tries}
 
@@ -112,7 +112,7 @@ def grid(job: dict, work: Work, report) -> None:
             "grid", "vllm", name, str(sequences), tokens=sequences * work.new_tokens, rates=rates[best], tried=rates, best=best,
             start_s=start_s, settings=settings,
         )  # fmt: skip
-        tries = {best: tries[best]}  # which way is faster does not depend on how many there are
+        tries = {best: tries[best]}  # the faster variant does not depend on the batch size
 
 
 def mix(job: dict, work: Work, report) -> None:
@@ -123,7 +123,7 @@ def mix(job: dict, work: Work, report) -> None:
     llm, settings, start_s = start(job, work, max_model_len=longest, sizes=MIX_SIZES, prefix_caching=True)
 
     def measure(way: str, run: int, count: int | None = None, longest: int | None = None) -> tuple[float, int]:
-        """Tokens a second, and how many they were; of the first prompts, and of responses up to a length, if it is said."""
+        """Tokens/s and the number of tokens; optionally of the first `count` prompts, or with responses of at most `longest`."""
         load = mix_of(vocabulary, work, run)
         if way == "drawn limits":
             pairs = [(prompt, length) for prompt, drawn in zip(load.prompts, load.drawn, strict=True) for length in drawn]
@@ -140,9 +140,9 @@ def mix(job: dict, work: Work, report) -> None:
         return made / spent, made
 
     ways = ("stop_token_ids", "drawn limits")
-    for way in ways:  # to warm up: everything is compiled and captured by now, so short responses will do
+    for way in ways:  # to warm up: everything is compiled and captured by now, so short responses are enough
         measure(way, 0, count=work.mix_warm_prompts, longest=work.mix_warm_tokens)
-    # Which way is better, by half of the prompts; none that the timed runs, which have the native engine's, will see again.
+    # Choose the faster way on half of the prompts. The timed runs use other prompts, the same as the native engine's.
     tried = {way: measure(way, job["runs"] + 1 + i, count=work.mix_prompts // 2)[0] for i, way in enumerate(ways)}
     best = max(ways, key=lambda way: tried[way])
     rates, tokens = zip(*(measure(best, 1 + run) for run in range(job["runs"])), strict=True)
@@ -152,7 +152,7 @@ def mix(job: dict, work: Work, report) -> None:
 
 
 def mismatch(job: dict, work: Work, report) -> None:
-    """Samples of a model folder with their log-probs, into a file: the trainer's side computes what it says of the same tokens."""
+    """Write samples with their log-probs to a file; the trainer's side computes its log-probs of the same tokens."""
     longest = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
     sizes, prompts = MISMATCH_SIZES, mismatch_prompts(config_of(job["model"], work)["vocab_size"], work)
     llm, settings, start_s = start(job, work, max_model_len=longest, sizes=sizes, prefix_caching=False, folder=job["folder"])
@@ -170,7 +170,7 @@ def mismatch(job: dict, work: Work, report) -> None:
 
 
 def first_token(job: dict, work: Work, report) -> None:
-    """Default settings, a whole model folder, one token for each of the prompts."""
+    """Default settings, a complete model folder, one token per prompt."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     llm = LLM(job["folder"], **({"enforce_eager": True, "max_model_len": 512} if work.tiny else {}))
@@ -185,7 +185,7 @@ SECTIONS = {"grid": grid, "mix": mix, "mismatch": mismatch, "start": first_token
 
 def about() -> str:
     """Machine and versions."""
-    # Not torch.cuda: a CUDA context in this process would make vLLM start its own another way.
+    # Not torch.cuda: a CUDA context in this process would change how vLLM starts its engine process.
     from importlib.metadata import version
 
     import vllm  # pyright: ignore[reportMissingImports]

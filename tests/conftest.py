@@ -1,4 +1,4 @@
-"""Fixtures that tests share: rows, tiny models made from them, and where real data lies if it is there."""
+"""Shared fixtures: rows, tiny models built from them, and the real data sets where available."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch starts: one thread each, since tests run side by side and threads that wait for a core burn it.
+# Before torch is imported: one thread per process, since tests run in parallel and threads that wait for a core waste it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,7 +27,7 @@ def rows_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory, rows_file) -> dict[str, Path]:
-    """A folder per architecture."""
+    """The model folder of each architecture."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     root = tmp_path_factory.mktemp("models")
@@ -43,7 +43,7 @@ def tiny_model(tiny_models) -> Path:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real data sets beside the checkout (or $PLAUDIT_DATA); tests that need it skip without it."""
+    """The folder of real data sets next to the checkout (or $PLAUDIT_DATA); tests that need it skip without it."""
     folder = Path(os.environ.get("PLAUDIT_DATA", REPOSITORY.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"needs real data in {folder} (or set PLAUDIT_DATA)")
@@ -55,7 +55,7 @@ def pairs_file(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pair_rows())
 
 
-# 1 per token-like character that is written: it differs from sample to sample, and a random model can raise it.
+# The share of ASCII letters and digits in a response: it varies between samples, and a random model can learn to raise it.
 DIGITS_AND_LETTERS = """
 def compute_score(solution_str):
     written = sum(c.isascii() and c.isalnum() for c in solution_str)
@@ -70,7 +70,7 @@ def prompts_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def reward_file(tmp_path_factory) -> Path:
-    """A reward function that a random model can learn to please."""
+    """A reward function that a random model can learn to maximise."""
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     path.write_text(DIGITS_AND_LETTERS)
     return path
@@ -78,7 +78,7 @@ def reward_file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def plaudit(monkeypatch, capsys):
-    """The command in this process: exit code, stdout, stderr."""
+    """Runs a plaudit command in this process; returns its exit code, stdout and stderr."""
     from plaudit.cli import main
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -96,13 +96,13 @@ def plaudit(monkeypatch, capsys):
 
 @pytest.fixture(autouse=True, scope="session")
 def ctrl_c_interrupts():
-    """Also where the tests were started in the background, whose processes ignore it."""
+    """Restores Ctrl-C handling: processes started in the background ignore SIGINT."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow has more time than the rest."""
+    """Slow tests get a longer timeout."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
@@ -124,7 +124,7 @@ def no_curves() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def relative_prompts(tmp_path_factory) -> Iterator[Path]:
-    """By a relative path: it is part of a prompt's id, and so of what is drawn, which should be the same on every machine."""
+    """A relative path: it is part of a prompt's id, which seeds sampling, and samples should be the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("prompts"))
         yield write_jsonl(Path("prompts.jsonl"), prompt_rows())

@@ -1,4 +1,4 @@
-"""The command: help, exit codes, and for every mistake one clear line instead of a traceback."""
+"""The command line: help, exit codes, and one-line messages instead of tracebacks."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def plaudit(monkeypatch, capsys):
-    """The command in this process."""
+    """Runs the command in this process."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> Result:
@@ -119,7 +119,7 @@ def test_help(plaudit, verb, explains):
 
 
 def test_every_verb_has_help():
-    """The list above is all there are."""
+    """A new command belongs here and in the list above."""
     assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == [
         "audit", "config", "demo", "doctor", "dpo", "reward_model", "rl", "sample", "score", "serve", "sft",
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def test_version(plaudit):
     assert plaudit("--version") == (0, f"plaudit {__version__}\n", "")
 
 
-def test_without_a_verb_there_is_help(plaudit):
+def test_help_is_shown_without_a_verb(plaudit):
     code, out, err = plaudit()
     assert code == 2
     assert "Supervised fine-tuning" in out + err
@@ -158,18 +158,18 @@ def test_without_a_verb_there_is_help(plaudit):
         (["model.path={folder}/modle"], "model.path: {folder}/modle does not exist. Did you mean {folder}/model?"),
     ],
 )
-def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_model, rows_file, arguments, message):
+def test_an_invalid_recipe_is_reported_before_torch_is_imported(tmp_path, recipe, tiny_model, rows_file, arguments, message):
     shutil.copy(rows_file, tmp_path / "rows.jsonl")
     shutil.copytree(tiny_model, tmp_path / "model")
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
     code, out, err = real_command("sft", recipe, *arguments, flags=("-X", "importtime"))
     lines = err.splitlines()
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
-    said = [line for line in lines if not line.startswith("import time:")]
+    reported = [line for line in lines if not line.startswith("import time:")]
     assert code == 2
     assert not out
-    assert len(said) == 1
-    assert said[0].endswith(message.format(folder=tmp_path))
+    assert len(reported) == 1
+    assert reported[0].endswith(message.format(folder=tmp_path))
     assert "plaudit.config" in imported
     assert not imported & {"torch", "transformers", "peft", "matplotlib"}
     assert not (tmp_path / "run").exists()
@@ -204,7 +204,7 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path, recipe, tiny_
         (["prepare", "tiny-model", "{rows}", "--out", "{recipe}/m"], "--out: {recipe}/m cannot be created: "),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_file, arguments, message):
+def test_mistakes_give_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_file, arguments, message):
     write_jsonl(tmp_path / "text.jsonl", [{"text": "only"}])
     names = {"folder": tmp_path, "recipe": recipe, "rows": rows_file}
     code, out, err = plaudit(*(argument.format(**names) for argument in arguments))
@@ -253,7 +253,7 @@ def test_wrong_usage_is_explained(tmp_path, monkeypatch, plaudit, arguments, mes
         (lambda model: (model / "chat_template.jinja").write_text("{% if"), "the chat template cannot render a user"),
     ],
 )
-def test_a_damaged_model_is_told_in_a_line(tmp_path, plaudit, recipe, tiny_model, damage, message):
+def test_a_damaged_model_is_reported_in_one_line(tmp_path, plaudit, recipe, tiny_model, damage, message):
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     damage(model)
     code, _, err = plaudit("sft", recipe, f"model.path={model}")
@@ -266,13 +266,13 @@ def test_a_damaged_model_is_told_in_a_line(tmp_path, plaudit, recipe, tiny_model
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (PlauditError("told"), 2),
-        (RecipeError("told"), 2),
-        (DataError("told"), 2),
-        (RunError("told"), 2),
-        (TrainingStopped("told"), 2),
-        (Interrupted("told"), 130),
-        (torch.OutOfMemoryError("told. More words"), 2),
+        (PlauditError("reason"), 2),
+        (RecipeError("reason"), 2),
+        (DataError("reason"), 2),
+        (RunError("reason"), 2),
+        (TrainingStopped("reason"), 2),
+        (Interrupted("reason"), 130),
+        (torch.OutOfMemoryError("reason. More words"), 2),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -284,9 +284,9 @@ def test_exit_codes(monkeypatch, plaudit, recipe, error, code):
     got = plaudit("sft", recipe)
     assert (got.code, got.out) == (code, "")
     if isinstance(error, torch.OutOfMemoryError):
-        assert got.err.startswith("out of GPU memory (told). Lower train.tokens_per_micro_batch (now 128)")
+        assert got.err.startswith("out of GPU memory (reason). Lower train.tokens_per_micro_batch (now 128)")
     else:
-        assert got.err == "told\n"
+        assert got.err == "reason\n"
 
 
 def test_ctrl_c_has_no_traceback(monkeypatch, plaudit, recipe):
@@ -301,7 +301,7 @@ def test_ctrl_c_has_no_traceback(monkeypatch, plaudit, recipe):
 
 def test_a_bug_keeps_its_traceback(monkeypatch, plaudit, recipe):
     def fail(*_):
-        raise KeyError("a bug of ours")
+        raise KeyError("a bug")
 
     monkeypatch.setattr("plaudit.loops.sft.train", fail)
     with pytest.raises(KeyError):
@@ -360,11 +360,11 @@ def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
 
 
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (0, 60)])
-def test_doctor_renders_as_many_rows_as_asked(plaudit, recipe, count, shown):
+def test_doctor_renders_the_requested_number_of_rows(plaudit, recipe, count, shown):
     assert f"train: {shown} rows rendered" in plaudit("doctor", recipe, "--rows", count).out
 
 
-def test_doctor_shows_what_is_learnt_of_a_long_row_in_part(tmp_path, plaudit, recipe, monkeypatch):
+def test_doctor_abbreviates_long_rows(tmp_path, plaudit, recipe, monkeypatch):
     words = " ".join(map(str, range(2000)))
     rows = [{"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": "[bold]yes[/bold]"}]}]
     out = plaudit("doctor", recipe, f"data.train={write_jsonl(tmp_path / 'long.jsonl', rows)}", "data.max_tokens=9999").out
@@ -409,7 +409,7 @@ LAST_ANSWER_ONLY = (
 )
 def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tiny_model, settings, check, text, shows_row):
     if "run.device=cuda" in settings and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("a GPU is available")
     write_jsonl(tmp_path / "text.jsonl", [{"text": "only"}])
     (tmp_path / "broken.jsonl").write_bytes(rows_file.read_bytes() + b"{oops\n")
     (tmp_path / "no_prompt.jinja").write_text(NO_GENERATION_PROMPT)
@@ -419,11 +419,11 @@ def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tin
     code, out, err = plaudit("doctor", recipe, *(setting.format(folder=tmp_path) for setting in settings))
     assert (code, err) == (1, "")
     found = findings(out)
-    assert any(mark == "✗" and name == check and text in said for mark, name, said in found), out
-    assert list(dict.fromkeys(name for _, name, _ in found)) == CHECKS, "the other checks are made all the same"
+    assert any(mark == "✗" and name == check and text in reported for mark, name, reported in found), out
+    assert list(dict.fromkeys(name for _, name, _ in found)) == CHECKS, "the other checks still run"
     assert ("The first row as the model sees it" in out) == shows_row
     assert "Traceback" not in out
-    if "is not a pattern" not in text:  # which peft finds
+    if "is not a pattern" not in text:  # that one is left to peft
         assert plaudit("sft", recipe, *(setting.format(folder=tmp_path) for setting in settings)).code == 2
 
 
@@ -432,15 +432,15 @@ def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tin
     [
         (NO_END_TOKEN, [], "turns end without a special token, so the model will not learn to stop"),
         (LAST_ANSWER_ONLY, ["data.train_on=last"], None),
-        (USER_FIRST, ["data.train={folder}/unasked.jsonl"], None),
+        (USER_FIRST, ["data.train={folder}/no_user.jsonl"], None),
         (None, ["data.max_tokens=40"], "are longer than data.max_tokens = 40: filtered out"),
         (None, ["data.max_tokens=40", "data.too_long=cut_left"], "are longer than data.max_tokens = 40: cut on the left"),
         (None, ["train.rows_per_step=100"], "train.rows_per_step = 100 exceeds the 60 rows in the data"),
     ],
 )
-def test_doctor_on_what_is_odd_but_works(tmp_path, plaudit, recipe, template, settings, warning):
-    unasked = [{"role": "system", "content": "Speak."}, {"role": "assistant", "content": "Now."}]
-    write_jsonl(tmp_path / "unasked.jsonl", [*arithmetic_rows(6), {"messages": unasked}])
+def test_doctor_only_warns_about_unusual_settings(tmp_path, plaudit, recipe, template, settings, warning):
+    no_user = [{"role": "system", "content": "Speak."}, {"role": "assistant", "content": "Now."}]
+    write_jsonl(tmp_path / "no_user.jsonl", [*arithmetic_rows(6), {"messages": no_user}])
     settings = [setting.format(folder=tmp_path) for setting in settings]
     if template:
         (tmp_path / "t.jinja").write_text(template)
@@ -449,9 +449,9 @@ def test_doctor_on_what_is_odd_but_works(tmp_path, plaudit, recipe, template, se
     assert (code, err) == (0, "")
     found = findings(out)
     assert [text for mark, _, text in found if mark == "✗"] == []
-    odd = [text for mark, _, text in found if mark == "!"]
-    assert len(odd) == (warning is not None)
-    assert not warning or warning in odd[0]
+    warnings = [text for mark, _, text in found if mark == "!"]
+    assert len(warnings) == (warning is not None)
+    assert not warning or warning in warnings[0]
     assert plaudit("sft", recipe, *settings).code == 0
 
 
@@ -474,7 +474,7 @@ ADAPTERS = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 160))  # r
         ({"dtype": "bfloat16", "lora": {"rank": 4}}, "cpu", 2 * PARAMETERS + 4 * ADAPTERS, 12 * ADAPTERS),
     ],
 )
-def test_memory_by_hand(tiny_model, settings, device, weights, training):
+def test_memory_plan_matches_a_manual_count(tiny_model, settings, device, weights, training):
     def plan_for(tokens: int, **more) -> MemoryPlan:
         model = ModelSettings.model_validate({"path": str(tiny_model), **settings, **more})
         return plan_memory(model, torch.device(device), tokens_per_micro_batch=tokens)
@@ -485,13 +485,13 @@ def test_memory_by_hand(tiny_model, settings, device, weights, training):
     assert plan.logits == 12 * CHUNK_LOGITS[device] + (0 if "lora" in settings else 4 * 320 * 64)
     assert plan.total == weights + training + plan.activations + plan.logits
     assert plan_for(3000).activations == 3 * plan.activations
-    # One of the two layers, and what each of them was given, in fp32.
+    # One of the two layers, and the inputs of both, in fp32.
     assert plan_for(1000, gradient_checkpointing=True).activations == plan.activations / 2 + 1000 * 4 * 2 * 64
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("targets", [None, "all-linear", ["q_proj", "v_proj"], ["self_attn.q_proj"], r".*\.1\..*(gate|up)_proj"])
-def test_memory_counts_the_parameters_that_are_trained(tiny_models, kind, targets):
+def test_memory_plan_counts_trainable_parameters(tiny_models, kind, targets):
     from plaudit.data.templates import load_template, load_tokenizer
 
     recipe = ModelSettings.model_validate({"path": str(tiny_models[kind]), "lora": targets and {"rank": 4, "targets": targets}})
@@ -506,7 +506,7 @@ def test_memory_counts_the_parameters_that_are_trained(tiny_models, kind, target
 # Prepare -------------------------------------------------------------------------------------------------------------
 
 
-def test_prepare_makes_a_model_that_transformers_loads(tmp_path, plaudit, rows_file):
+def test_prepare_makes_a_model_that_transformers_can_load(tmp_path, plaudit, rows_file):
     arguments = ["--kind", "qwen3", "--hidden-size", "32", "--layers", "1", "--vocabulary", "300"]
     code, out, _ = plaudit("prepare", "tiny-model", rows_file, "--out", tmp_path / "new/model", *arguments)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
@@ -518,15 +518,15 @@ def test_prepare_makes_a_model_that_transformers_loads(tmp_path, plaudit, rows_f
     assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
 
 
-def test_prepare_leaves_what_is_there(tmp_path, plaudit, rows_file):
+def test_prepare_does_not_overwrite_files(tmp_path, plaudit, rows_file):
     (tmp_path / "config.json").write_text("mine")
     assert plaudit("prepare", "tiny-model", rows_file, "--out", tmp_path).code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
-def test_kinds_of_tiny_models(plaudit):
-    """Written down twice, so that the command need not import what makes them."""
+def test_help_lists_every_kind_of_tiny_model(plaudit):
+    """The command repeats the list to avoid a heavy import."""
     assert "|".join(get_args(Kind)) in plaudit("prepare", "tiny-model", "--help").out
 
 
@@ -534,7 +534,7 @@ def test_kinds_of_tiny_models(plaudit):
 
 
 def test_no_secret_is_written_or_shown(tmp_path, recipe):
-    """Not by us and not by a tracker: in no file of the run, text or binary, and in no output."""
+    """Neither plaudit nor a tracker leaks one, in any file of the run (text or binary) or in the output."""
     names = ["WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MY_SERVICE_SECRET"]
     secrets = {name: f"{number}" + "made0up1value2" * 3 for number, name in enumerate(names)}
     elsewhere = {name: str(tmp_path / "wandb") for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
@@ -542,7 +542,7 @@ def test_no_secret_is_written_or_shown(tmp_path, recipe):
     assert command.wait() == 0, command.output
     assert f"trained model: {tmp_path / 'run/model'}" in command.output.splitlines()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(b"optim.lr" in path.read_bytes() for path in files if path.suffix == ".wandb"), "or there is nothing to find"
+    assert any(b"optim.lr" in path.read_bytes() for path in files if path.suffix == ".wandb"), "otherwise this test checks nothing"
     for name, secret in secrets.items():
         assert secret not in command.output, name
         for path in files:
@@ -550,7 +550,7 @@ def test_no_secret_is_written_or_shown(tmp_path, recipe):
 
 
 def test_the_command_is_installed(tmp_path):
-    """`plaudit` beside this Python, and `python -m plaudit`, from any folder."""
+    """`plaudit` next to this Python, and `python -m plaudit`, from any folder."""
     script = Path(sys.executable).with_name("plaudit")
     for command in ([str(script)] if script.exists() else [], [sys.executable, "-m", "plaudit"]):
         if command:
@@ -558,13 +558,13 @@ def test_the_command_is_installed(tmp_path):
             assert (done.returncode, done.stdout) == (0, f"plaudit {__version__}\n"), done.stderr
 
 
-def test_dashes_are_not_how_overrides_are_written(recipe, plaudit):
+def test_overrides_with_dashes_are_rejected(recipe, plaudit):
     code, _, err = plaudit("sft", recipe, "--optim.lr", "1e-5")
     assert code == 2
     assert err.splitlines()[-1] == "'--optim.lr' is not an override: write it as section.name=value, without dashes and with ="
 
 
-def test_doctor_says_when_it_has_not_looked_at_every_row(recipe, plaudit):
+def test_doctor_reports_when_it_checked_only_some_rows(recipe, plaudit):
     code, out, _ = plaudit("doctor", recipe, "--rows", "10")
     assert code == 0
     assert "train: checked only the first 10 rows; --rows 0 checks all of them" in out

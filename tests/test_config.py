@@ -1,4 +1,4 @@
-"""Recipes: what is read, what is refused, and in which words."""
+"""Recipes: parsing, validation and error messages."""
 
 import fnmatch
 import json
@@ -33,7 +33,7 @@ SECRET = "sk-abcdef1234567890abcd"
 
 @pytest.fixture
 def read(tmp_path):
-    """Load a recipe of this text with these overrides."""
+    """Loads a recipe from this text with these overrides."""
 
     def read(text: str = MINIMAL, *overrides: str, stage: str | None = None) -> LoadedRecipe:
         path = tmp_path / "r.yaml"
@@ -44,10 +44,10 @@ def read(tmp_path):
 
 
 @pytest.fixture
-def complaint(read, tmp_path):
-    """The one line that says what is wrong with a recipe; the folder of the file is left out."""
+def error_for(read, tmp_path):
+    """Returns the one-line error of an invalid recipe, without the file's folder."""
 
-    def complaint(text: str = MINIMAL, *overrides: str, stage: str | None = None) -> str:
+    def error_for(text: str = MINIMAL, *overrides: str, stage: str | None = None) -> str:
         with pytest.raises(RecipeError) as caught:
             read(text, *overrides, stage=stage)
         message = str(caught.value).replace(f"{tmp_path}/", "")
@@ -55,7 +55,7 @@ def complaint(read, tmp_path):
         assert "\n" not in message
         return message
 
-    return complaint
+    return error_for
 
 
 def value_of(loaded: LoadedRecipe, name: str):
@@ -119,11 +119,11 @@ def test_values_are_read_as_yaml_1_2(read, name, text, value):
     got = value_of(read(document), name)
     assert got == value
     assert type(got) is type(value)
-    # The command line is read by the same rules.
+    # The command line follows the same rules.
     assert value_of(read(MINIMAL, f"{name}={text}"), name) == value
 
 
-def test_anchors_work(read):
+def test_yaml_anchors_work(read):
     recipe = read("model: {path: &here m, tokenizer: *here}\ndata: {train: x}\nrun: {dir: d}").recipe
     assert recipe.model.tokenizer == "m"
 
@@ -150,11 +150,11 @@ def test_anchors_work(read):
         (f"seed: {'[' * 5000}", "r.yaml is not a recipe: it is nested too deeply"),
     ],
 )
-def test_not_a_recipe(complaint, text, message):
-    assert complaint(text).startswith(message)
+def test_text_that_is_not_a_recipe_is_rejected(error_for, text, message):
+    assert error_for(text).startswith(message)
 
 
-def test_a_missing_file_names_the_nearest_one(tmp_path):
+def test_a_missing_file_suggests_the_nearest_name(tmp_path):
     (tmp_path / "sft.yaml").write_text(MINIMAL)
     (tmp_path / "unrelated").write_text("")
     with pytest.raises(RecipeError, match=r"stf\.yaml does not exist\. Did you mean .*/sft\.yaml\?$"):
@@ -187,17 +187,17 @@ def test_a_missing_file_names_the_nearest_one(tmp_path):
         ("sed=1", "seed"),
     ],
 )
-def test_unknown_settings_are_refused_with_a_suggestion(complaint, override, suggestion):
-    message = complaint(MINIMAL, override)
+def test_unknown_settings_are_refused_with_a_suggestion(error_for, override, suggestion):
+    message = error_for(MINIMAL, override)
     assert "is not a setting." in message
     assert message.endswith(f" Did you mean {suggestion}?")
 
 
-def test_unknown_settings_are_located(complaint):
-    assert complaint(f"{MINIMAL}optim:\n  lrr: 1\n") == "r.yaml:5: optim.lrr is not a setting. Did you mean optim.lr?"
-    assert complaint(MINIMAL, "zzzzzz=1") == "r.yaml (command line): zzzzzz is not a setting."
-    # A name with dots is for the command line; suggesting that very name would not help.
-    assert complaint(f"{MINIMAL}optim.lr: 1").endswith("sections are nested: optim: {lr: …}.")
+def test_unknown_settings_are_located(error_for):
+    assert error_for(f"{MINIMAL}optim:\n  lrr: 1\n") == "r.yaml:5: optim.lrr is not a setting. Did you mean optim.lr?"
+    assert error_for(MINIMAL, "zzzzzz=1") == "r.yaml (command line): zzzzzz is not a setting."
+    # A name with dots is for the command line; suggesting the same name would not help.
+    assert error_for(f"{MINIMAL}optim.lr: 1").endswith("sections are nested: optim: {lr: …}.")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_unknown_settings_are_located(complaint):
         (
             "optim={schedule: constant, min_lr_ratio: 0.0}",
             "min_lr_ratio has no effect: schedule constant does not decay. Remove it",
-        ),  # though that is the default
+        ),  # even though it is the default
         (
             "optim={schedule: cosine, decay_ratio: 0.1}",
             "optim: decay_ratio has no effect: it applies to schedule wsd, not cosine. Remove it",
@@ -255,16 +255,16 @@ def test_unknown_settings_are_located(complaint):
         ("model.lora.targets=[q_proj, lm_head]", "model.lora.targets: lm_head cannot be adapted"),
     ],
 )
-def test_wrong_values_are_refused(complaint, override, message):
-    said = complaint(MINIMAL, override)
-    assert said.startswith("r.yaml (command line): ")
-    assert message in said
+def test_wrong_values_are_refused(error_for, override, message):
+    error = error_for(MINIMAL, override)
+    assert error.startswith("r.yaml (command line): ")
+    assert message in error
 
 
-def test_mistakes_are_located_and_each_gets_a_line(complaint, read):
-    assert complaint(f"{MINIMAL}optim:\n  eps: 1e-6\n  lr: fast\n").startswith("r.yaml:6: optim.lr should be")
+def test_mistakes_are_located_and_each_gets_a_line(error_for, read):
+    assert error_for(f"{MINIMAL}optim:\n  eps: 1e-6\n  lr: fast\n").startswith("r.yaml:6: optim.lr should be")
     both = f"{MINIMAL}optim:\n  warmup_steps: 3\n  warmup_ratio: 0.1\n"
-    assert complaint(both) == "r.yaml:5: optim: set warmup_steps or warmup_ratio, not both"
+    assert error_for(both) == "r.yaml:5: optim: set warmup_steps or warmup_ratio, not both"
     with pytest.raises(RecipeError) as caught:
         read(MINIMAL, "optim.lr=fast", "sed=1", "optim.betas=[0]")
     assert len(str(caught.value).splitlines()) == 3
@@ -308,38 +308,38 @@ class WithRewards(SFTRecipe):
         ("length", 'r.yaml:5: rewards.0 should be a section, not "length".'),
     ],
 )
-def test_a_list_of_sections_told_apart_by_their_kind(read, complaint, monkeypatch, entry, message):
+def test_a_list_of_sections_distinguished_by_kind(read, error_for, monkeypatch, entry, message):
     monkeypatch.setitem(STAGES, "sft", WithRewards)
     good = read(f"{MINIMAL}rewards:\n- {{kind: judge, model: m}}\n- {{kind: length, limit: 3}}\n").recipe
     assert isinstance(good, WithRewards)
     assert good.rewards == [Judge(kind="judge", model="m"), Length(kind="length", limit=3)]
-    assert complaint(f"{MINIMAL}rewards:\n- {entry}\n").startswith(message)
+    assert error_for(f"{MINIMAL}rewards:\n- {entry}\n").startswith(message)
 
 
-def test_missing_settings_say_what_they_are(complaint):
-    assert complaint("model: {path: m}\ndata: {train: x}\n") == (
+def test_missing_settings_are_described(error_for):
+    assert error_for("model: {path: m}\ndata: {train: x}\n") == (
         "r.yaml: run is missing. It is: Run folder, length, validation and checkpoints."
     )
-    assert complaint("data: {train: x}\nrun: {dir: d}\nmodel: {dtype: auto}").startswith(
+    assert error_for("data: {train: x}\nrun: {dir: d}\nmodel: {dtype: auto}").startswith(
         "r.yaml:3: model.path is missing. It is: A folder in Hugging Face format"
     )
 
 
-def test_stage(read, complaint):
+def test_stage(read, error_for):
     assert read(MINIMAL, stage="sft").recipe.stage == "sft"
     assert read(f"stage: sft\n{MINIMAL}").recipe.stage == "sft"
     assert (
-        complaint(f"{MINIMAL}stage: sftt")
+        error_for(f"{MINIMAL}stage: sftt")
         == 'r.yaml:4: stage should be one of sft, dpo, reward-model, rl, score, not "sftt". Did you mean sft?'
     )
     assert (
-        complaint(f"{MINIMAL}stage: [sft]")
+        error_for(f"{MINIMAL}stage: [sft]")
         == 'r.yaml:4: stage should be one of sft, dpo, reward-model, rl, score, not ["sft"]. Did you mean sft?'
     )
-    assert "stage should be 'sft', not null" in complaint(f"{MINIMAL}stage: null")
+    assert "stage should be 'sft', not null" in error_for(f"{MINIMAL}stage: null")
 
 
-def test_a_recipe_for_another_verb(read, monkeypatch):
+def test_a_recipe_for_another_verb_is_rejected(read, monkeypatch):
     monkeypatch.setitem(STAGES, "other", SFTRecipe)
     with pytest.raises(RecipeError, match="is a recipe for `plaudit sft`, not `plaudit other`"):
         read(f"stage: sft\n{MINIMAL}", stage="other")
@@ -348,7 +348,7 @@ def test_a_recipe_for_another_verb(read, monkeypatch):
 # Overrides -----------------------------------------------------------------------------------------------------------
 
 
-def test_overrides_reach_everything(read):
+def test_overrides_reach_every_kind_of_setting(read):
     text = f"{MINIMAL}optim: {{lr: 1, betas: [0.5, 0.6]}}\n"
     recipe = read(
         text,
@@ -359,7 +359,7 @@ def test_overrides_reach_everything(read):
         "optim.max_grad_norm=null",
         "run.trackers=[wandb]",
         " run.project = a=b",
-        "run.dir=runs/[1",  # not YAML, and still a fine folder
+        "run.dir=runs/[1",  # not valid YAML, but a valid folder name
         "model.tokenizer=",
     ).recipe
     assert recipe.model.lora is not None
@@ -373,16 +373,16 @@ def test_overrides_reach_everything(read):
     assert recipe.optim.lr == 1.0
 
 
-def test_null_takes_back_what_cannot_be_null(read, complaint):
+def test_null_resets_settings_that_are_not_nullable(read, error_for):
     text = "model: {path: m}\ndata: {train: a}\nrun: {dir: d}\noptim: {schedule: wsd, decay_ratio: 0.2, min_lr_ratio: 0.1}\n"
     loaded = read(text, "optim.schedule=constant", "optim.decay_ratio=null", "optim.min_lr_ratio=")
     assert (loaded.recipe.optim.schedule, loaded.recipe.optim.decay_ratio) == ("constant", 0.1)
-    assert "optim.lr should be a valid number, not null" in complaint(text.replace("schedule: wsd,", "schedule: wsd, lr: null,"))
-    assert "model.path should be a valid string, not null" in complaint(text, "model.path=null")
+    assert "optim.lr should be a valid number, not null" in error_for(text.replace("schedule: wsd,", "schedule: wsd, lr: null,"))
+    assert "model.path should be a valid string, not null" in error_for(text, "model.path=null")
 
 
 @pytest.mark.parametrize("override", ["data.val=null", "data.val=", "data.val=[]"])
-def test_files_that_have_a_default_can_be_taken_back(read, override):
+def test_optional_files_can_be_reset(read, override):
     text = "model: {path: m}\ndata: {train: a, val: b}\nrun: {dir: d}\n"
     assert read(text).recipe.data.val == ("b",)
     assert read(text, override).recipe.data.val == ()
@@ -414,14 +414,14 @@ def test_command_line_beats_file_beats_default(read):
         (f"optim.lr={'[' * 5000}", "command line: optim.lr is nested too deeply"),
     ],
 )
-def test_overrides_that_cannot_be_used(complaint, override, message):
-    assert message in complaint("model: {path: m}\ndata: {train: [a, b]}\nrun: {dir: d}\n", override)
+def test_unusable_overrides_are_reported(error_for, override, message):
+    assert message in error_for("model: {path: m}\ndata: {train: [a, b]}\nrun: {dir: d}\n", override)
 
 
-# Showing -------------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
-def test_to_yaml_says_where_values_come_from(read, tmp_path):
+def test_to_yaml_shows_where_values_come_from(read, tmp_path):
     text = f"{MINIMAL}optim:\n  lr: 1e-4\n  betas: [0.5, 0.6]\n"
     shown = to_yaml(read(text, "optim.eps=1e-6", "optim.betas.0=0.7", "model.lora.rank=4"))
     comments = {line.split("#")[0].strip(): line.partition("# ")[2] for line in shown.splitlines()}
@@ -432,14 +432,14 @@ def test_to_yaml_says_where_values_come_from(read, tmp_path):
     assert comments["path: m"] == f"{tmp_path}/r.yaml:1"
 
 
-def test_to_yaml_explains(read):
+def test_explain_describes_settings(read):
     lines = [" ".join(line.split()) for line in explain(read()).splitlines()]
     assert lines[lines.index("lr: 1e-05 # number > 0 [default]") + 1] == "# Peak learning rate of AdamW."
     assert "optim: # Optimiser and learning-rate schedule." in lines
     assert "dtype: auto # auto | float32 | bfloat16 [default]" in lines
 
 
-def test_explain_lists_the_settings_of_sections_that_are_not_set(read):
+def test_explain_lists_the_settings_of_unset_sections(read):
     lines = [" ".join(line.split()) for line in explain(read(RL)).splitlines()]
     for setting in (
         "# rank: 16 # integer > 0 [default]",
@@ -453,7 +453,7 @@ def test_explain_lists_the_settings_of_sections_that_are_not_set(read):
     assert "gradient_checkpointing: false # true | false | integer > 0 | auto [default]" in lines
 
 
-def test_explain_of_named_settings_prints_those_only(read):
+def test_explain_prints_only_the_named_settings(read):
     loaded = read(RL)
     critic = explain(loaded, ["critic"])
     assert critic.startswith("critic: null")
@@ -481,18 +481,18 @@ def test_explain_of_named_settings_prints_those_only(read):
         ("run.repeatable=true", "run.deterministic"),
     ],
 )
-def test_old_names_suggest_the_new_ones(complaint, old, new):
-    assert f"is not a setting. Did you mean {new}?" in complaint(RL, old)
+def test_old_names_suggest_the_new_ones(error_for, old, new):
+    assert f"is not a setting. Did you mean {new}?" in error_for(RL, old)
 
 
-def test_the_engine_is_native_or_a_class_in_a_file(read, complaint):
+def test_the_engine_is_native_or_a_class_in_a_file(read, error_for):
     assert read(RL, "rollout.engine=engines/mine.py:Mine").recipe.rollout.engine == "engines/mine.py:Mine"
     for wrong in ("vlm", "mine.py", ".py:Mine", ":Mine", "mine:Mine"):
-        assert "rollout.engine: should be native, or your own engine as file.py:Class" in complaint(RL, f"rollout.engine={wrong}")
+        assert "rollout.engine: should be native, or your own engine as file.py:Class" in error_for(RL, f"rollout.engine={wrong}")
 
 
 def test_settings_are_at_most_four_levels_deep():
-    """a.b.c.d, where the number of a list's entry does not count."""
+    """a.b.c.d; list indices do not count."""
     places = {place for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
     for kind in plugins.kinds("rewards"):
         places |= {place for place, _ in recipe_settings(plugins.kind("rewards", kind), ("rewards",))}
@@ -561,7 +561,7 @@ def test_every_recipe_reads_back(tree, tmp_path):
         },
     )
 )
-def test_overrides_are_what_the_recipe_has(values, read, tmp_path):
+def test_override_values_reach_the_recipe_unchanged(values, read, tmp_path):
     loaded = read(MINIMAL, *(f"{name}={json.dumps(value)}" for name, value in values.items()))
     for name, value in values.items():
         assert value_of(loaded, name) == (tuple(value) if isinstance(value, list) else value)
@@ -586,14 +586,14 @@ def test_a_recipe_is_frozen(read):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_setting_says_what_it_means(stage):
+def test_every_setting_has_a_description(stage):
     undescribed = [place for place, info in recipe_settings(STAGES[stage]) if not (info.description or "").strip()]
     assert not undescribed
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])
-def test_what_a_resumed_run_may_change_exists(stage):
-    """A pattern that means no setting is misspelt."""
+def test_resume_patterns_match_existing_settings(stage):
+    """A pattern that matches no setting is misspelt."""
     places = {".".join(map(str, place)) for place, _ in recipe_settings(STAGES[stage])}
     if stage == "rl":
         kinds: list[type[RewardSettings]] = [plugins.kind("rewards", name) for name in plugins.kinds("rewards")]
@@ -608,13 +608,13 @@ def test_what_a_resumed_run_may_change_exists(stage):
 
 @pytest.mark.parametrize("warmup", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("decay", [0.2, 0.5, 1.0])
-def test_wsd_does_not_jump_where_warmup_and_decay_would_overlap(warmup, decay):
+def test_wsd_does_not_jump_if_warmup_and_decay_overlap(warmup, decay):
     optim = OptimSettings(lr=1.0, schedule="wsd", warmup_ratio=warmup, decay_ratio=decay)
     rates = [lr_at(step, 10, optim) for step in range(10)]
     assert max(rates) == 1.0
-    longest = max(abs(b - a) for a, b in pairwise(rates))
+    largest_change = max(abs(b - a) for a, b in pairwise(rates))
     spans = [span for span in (warmup, min(decay, 1 - warmup)) if span]
-    assert longest <= 1 / (10 * min(spans)) + 1e-9
+    assert largest_change <= 1 / (10 * min(spans)) + 1e-9
 
 
 # Secrets -------------------------------------------------------------------------------------------------------------
@@ -636,15 +636,15 @@ def test_wsd_does_not_jump_where_warmup_and_decay_would_overlap(warmup, decay):
         f"data.train=[a, {SECRET}]",
     ],
 )
-def test_secrets_are_refused_and_not_shown(complaint, override):
-    message = complaint(MINIMAL, override)
+def test_secrets_are_refused_and_not_shown(error_for, override):
+    message = error_for(MINIMAL, override)
     name = override.partition("=")[0]
     assert f"{name}" in message
     assert "keys and passwords do not belong in a recipe. Put it into the environment" in message
     assert SECRET not in message
 
 
-def test_the_name_of_a_variable_is_no_secret(tmp_path):
+def test_the_name_of_an_environment_variable_is_not_a_secret(tmp_path):
     model = {"placement": "server", "url": "http://judge:1", "credential": "JUDGE_API_KEY"}
     file = tmp_path / "r.yaml"
     file.write_text(json.dumps({"stage": "score", "rewards": [{"kind": "judge", "model": model}]}))
@@ -654,12 +654,12 @@ def test_the_name_of_a_variable_is_no_secret(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["stop_token", "end_token", "max_tokens", "key"])
-def test_not_every_token_is_a_secret(complaint, name):
-    assert f"run.{name} is not a setting." in complaint(MINIMAL, f"run.{name}='<|im_end|>'")
+def test_not_every_token_is_a_secret(error_for, name):
+    assert f"run.{name} is not a setting." in error_for(MINIMAL, f"run.{name}='<|im_end|>'")
 
 
-def test_secrets_are_located(complaint):
-    assert complaint(f"{MINIMAL}wandb:\n  api_key: {SECRET}\n").startswith("r.yaml:5: wandb.api_key: keys and passwords")
+def test_secrets_are_located(error_for):
+    assert error_for(f"{MINIMAL}wandb:\n  api_key: {SECRET}\n").startswith("r.yaml:5: wandb.api_key: keys and passwords")
 
 
 @pytest.mark.parametrize(
@@ -678,17 +678,17 @@ def test_secrets_are_located(complaint):
         (f"{MINIMAL}optim: {SECRET}x\n", []),
     ],
 )
-def test_no_message_shows_a_secret(complaint, text, overrides):
-    message = complaint(text, *overrides)
+def test_no_message_shows_a_secret(error_for, text, overrides):
+    message = error_for(text, *overrides)
     assert "abcdef" not in message
 
 
-def test_secrets_of_the_environment_are_not_shown(complaint, monkeypatch):
+def test_secrets_from_the_environment_are_not_shown(error_for, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "correct horse")
     monkeypatch.setenv("OTHER_TOKEN", "correct horse battery")
     assert redact("it is correct horse battery.") == "it is $OTHER_TOKEN."
-    assert "run.project: keys and passwords do not belong in a recipe" in complaint(MINIMAL, "run.project=my correct horse")
-    assert "$WANDB_API_KEY" in complaint(MINIMAL, "correct horse")
+    assert "run.project: keys and passwords do not belong in a recipe" in error_for(MINIMAL, "run.project=my correct horse")
+    assert "$WANDB_API_KEY" in error_for(MINIMAL, "correct horse")
     assert str(PlauditError("no correct horse here")) == "no $WANDB_API_KEY here"
     monkeypatch.setenv("AZURE_OPENAI_KEY", "staple gun")
     assert redact("it is staple gun.") == "it is $AZURE_OPENAI_KEY."
@@ -705,7 +705,7 @@ def test_strings_shaped_like_keys_are_redacted(text):
 @pytest.mark.parametrize(
     "text", ["hf-internal-testing/tiny-random-LlamaForCausalLM", "runs/sk-learn-with-a-long-name", "Qwen/Qwen3-0.6B"]
 )
-def test_names_of_models_and_runs_are_no_secrets(read, text):
+def test_names_of_models_and_runs_are_not_secrets(read, text):
     assert redact(text) == text
     assert read(MINIMAL, f"model.path={text}").recipe.model.path == text
 
@@ -713,7 +713,7 @@ def test_names_of_models_and_runs_are_no_secrets(read, text):
 # Speed ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_recipe_is_told_without_heavy_imports(tmp_path):
+def test_an_invalid_recipe_is_reported_without_heavy_imports(tmp_path):
     (tmp_path / "r.yaml").write_text(f"{MINIMAL}optim: {{lrr: 1}}\n")
     script = """
 import sys
@@ -725,9 +725,9 @@ except ValueError as error:
 print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in sys.modules])
 """
     command = [sys.executable, "-c", script, str(tmp_path / "r.yaml")]
-    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said[0].endswith("optim.lrr is not a setting. Did you mean optim.lr?")
-    assert said[1] == "[]"
+    lines = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].endswith("optim.lrr is not a setting. Did you mean optim.lr?")
+    assert lines[1] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -739,20 +739,20 @@ print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in
         ("model.lora.r=8", "model.lora.rank"),
     ],
 )
-def test_what_other_trainers_call_it_is_understood(complaint, given, ours):
-    assert complaint(MINIMAL, given).endswith(f"is not a setting. Did you mean {ours}?")
+def test_names_from_other_trainers_suggest_ours(error_for, given, ours):
+    assert error_for(MINIMAL, given).endswith(f"is not a setting. Did you mean {ours}?")
 
 
-def test_every_name_from_elsewhere_leads_to_a_setting():
+def test_every_name_from_other_trainers_maps_to_a_setting():
     from plaudit.recipe.other_names import OTHER_NAMES
 
     known = {".".join(map(str, place)) for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
     assert {setting for settings in OTHER_NAMES.values() for setting in settings.split(" or ")} <= known
 
 
-def test_an_option_with_dashes_is_told_how_overrides_are_written(complaint):
-    assert complaint(MINIMAL, "--optim.lr").endswith("write it as section.name=value, without dashes and with =")
+def test_an_option_with_dashes_explains_the_override_syntax(error_for):
+    assert error_for(MINIMAL, "--optim.lr").endswith("write it as section.name=value, without dashes and with =")
 
 
-def test_one_tracker_needs_no_list(read):
+def test_a_single_tracker_needs_no_list(read):
     assert read(MINIMAL, "run.trackers=tensorboard").recipe.run.trackers == ("tensorboard",)

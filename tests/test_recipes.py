@@ -1,4 +1,4 @@
-"""Every recipe in the repository is valid, and trains (two steps of it, on a tiny model) or scores."""
+"""Every recipe in the repository is valid, and trains (for two steps, on a tiny model) or scores."""
 
 import json
 from pathlib import Path
@@ -19,22 +19,22 @@ SCORING = [path for path in RECIPES if path not in TRAINING]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_recipe_is_valid_and_says_its_stage(path, tmp_path):
+def test_recipe_is_valid_and_states_its_stage(path, tmp_path):
     loaded = load(path)
     assert "stage" in loaded.recipe.model_fields_set
     (tmp_path / "resolved.yaml").write_text(to_yaml(loaded))
     assert load(tmp_path / "resolved.yaml").recipe == loaded.recipe
 
 
-def test_there_are_recipes_of_every_stage():
+def test_every_stage_has_a_recipe():
     stages = {load(path).recipe.stage for path in RECIPES}
-    assert stages <= {*TRAIN, "score"}, "a new stage is tried here too"
+    assert stages <= {*TRAIN, "score"}, "add the new stage to this test"
     assert {"sft", "dpo", "reward-model", "rl"} <= stages
 
 
 @pytest.fixture(scope="module")
 def classifier(tiny_model, tmp_path_factory) -> Path:
-    """A reward model that has learnt nothing yet."""
+    """An untrained reward model."""
     import torch
 
     from plaudit.data.templates import load_template, load_tokenizer
@@ -47,11 +47,11 @@ def classifier(tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
-def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classifier: Path) -> list[str]:
-    """What makes any recipe of a stage small enough: few and short sequences; rows of its own where its own are not here."""
+def shrink(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classifier: Path) -> list[str]:
+    """Overrides that shrink a recipe: few and short sequences, and test data in place of missing files."""
     data = {"sft": rows_file, "rl": prompts_file}.get(recipe.stage, pairs_file)
     overrides = [
-        f"data.{part}={data}" for part in ("train", "val") for files in [getattr(recipe.data, part)] if not all(map(_here, files))
+        f"data.{part}={data}" for part in ("train", "val") for files in [getattr(recipe.data, part)] if not all(map(_exists, files))
     ]
     if recipe.stage != "rl":
         return [*overrides, f"train.{'rows' if recipe.stage == 'sft' else 'pairs'}_per_step=4"]
@@ -59,7 +59,7 @@ def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classif
         f"rewards.{i}.model.path={classifier}"
         for i, reward in enumerate(recipe.rewards)
         for name in reward.models
-        if not _here(name)
+        if not _exists(name)
     ]
     overrides += ["rollout.n=2", "rollout.max_new_tokens=8", "train.prompts_per_step=2", "validation.max_prompts=2"]
     if recipe.train.prompts_per_update is not None:
@@ -69,7 +69,7 @@ def small(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classif
     return [*overrides, f"data.max_prompt_tokens={min(recipe.data.max_prompt_tokens, 1024)}"]
 
 
-def with_truths_for(recipe, prompts_file: Path, folder: Path) -> Path:
+def add_ground_truths(recipe, prompts_file: Path, folder: Path) -> Path:
     """The prompts with a ground truth that the recipe's rule can read."""
     if recipe.stage != "rl" or all(reward.kind != "ranking" for reward in recipe.rewards):
         return prompts_file
@@ -77,7 +77,7 @@ def with_truths_for(recipe, prompts_file: Path, folder: Path) -> Path:
     return write_jsonl(folder / "ranked.jsonl", rows)
 
 
-def _here(name: str) -> bool:
+def _exists(name: str) -> bool:
     return (REPOSITORY / name).exists()
 
 
@@ -96,11 +96,11 @@ def test_recipe_scores(path, monkeypatch):
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_file, prompts_file, classifier, monkeypatch):
-    """From the repository's own folder, which paths in recipes are relative to."""
+    """Runs from the repository root, which paths in recipes are relative to."""
     monkeypatch.chdir(REPOSITORY)
     recipe = load(path).recipe
     overrides = [
-        *small(recipe, rows_file, pairs_file, with_truths_for(recipe, prompts_file, tmp_path), classifier),
+        *shrink(recipe, rows_file, pairs_file, add_ground_truths(recipe, prompts_file, tmp_path), classifier),
         f"model.path={tiny_model}",
         f"run.dir={tmp_path / 'run'}",
         "run.max_steps=2",
@@ -108,7 +108,7 @@ def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_fi
         "run.device=cpu",
     ]
     if getattr(recipe, "critic", None) is not None:
-        overrides.append("critic.pretrain_steps=1")  # so that the second step moves the policy too
+        overrides.append("critic.pretrain_steps=1")  # so that the second step updates the policy too
     if recipe.model.tokenizer:
         overrides.append(f"model.tokenizer={tiny_model}")
     model = TRAIN[recipe.stage](path, *overrides)
@@ -118,8 +118,8 @@ def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_fi
     assert (model / "model.safetensors").exists()
 
 
-def test_the_first_recipe_learns(tmp_path, monkeypatch):
-    """The README's two commands: the model must get much better at rows it has never seen."""
+def test_the_first_recipe_improves_the_model(tmp_path, monkeypatch):
+    """The README's two commands: the loss on held-out rows must fall sharply."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     monkeypatch.chdir(tmp_path)
@@ -133,8 +133,8 @@ def test_the_first_recipe_learns(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_recipes_of_preferences_learn(tmp_path, monkeypatch):
-    """docs/preferences.md, top to bottom: a reward model and a policy that know better on pairs they have never seen."""
+def test_the_preference_recipes_improve_their_models(tmp_path, monkeypatch):
+    """docs/preferences.md, top to bottom: the reward model and the policy improve on held-out pairs."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     monkeypatch.chdir(tmp_path)
@@ -144,7 +144,7 @@ def test_the_recipes_of_preferences_learn(tmp_path, monkeypatch):
     for name, train in (("reward_model", train_reward_model), ("dpo", train_dpo)):
         train(REPOSITORY / f"recipes/preferences/{name}.yaml")
         rows = [json.loads(line) for line in (tmp_path / f"runs/first_{name}/metrics.jsonl").read_text().splitlines()]
-        measured = [row for row in rows if "val/loss" in row]
-        assert measured[0]["val/loss"] > 0.6
-        assert measured[-1]["val/loss"] < 0.35
-        assert measured[-1]["val/accuracy"] == 1.0
+        validated = [row for row in rows if "val/loss" in row]
+        assert validated[0]["val/loss"] > 0.6
+        assert validated[-1]["val/loss"] < 0.35
+        assert validated[-1]["val/accuracy"] == 1.0

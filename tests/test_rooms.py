@@ -1,4 +1,4 @@
-"""Imports point one way: a room knows the rooms below it and none above."""
+"""Imports point one way: a package imports only from packages below it."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from support.paths import REPOSITORY, TESTS
 
-# From the bottom up; rooms on one line do not know each other.
+# From the bottom up; packages on one line do not import each other.
 LEVELS = [
     ["errors"],
     ["types", "files", "seeding", "plugins"],
@@ -37,13 +37,13 @@ LEVELS = [
     ["cli"],
     ["__main__"],
 ]
-LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-# `models` may read what `data` makes (a policy is saved with its chat template); never the other way round.
-ALLOWED_BESIDE = {("models", "data")}
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+# `models` may import `data` (a policy is saved with its chat template), never the other way round.
+ALLOWED_SIDEWAYS = {("models", "data")}
 MODULES = sorted((REPOSITORY / "plaudit").rglob("*.py"))
 
 
-def room(module: Path) -> str:
+def package_of(module: Path) -> str:
     return module.relative_to(REPOSITORY / "plaudit").parts[0].removesuffix(".py")
 
 
@@ -61,26 +61,26 @@ def imports(module: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_a_room_imports_only_what_lies_below_it(module):
-    here = room(module)
+def test_a_package_imports_only_from_lower_levels(module):
+    here = package_of(module)
     for name in imports(module):
         if not name.startswith("plaudit.") or here == "__init__":
             continue
         there = name.split(".")[1]
         if there in ("__version__", here):
             continue
-        assert there in LEVEL, f"{module}: give {there} a place in LEVELS"
-        assert LEVEL[there] < LEVEL[here] or (here, there) in ALLOWED_BESIDE, f"{here} must not import {there}"
+        assert there in LEVEL, f"{module}: add {there} to LEVELS"
+        assert LEVEL[there] < LEVEL[here] or (here, there) in ALLOWED_SIDEWAYS, f"{here} must not import {there}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("objectives", "rewards")], ids=str)
-def test_objectives_and_rewards_know_nothing_of_clusters(module):
+@pytest.mark.parametrize("module", [m for m in MODULES if package_of(m) in ("objectives", "rewards")], ids=str)
+def test_objectives_and_rewards_import_no_distributed_code(module):
     for name in imports(module):
         assert not name.startswith(("ray", "vllm", "torch.distributed")), name
-        assert room(module) != "objectives" or not name.startswith(("plaudit.config", "plaudit.recipe")), name
+        assert package_of(module) != "objectives" or not name.startswith(("plaudit.config", "plaudit.recipe")), name
 
 
-def test_no_file_outgrows_a_reader():
+def test_no_file_is_too_long():
     long = {str(m.relative_to(REPOSITORY)): n for m in MODULES if (n := len(m.read_text().splitlines())) > 450}
     assert not long, f"split these: {long}"
 
@@ -92,16 +92,16 @@ TEST_MODULES = sorted(TESTS.rglob("*.py"))
 
 @pytest.mark.parametrize("module", TEST_MODULES, ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_test_module_imports_another(module):
-    """What several need is in tests/support."""
+    """Shared code belongs in tests/support."""
     for name in imports(module):
         last = name.split(".")
         assert not any(part.startswith("test_") or part == "conftest" for part in last), f"{module}: {name}"
 
 
-def test_folders_of_tests_mirror_rooms():
+def test_test_folders_mirror_packages():
     folders = {str(module.parent.relative_to(TESTS)) for module in TEST_MODULES if module.name.startswith("test_")}
     for folder in folders:
-        assert (REPOSITORY / "plaudit" / folder).is_dir(), f"tests/{folder}: there is no plaudit/{folder}"
+        assert (REPOSITORY / "plaudit" / folder).is_dir(), f"tests/{folder}: plaudit/{folder} does not exist"
 
 
 # Documents -----------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ DOCUMENTS = [
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_paths_that_documents_name_exist(document):
+def test_paths_named_in_documents_exist(document):
     for path in re.findall(r"(?<![\w/.])(?:tests|bench|recipes|plaudit|docs)/[\w./-]*\w", document.read_text(encoding="utf-8")):
         if Path(path).name not in ("x.py", "x"):
             assert (REPOSITORY / path).exists(), f"{document}: {path}"

@@ -1,4 +1,4 @@
-"""The run folder: what it holds after a run, whose runs it refuses, and that nothing in it is lost when something fails."""
+"""The run folder: its contents after a run, which runs may not resume in it, and that failures lose nothing."""
 
 import errno
 import fcntl
@@ -43,7 +43,7 @@ def checkpoints_of(run: Path) -> list[int]:
     return sorted(int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").glob("step_*"))
 
 
-def assert_whole(checkpoint: Path) -> None:
+def assert_complete(checkpoint: Path) -> None:
     """The manifest names all files with their sizes, and all of them load."""
     files = {str(p.relative_to(checkpoint)): p.stat().st_size for p in checkpoint.rglob("*") if p.is_file()}
     files.pop("manifest.json")
@@ -54,8 +54,8 @@ def assert_whole(checkpoint: Path) -> None:
     AutoTokenizer.from_pretrained(checkpoint / "model")
 
 
-def content(folder: Path) -> dict[str, tuple]:
-    """All there is in a folder, and when it was last written."""
+def snapshot(folder: Path) -> dict[str, tuple]:
+    """Every file in a folder with its modification time."""
     return {str(p.relative_to(folder)): (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in folder.rglob("*")}
 
 
@@ -65,7 +65,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def recipe(tmp_path, tiny_model, rows_file):
-    """Writes a recipe whose run folder has its name."""
+    """Writes a recipe with a run folder of the same name."""
 
     def write(name: str = "run", rows: Path = rows_file, **sections: dict) -> Path:
         return write_recipe(tmp_path / f"{name}.yaml", sft_recipe(tiny_model, rows, tmp_path / name, **sections))
@@ -78,7 +78,7 @@ def recipe(tmp_path, tiny_model, rows_file):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_model, rows_file) -> tuple[Path, Path]:
-    """A recipe and its finished run: a learning rate that spoils the model soon makes an early checkpoint the best."""
+    """A recipe and its finished run. The learning rate is so high that an early checkpoint is the best."""
     root = tmp_path_factory.mktemp("finished")
     tree = sft_recipe(
         tiny_model,
@@ -95,24 +95,24 @@ def finished(tmp_path_factory, tiny_model, rows_file) -> tuple[Path, Path]:
     return file, root / "run"
 
 
-def test_the_recipe_in_the_folder_is_the_one_that_ran(finished):
+def test_the_saved_recipe_is_the_one_that_ran(finished):
     file, run = finished
     assert load(run / "recipe.yaml").recipe == load(file, ["seed=3"]).recipe
     assert "seed: 3" in (run / "recipe.yaml").read_text()
     assert (run / "recipe.yaml").read_text().startswith(f"# plaudit {version('plaudit')}\n")
 
 
-def test_run_json_says_what_ran(finished):
+def test_run_json_records_the_recipe_and_versions(finished):
     file, run = finished
-    about = json.loads((run / "run.json").read_text())
-    assert about["recipe"] == flatten(load(file, ["seed=3"]).recipe)
-    assert about["versions"] | {name: version(name) for name in ("torch", "transformers", "peft")} == about["versions"]
-    assert about["versions"]["plaudit"] == version("plaudit")
-    assert about["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    git = about["git"]
+    record = json.loads((run / "run.json").read_text())
+    assert record["recipe"] == flatten(load(file, ["seed=3"]).recipe)
+    assert record["versions"] | {name: version(name) for name in ("torch", "transformers", "peft")} == record["versions"]
+    assert record["versions"]["plaudit"] == version("plaudit")
+    assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    git = record["git"]
     assert git is None or (set(git) == {"commit", "changed"} and len(git["commit"]) in (40, 64))
     for value in (os.environ.get("USER"), os.environ.get("HOSTNAME")):
-        assert not value or f'"{value}"' not in json.dumps(about)
+        assert not value or f'"{value}"' not in json.dumps(record)
 
 
 def test_metrics_have_a_line_per_step(finished):
@@ -125,7 +125,7 @@ def test_metrics_have_a_line_per_step(finished):
         assert row["epoch"] == pytest.approx(row["step"] * 6 / 60)
 
 
-def test_curves_are_a_picture(finished):
+def test_curves_are_a_valid_png(finished):
     picture = (finished[1] / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert picture.endswith(b"IEND\xaeB`\x82")
@@ -138,17 +138,17 @@ def test_the_newest_and_the_best_checkpoints_are_kept(finished):
     run = finished[1]
     losses = {row["step"]: row["val/loss"] for row in metrics_of(run) if row["step"]}
     best = min(losses, key=lambda step: losses[step])
-    assert best < 7, "or this test tests nothing"
+    assert best < 7, "otherwise this test checks nothing"
     assert checkpoints_of(run) == [best, 7, 8]
     for step in checkpoints_of(run):
-        assert_whole(run / f"checkpoints/step_{step:06d}")
+        assert_complete(run / f"checkpoints/step_{step:06d}")
     assert (run / "best").is_symlink()
     assert os.readlink(run / "best") == f"checkpoints/step_{best:06d}"
     assert json.loads((run / "best/state.json").read_text())["best"] == {"step": best, "val/loss": losses[best]}
     assert not leftovers(run)
 
 
-def test_the_trained_model_is_a_plain_one(finished):
+def test_the_trained_model_loads_in_plain_transformers(finished):
     model = finished[1] / "model"
     assert (model / "model.safetensors").read_bytes() == (
         finished[1] / "checkpoints/step_000008/model/model.safetensors"
@@ -165,27 +165,27 @@ def test_the_trained_model_is_a_plain_one(finished):
 
 @pytest.mark.parametrize("which", ["model", "best/model"])
 def test_the_validation_loss_is_the_mean_over_all_answer_tokens(finished, which):
-    """By hand with plain transformers, from ChatML as it is written down."""
+    """Recomputed with plain transformers, from ChatML spelt out here."""
     run = finished[1]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run / which).eval(), AutoTokenizer.from_pretrained(run / which)
     total, count = 0.0, 0
     for row in arithmetic_rows():
         tokens: list[int] = []
-        learnt: list[bool] = []
+        in_loss: list[bool] = []
         for message in row["messages"]:
             answers = message["role"] == "assistant"
-            for text, learn in (
+            for text, counts in (
                 (f"<|im_start|>{message['role']}\n", False),
                 (f"{message['content']}<|im_end|>", answers),
                 ("\n", False),
             ):
                 piece = tokenizer(text, add_special_tokens=False)["input_ids"]
                 tokens += piece
-                learnt += [learn] * len(piece)
+                in_loss += [counts] * len(piece)
         with torch.no_grad():
             logprobs = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
-        total -= sum(logprobs[i - 1, tokens[i]].item() for i in range(len(tokens)) if learnt[i])
-        count += sum(learnt)
+        total -= sum(logprobs[i - 1, tokens[i]].item() for i in range(len(tokens)) if in_loss[i])
+        count += sum(in_loss)
     step = json.loads((run / "best/state.json").read_text())["step"] if which == "best/model" else 8
     assert metrics_of(run)[step]["val/loss"] == pytest.approx(total / count, rel=1e-5)
 
@@ -203,7 +203,7 @@ def test_the_validation_loss_is_the_mean_over_all_answer_tokens(finished, which)
         (1, 30, [0.4, 0.8, 1.0]),
     ],
 )
-def test_steps_of_epochs_with_a_short_last_one(tmp_path, recipe, epochs, max_steps, epoch_after_each_step):
+def test_the_last_step_of_a_run_may_be_short(tmp_path, recipe, epochs, max_steps, epoch_after_each_step):
     rows = write_jsonl(tmp_path / "ten.jsonl", arithmetic_rows(10))
     train_sft(recipe(rows=rows, train={"rows_per_step": 4}, run={"epochs": epochs, "max_steps": max_steps}))
     metrics = metrics_of(tmp_path / "run")
@@ -215,21 +215,21 @@ def test_steps_of_epochs_with_a_short_last_one(tmp_path, recipe, epochs, max_ste
         assert one_epoch == metrics_of(tmp_path / "at_once")[0]["tokens"]
 
 
-def test_several_training_files_are_one_set_of_rows(tmp_path, recipe, capsys):
+def test_several_training_files_act_as_one(tmp_path, recipe, capsys):
     rows = arithmetic_rows(30)
     files = [write_jsonl(tmp_path / "a.jsonl", rows[:12]), write_jsonl(tmp_path / "b.jsonl", rows[12:])]
-    whole = write_jsonl(tmp_path / "whole.jsonl", rows)
+    joined = write_jsonl(tmp_path / "joined.jsonl", rows)
     train_sft(recipe("parts", data={"train": list(map(str, files))}, run={"max_steps": None}))
     assert "train: 30 of 30 rows" in capsys.readouterr().err
-    train_sft(recipe("whole", rows=whole, run={"max_steps": None}))
+    train_sft(recipe("joined", rows=joined, run={"max_steps": None}))
     assert len(metrics_of(tmp_path / "parts")) == 5
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("parts", "whole")]
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("parts", "joined")]
     assert weights[0] == weights[1]
     assert set(json.loads((tmp_path / "parts/run.json").read_text())["inputs"]) > set(map(str, files))
 
 
 @pytest.mark.parametrize("too_long", ["filter", "cut_left", "cut_right", "error"])
-def test_what_became_of_long_rows_is_told(tmp_path, recipe, capsys, too_long):
+def test_handling_of_long_rows_is_reported(tmp_path, recipe, capsys, too_long):
     long = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "1 2 3 " * 60}]}] * 3
     hidden = [{"messages": [{"role": "user", "content": "1 2 3 " * 60}, {"role": "assistant", "content": "6"}]}] * 2
     rows = write_jsonl(tmp_path / "rows.jsonl", arithmetic_rows(20) + long + hidden)
@@ -246,23 +246,23 @@ def test_what_became_of_long_rows_is_told(tmp_path, recipe, capsys, too_long):
     assert ("2 left out because the cut removed all their answers" in line) == (too_long == "cut_right")
 
 
-# Whose folder it is --------------------------------------------------------------------------------------------------
+# Which folders are refused -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def copy_of_finished(tmp_path, finished) -> tuple[Path, list[str]]:
-    """A copy to spoil, and the command that goes on with it."""
+    """A copy that tests may modify, and the command that resumes it."""
     file, run = finished
     shutil.copytree(run, tmp_path / "copy", symlinks=True)
     return tmp_path / "copy", [str(file), "seed=3", f"run.dir={tmp_path / 'copy'}"]
 
 
-def test_a_folder_of_another_recipe_is_refused_and_left_as_it_is(copy_of_finished, plaudit):
+def test_a_run_with_another_recipe_is_refused_and_left_untouched(copy_of_finished, plaudit):
     run, command = copy_of_finished
-    before = content(run)
-    code, _, said = plaudit("sft", *command, "optim.lr=0.05", "optim.max_grad_norm=null", "model.lora.rank=4", "run.epochs=2")
+    before = snapshot(run)
+    code, _, err = plaudit("sft", *command, "optim.lr=0.05", "optim.max_grad_norm=null", "model.lora.rank=4", "run.epochs=2")
     assert code == 2
-    assert said.splitlines() == [
+    assert err.splitlines() == [
         f"{run} belongs to a run with another recipe:",
         "  model.lora.alpha: was not set, is now 32.0",
         "  model.lora.dropout: was not set, is now 0.0",
@@ -274,35 +274,35 @@ def test_a_folder_of_another_recipe_is_refused_and_left_as_it_is(copy_of_finishe
         "  run.epochs: was 1.0, is now 2.0",
         "Choose another run.dir, or undo the difference to resume that run.",
     ]
-    assert content(run) == before
+    assert snapshot(run) == before
 
 
-def test_settings_that_cannot_change_the_weights_may_change(copy_of_finished, plaudit):
+def test_settings_that_do_not_affect_the_weights_may_change(copy_of_finished, plaudit):
     run, command = copy_of_finished
-    before = content(run)
+    before = snapshot(run)
     may_change = ["run.save_every=3", "run.keep_last=1", "run.project=other", "run.trackers=[tensorboard]"]
-    code, _, said = plaudit("sft", *command, *may_change)
+    code, _, err = plaudit("sft", *command, *may_change)
     assert code == 0
-    assert f"resuming from {run / 'checkpoints/step_000008'}" in said
-    after = content(run)
+    assert f"resuming from {run / 'checkpoints/step_000008'}" in err
+    after = snapshot(run)
     for name in before:
         if name.startswith("checkpoints/") or name in ("metrics.jsonl", "model/model.safetensors"):
             assert after[name][1] == before[name][1], name
-    assert "run.save_every=3" not in said
+    assert "run.save_every=3" not in err
 
 
-def test_other_data_is_refused(tmp_path, recipe):
+def test_changed_data_is_refused(tmp_path, recipe):
     rows = write_jsonl(tmp_path / "rows.jsonl", arithmetic_rows(20))
     file = recipe(rows=rows, run={"max_steps": 2})
     train_sft(file)
-    before = content(tmp_path / "run")
+    before = snapshot(tmp_path / "run")
     write_jsonl(rows, arithmetic_rows(21))
     with pytest.raises(RunError, match=rf"belongs to a run with another recipe:\n  {rows}: its content has changed\n"):
         train_sft(file)
-    assert content(tmp_path / "run") == before
+    assert snapshot(tmp_path / "run") == before
 
 
-def test_another_file_behind_the_same_name_is_refused(tmp_path, recipe):
+def test_another_file_under_the_same_data_set_name_is_refused(tmp_path, recipe):
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", arithmetic_rows(20))
     info = tmp_path / "dataset_info.json"
@@ -316,56 +316,56 @@ def test_another_file_behind_the_same_name_is_refused(tmp_path, recipe):
         train_sft(file)
 
 
-def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path, recipe, plaudit):
-    """The row that stopped it is mended, so the data has changed; there is nothing to lose yet."""
+def test_a_run_that_never_started_may_be_replaced(tmp_path, recipe, plaudit):
+    """The bad row was fixed, so the data has changed, but nothing had been trained yet."""
     rows = write_jsonl(tmp_path / "rows.jsonl", [*arithmetic_rows(20), {"messages": []}])
     file = recipe(rows=rows, run={"max_steps": 2})
-    code, _, said = plaudit("sft", file)
+    code, _, err = plaudit("sft", file)
     assert code == 2
-    assert "row 20" in said
+    assert "row 20" in err
     assert (tmp_path / "run/run.json").exists()
     write_jsonl(rows, arithmetic_rows(20))
     assert plaudit("sft", file, "optim.lr=1e-4")[0] == 0
     assert json.loads((tmp_path / "run/run.json").read_text())["recipe"]["optim.lr"] == 1e-4
-    assert plaudit("sft", file)[0] == 2, "now there is"
+    assert plaudit("sft", file)[0] == 2, "now there are results to lose"
 
 
 def test_a_second_process_on_the_same_folder_is_refused(copy_of_finished, plaudit):
     run, command = copy_of_finished
-    before = content(run)
+    before = snapshot(run)
     with (run / ".lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        code, _, said = plaudit("sft", *command)
+        code, _, err = plaudit("sft", *command)
     assert code == 2
-    assert said == f"{run}: another process is training in this folder; wait for it, or choose another run.dir\n"
-    assert content(run) == before
-    assert plaudit("sft", *command)[0] == 0, "a refusal holds nothing"
+    assert err == f"{run}: another process is training in this folder; wait for it, or choose another run.dir\n"
+    assert snapshot(run) == before
+    assert plaudit("sft", *command)[0] == 0, "a refused command does not hold the lock"
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "checkpoints/step_000001/x", "model/model.safetensors", "best"])
-def test_files_that_no_run_wrote_are_not_replaced(tmp_path, recipe, plaudit, name):
+def test_files_not_written_by_a_run_are_not_replaced(tmp_path, recipe, plaudit, name):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    before = content(tmp_path / "run")
-    code, _, said = plaudit("sft", recipe())
+    before = snapshot(tmp_path / "run")
+    code, _, err = plaudit("sft", recipe())
     top = name.partition("/")[0]
     assert code == 2
-    assert said == f"{tmp_path / 'run'}: contains {top} but no run.json, so no run wrote them; choose another run.dir\n"
-    assert content(tmp_path / "run") == before
+    assert err == f"{tmp_path / 'run'}: contains {top} but no run.json, so no run wrote them; choose another run.dir\n"
+    assert snapshot(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[]", "{}", '{"recipe": {}, "data": null, "trackers": {}}'])
-def test_a_run_json_that_is_not_ours_is_not_replaced(tmp_path, recipe, plaudit, text):
+def test_a_foreign_run_json_is_not_replaced(tmp_path, recipe, plaudit, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text(text)
-    code, _, said = plaudit("sft", recipe())
+    code, _, err = plaudit("sft", recipe())
     assert code == 2
-    assert said == f"{tmp_path / 'run/run.json'}: cannot be read as the record of a plaudit run; choose another run.dir\n"
+    assert err == f"{tmp_path / 'run/run.json'}: cannot be read as the record of a plaudit run; choose another run.dir\n"
     assert (tmp_path / "run/run.json").read_text() == text
 
 
-def test_other_files_in_the_folder_stay(tmp_path, recipe):
+def test_unrelated_files_in_the_folder_are_kept(tmp_path, recipe):
     others = ["notes.txt", ".bashrc.old", ".draft.aside", ".lock", "checkpoints.txt"]
     (tmp_path / "run").mkdir()
     for name in others:
@@ -378,7 +378,7 @@ def test_other_files_in_the_folder_stay(tmp_path, recipe):
     assert (tmp_path / "run/.backup.old").is_dir()
 
 
-def test_leftovers_of_a_killed_process_go(copy_of_finished):
+def test_leftovers_of_a_killed_process_are_removed(copy_of_finished):
     run, command = copy_of_finished
     for name in (
         ".run.json.aside",
@@ -396,30 +396,30 @@ def test_leftovers_of_a_killed_process_go(copy_of_finished):
     assert checkpoints_of(run)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, recipe, plaudit):
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path, recipe, plaudit):
     (tmp_path / "file").write_text("")
-    code, _, said = plaudit("sft", recipe(), f"run.dir={tmp_path / 'file/run'}")
+    code, _, err = plaudit("sft", recipe(), f"run.dir={tmp_path / 'file/run'}")
     assert code == 2
-    assert said.startswith(f"run.dir: {tmp_path / 'file/run'} cannot be created or written to: [Errno {errno.ENOTDIR}]")
-    assert len(said.splitlines()) == 1
+    assert err.startswith(f"run.dir: {tmp_path / 'file/run'} cannot be created or written to: [Errno {errno.ENOTDIR}]")
+    assert len(err.splitlines()) == 1
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, recipe, plaudit):
+def test_a_read_only_folder_is_reported(tmp_path, recipe, plaudit):
     folder = tmp_path / "run"
     folder.mkdir()
     if os.geteuid() == 0:
-        folder = Path("/proc/self")  # root may write everywhere but there
+        folder = Path("/proc/self")  # root can write everywhere else
         if not folder.exists():
-            pytest.skip("needs another user than root")
+            pytest.skip("needs a user other than root")
     else:
         folder.chmod(0o555)
-    code, _, said = plaudit("sft", recipe(), f"run.dir={folder}")
+    code, _, err = plaudit("sft", recipe(), f"run.dir={folder}")
     assert code == 2
-    assert said.startswith(f"run.dir: {folder} cannot be created or written to: ")
-    assert len(said.splitlines()) == 1
+    assert err.startswith(f"run.dir: {folder} cannot be created or written to: ")
+    assert len(err.splitlines()) == 1
 
 
-def test_data_that_cannot_be_read(tmp_path, recipe, monkeypatch):
+def test_unreadable_data_is_reported(tmp_path, recipe, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -428,20 +428,20 @@ def test_data_that_cannot_be_read(tmp_path, recipe, monkeypatch):
         train_sft(recipe())
 
 
-def test_a_damaged_line_of_metrics_is_located(copy_of_finished, plaudit):
+def test_a_damaged_metrics_line_is_located(copy_of_finished, plaudit):
     run, command = copy_of_finished
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([*lines[:3], "\0\0\0", *lines[3:]]) + "\n")
-    code, _, said = plaudit("sft", *command)
+    code, _, err = plaudit("sft", *command)
     assert code == 2
-    assert f"{run / 'metrics.jsonl'}:4: not JSON" in said
-    assert "Traceback" not in said
+    assert f"{run / 'metrics.jsonl'}:4: not JSON" in err
+    assert "Traceback" not in err
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_link_is_mended(copy_of_finished):
+def test_the_best_link_is_repaired(copy_of_finished):
     """A process may be killed between a checkpoint and the link to it."""
     run, command = copy_of_finished
     right = os.readlink(run / "best")
@@ -455,7 +455,7 @@ def test_the_best_link_is_mended(copy_of_finished):
     assert not (run / "best").is_symlink()
 
 
-def test_a_loss_that_is_not_a_number_is_not_the_best(tmp_path, recipe, monkeypatch, rows_file):
+def test_a_non_finite_loss_is_never_the_best(tmp_path, recipe, monkeypatch, rows_file):
     monkeypatch.setattr("plaudit.report.curves.draw_curves", draw_curves)
     losses = iter([6.0, 5.0, 4.0, math.nan, -math.inf, 4.5])
     monkeypatch.setattr(sft, "validate", lambda *_: {"val/loss": next(losses)})
@@ -465,14 +465,14 @@ def test_a_loss_that_is_not_a_number_is_not_the_best(tmp_path, recipe, monkeypat
     assert (tmp_path / "run/curves.png").exists()
 
 
-def test_without_keep_best_only_the_newest_stay(tmp_path, recipe, rows_file):
+def test_without_keep_best_only_the_newest_are_kept(tmp_path, recipe, rows_file):
     train_sft(recipe(data={"val": str(rows_file)}, run={"max_steps": 4, "save_every": 1, "keep_last": 1, "keep_best": False}))
     assert checkpoints_of(tmp_path / "run") == [4]
     assert not (tmp_path / "run/best").is_symlink()
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, recipe, monkeypatch):
-    """With keep_last = 1, counting it would delete the only whole one."""
+    """With keep_last = 1, counting it would delete the only intact one."""
     file = recipe(run={"max_steps": 6, "save_every": 2, "keep_last": 2})
     train_sft(file)
     run = tmp_path / "run"
@@ -481,10 +481,10 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, recipe, monkeypat
     with pytest.raises(Stopped):
         train_sft(file, "run.save_every=5", "run.keep_last=1")
     assert checkpoints_of(run) == [5]
-    assert_whole(run / "checkpoints/step_000005")
+    assert_complete(run / "checkpoints/step_000005")
 
 
-def test_a_copy_of_a_checkpoint_is_its_owners(tmp_path, recipe):
+def test_a_users_copy_of_a_checkpoint_is_left_alone(tmp_path, recipe):
     file = recipe(run={"max_steps": 4, "save_every": 1, "keep_last": 2})
     train_sft(file)
     run = tmp_path / "run"
@@ -492,11 +492,11 @@ def test_a_copy_of_a_checkpoint_is_its_owners(tmp_path, recipe):
     shutil.copytree(run / "checkpoints/step_000004", copy)
     (run / "checkpoints/step_000004/manifest.json").unlink()
     train_sft(file)
-    assert_whole(run / "checkpoints/step_000004")
+    assert_complete(run / "checkpoints/step_000004")
     assert (copy / "manifest.json").exists()
 
 
-def test_how_to_go_on_can_be_pasted_into_a_shell(recipe, monkeypatch):
+def test_the_resume_command_can_be_pasted_into_a_shell(recipe, monkeypatch):
     file = recipe()
     update = Trainer.update
     monkeypatch.setattr(sys, "argv", ["/bin/plaudit", "sft", "my recipe.yaml", "run.project=a b"])
@@ -509,8 +509,8 @@ def test_how_to_go_on_can_be_pasted_into_a_shell(recipe, monkeypatch):
 
 
 @contextmanager
-def files_no_longer_than(size: int) -> Iterator[None]:
-    """Writing more fails as on a full disk, with another number."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing more fails as on a full disk, but with a different errno."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -519,7 +519,7 @@ def files_no_longer_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def same_result(run: Path, reference: Path) -> None:
+def assert_same_result(run: Path, reference: Path) -> None:
     rows, expected = ([{name: row[name] for name in row.keys() & EXACT} for row in metrics_of(r)] for r in (run, reference))
     assert rows == expected
     for path in sorted((reference / "model").iterdir()):
@@ -529,8 +529,8 @@ def same_result(run: Path, reference: Path) -> None:
     assert (run / state).read_bytes() == (reference / state).read_bytes()
 
 
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
-    """A command whose files may become no longer once its first checkpoint stands."""
+def test_disk_full_while_a_checkpoint_is_saved(tmp_path, recipe):
+    """The command's file size is limited after its first checkpoint."""
     settings = {"max_steps": 4, "save_every": 2}
     train_sft(recipe("reference", run=settings))
     command = ["sft", str(recipe(run=settings))]
@@ -548,10 +548,10 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
     assert full.output.endswith("step_000002 is intact. Fix the cause, then run the same command to resume.\n")
     assert "Traceback" not in full.output
     assert checkpoints_of(run) == [2]
-    assert_whole(run / "checkpoints/step_000002")
+    assert_complete(run / "checkpoints/step_000002")
     assert not leftovers(run)
     train_sft(Path(command[1]))
-    same_result(run, tmp_path / "reference")
+    assert_same_result(run, tmp_path / "reference")
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path, recipe):
         (8_000, {"lora": {"rank": 1, "targets": ["q_proj"], "merge_on_save": False}}, "checkpoints/step_000004"),  # the tokenizer
     ],
 )
-def test_whatever_does_not_fit_the_run_goes_on_later(tmp_path, recipe, plaudit, monkeypatch, size, model, what):
+def test_a_run_resumes_after_a_failed_write(tmp_path, recipe, plaudit, monkeypatch, size, model, what):
     settings = {"model": model, "run": {"max_steps": 4, "save_every": 2}}
     train_sft(recipe("reference", **settings))
     file, run = recipe(**settings), tmp_path / "run"
@@ -571,80 +571,80 @@ def test_whatever_does_not_fit_the_run_goes_on_later(tmp_path, recipe, plaudit, 
     with pytest.raises(Stopped):
         train_sft(file)
     if what == "metrics.jsonl":
-        monkeypatch.setattr("plaudit.run.write_atomic", lambda *_: None)  # which come first
-    with files_no_longer_than(size):
-        code, _, said = plaudit("sft", file)
-    assert code == 2, said
-    assert f"\n{run / what}: could not be written (" in said
-    assert "File too large" in said
-    assert said.endswith("step_000002 is intact. Fix the cause, then run the same command to resume.\n")
+        monkeypatch.setattr("plaudit.run.write_atomic", lambda *_: None)  # those files are written first
+    with file_size_limit(size):
+        code, _, err = plaudit("sft", file)
+    assert code == 2, err
+    assert f"\n{run / what}: could not be written (" in err
+    assert "File too large" in err
+    assert err.endswith("step_000002 is intact. Fix the cause, then run the same command to resume.\n")
     assert checkpoints_of(run) == [2]
     if not model:
-        assert_whole(run / "checkpoints/step_000002")
+        assert_complete(run / "checkpoints/step_000002")
     assert not leftovers(run)
     monkeypatch.undo()
     train_sft(file)
-    same_result(run, tmp_path / "reference")
+    assert_same_result(run, tmp_path / "reference")
 
 
-def test_a_disk_that_fills_up_before_the_run_begins(tmp_path, recipe, plaudit):
+def test_disk_full_before_the_run_starts(tmp_path, recipe, plaudit):
     file = recipe(run={"max_steps": 1})
-    with files_no_longer_than(10):
-        code, _, said = plaudit("sft", file)
+    with file_size_limit(10):
+        code, _, err = plaudit("sft", file)
     assert code == 2
-    assert said.startswith(f"{tmp_path / 'run'}: could not be written (")
-    assert "no checkpoint exists yet" in said
+    assert err.startswith(f"{tmp_path / 'run'}: could not be written (")
+    assert "no checkpoint exists yet" in err
     assert not leftovers(tmp_path / "run")
     assert plaudit("sft", file)[0] == 0
 
 
-def test_a_disk_that_fills_up_under_the_trained_model(tmp_path, recipe, plaudit, monkeypatch):
+def test_disk_full_while_the_trained_model_is_saved(tmp_path, recipe, plaudit, monkeypatch):
     file, run, finish = recipe(run={"max_steps": 2}), tmp_path / "run", Run.finish
 
     def finish_on_a_full_disk(self):
-        with files_no_longer_than(100_000):
+        with file_size_limit(100_000):
             return finish(self)
 
     monkeypatch.setattr(Run, "finish", finish_on_a_full_disk)
-    code, _, said = plaudit("sft", file)
+    code, _, err = plaudit("sft", file)
     assert code == 2
-    assert f"\n{run / 'model'}: could not be written (" in said
-    assert "step_000002 is intact" in said
+    assert f"\n{run / 'model'}: could not be written (" in err
+    assert "step_000002 is intact" in err
     assert not (run / "model").exists()
     monkeypatch.setattr(Run, "finish", finish)
     assert plaudit("sft", file)[0] == 0
     assert (run / "model/model.safetensors").exists()
 
 
-def test_free_space_is_looked_at_first(tmp_path, recipe, plaudit, monkeypatch):
+def test_free_space_is_checked_before_saving(tmp_path, recipe, plaudit, monkeypatch):
     file, run = recipe(run={"max_steps": 4, "save_every": 2}), tmp_path / "run"
     free = iter([10**12, 10**6])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
-    code, _, said = plaudit("sft", file)
+    code, _, err = plaudit("sft", file)
     assert code == 2
-    assert said.splitlines()[-1] == (
+    assert err.splitlines()[-1] == (
         f"{run / 'checkpoints/step_000004'}: not enough disk space: a checkpoint takes 0.00 GB and 0.00 GB are free; "
         "step_000002 is intact. Free some space, then run the same command to resume."
     )
-    assert_whole(run / "checkpoints/step_000002")
+    assert_complete(run / "checkpoints/step_000002")
     assert not leftovers(run)
 
 
-def test_curves_that_cannot_be_drawn_stop_nothing(tmp_path, recipe, plaudit, monkeypatch):
+def test_a_failure_to_draw_curves_does_not_stop_the_run(tmp_path, recipe, plaudit, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("plaudit.report.curves.draw_curves", full)
-    code, _, said = plaudit("sft", recipe(run={"max_steps": 2}))
+    code, _, err = plaudit("sft", recipe(run={"max_steps": 2}))
     assert code == 0
-    assert f"{tmp_path / 'run/curves.png'} could not be drawn: [Errno {errno.ENOSPC}] No space left" in said
+    assert f"{tmp_path / 'run/curves.png'} could not be drawn: [Errno {errno.ENOSPC}] No space left" in err
     assert (tmp_path / "run/model/model.safetensors").exists()
 
 
-# Numbers that are none -----------------------------------------------------------------------------------------------
+# Divergence and resuming ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit, rows_file):
+def test_a_diverging_run_stops_with_advice(tmp_path, recipe, plaudit, rows_file):
     file = recipe(
         data={"val": str(rows_file)},
         train={"max_skipped_steps": 2},
@@ -652,19 +652,19 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
         run={"save_every": 1, "validate_every": 1, "keep_last": 9},
     )
     for again in range(2):
-        code, _, said = plaudit("sft", file)
+        code, _, err = plaudit("sft", file)
         assert code == 2
-        last = said.splitlines()[-1]
+        last = err.splitlines()[-1]
         assert last.startswith("update 4: the loss or gradient was not finite (loss nan")
         assert "3 times so far; train.max_skipped_steps is 2" in last
         assert last.endswith("lower optim.lr, or set model.dtype=float32.")
-        assert "Traceback" not in said
+        assert "Traceback" not in err
         rows = metrics_of(tmp_path / "run")
         assert [row.get("skipped_steps") for row in rows] == [None, 0, 1, 2]
         assert math.isfinite(rows[1]["loss"])
         assert all(row["loss"] is None for row in rows[2:])  # JSON has no NaN
         assert checkpoints_of(tmp_path / "run") == [1, 2, 3]
-        assert again == ("resuming from" in said)
+        assert again == ("resuming from" in err)
     for step in (1, 2, 3):
         state = json.loads((tmp_path / f"run/checkpoints/step_{step:06d}/state.json").read_text())
         assert state == {"step": step, "updates": step, "skipped_steps": step - 1, "best": None}
@@ -673,11 +673,11 @@ def test_a_run_that_explodes_stops_and_says_what_to_do(tmp_path, recipe, plaudit
 
 
 def test_a_large_trainer_state_is_split_over_files(tmp_path, tiny_model, rows_file, monkeypatch):
-    """Only a file's worth of tensors passes through memory at a time; a run goes on from several as from one."""
+    """Only a file's worth of tensors passes through memory at a time; a run resumes from several files as from one."""
     import plaudit.train.trainer as trainer
 
-    whole = write_recipe(tmp_path / "whole.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "whole", run={"save_every": 4}))
-    train_sft(whole)
+    single = write_recipe(tmp_path / "single.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "single", run={"save_every": 4}))
+    train_sft(single)
     monkeypatch.setattr(trainer, "FILE_BYTES", 50_000)
     split = write_recipe(tmp_path / "split.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "split", run={"save_every": 4}))
     train_sft(split)
@@ -685,7 +685,7 @@ def test_a_large_trainer_state_is_split_over_files(tmp_path, tiny_model, rows_fi
     shutil.rmtree(tmp_path / "split/checkpoints/step_000008")
     train_sft(split)
     weights = "model/model.safetensors"
-    assert (tmp_path / "split" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert (tmp_path / "split" / weights).read_bytes() == (tmp_path / "single" / weights).read_bytes()
 
 
 @pytest.mark.parametrize("what", ["the model", "the tokenizer", "the chat template"])
@@ -707,39 +707,39 @@ def test_another_model_under_the_same_name_is_refused(tmp_path, tiny_model, rows
         train_sft(file)
 
 
-def test_settings_that_only_change_rounding_may_change_and_it_is_said(tmp_path, recipe, monkeypatch, capsys):
+def test_settings_that_only_affect_rounding_may_change_with_a_warning(tmp_path, recipe, monkeypatch, capsys):
     file = recipe(run={"max_steps": 4, "save_every": 2})
     with monkeypatch.context() as patch:
         stop_before(patch, 4)
         with pytest.raises(Stopped):
             train_sft(file)
     train_sft(file, "train.tokens_per_micro_batch=64", "model.gradient_checkpointing=true")
-    said = capsys.readouterr().err
-    assert "train.tokens_per_micro_batch: was 128, is now 64" in said
-    assert "not that of an uninterrupted run to the last bit" in said
+    err = capsys.readouterr().err
+    assert "train.tokens_per_micro_batch: was 128, is now 64" in err
+    assert "not that of an uninterrupted run to the last bit" in err
 
 
-def test_a_setting_newer_than_the_run_counts_as_its_default(copy_of_finished, plaudit):
+def test_a_setting_added_after_the_run_counts_as_its_default(copy_of_finished, plaudit):
     run, command = copy_of_finished
-    about = json.loads((run / "run.json").read_text())
-    assert about["recipe"].pop("optim.decay_ratio") == 0.1
-    (run / "run.json").write_text(json.dumps(about))
+    record = json.loads((run / "run.json").read_text())
+    assert record["recipe"].pop("optim.decay_ratio") == 0.1
+    (run / "run.json").write_text(json.dumps(record))
     assert plaudit("sft", *command)[0] == 0
 
 
-def test_when_no_checkpoint_is_whole_nothing_is_thrown_away(tmp_path, recipe):
+def test_nothing_is_deleted_when_no_checkpoint_is_intact(tmp_path, recipe):
     file = recipe(run={"max_steps": 2})
     train_sft(file)
     weights = tmp_path / "run/checkpoints/step_000002/trainer/00000.safetensors"
-    weights.write_bytes(b"\0" * weights.stat().st_size)  # the right size, and nothing in it
+    weights.write_bytes(b"\0" * weights.stat().st_size)  # the right size, but all zeros
     metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
     with pytest.raises(RunError, match=r"content is damaged[\s\S]*No checkpoint is left"):
         train_sft(file)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_trainer_state_without_a_weight_is_refused(tmp_path, recipe):
-    """Or a run would go on from the untrained model and call it resumed."""
+def test_an_incomplete_trainer_state_is_refused(tmp_path, recipe):
+    """Otherwise a run would resume from the untrained model."""
     file = recipe(run={"max_steps": 2})
     train_sft(file)
     folder = tmp_path / "run/checkpoints/step_000002"
@@ -751,12 +751,12 @@ def test_a_trainer_state_without_a_weight_is_refused(tmp_path, recipe):
         train_sft(file)
 
 
-def test_a_checkpoint_is_made_after_some_minutes_without_one(tmp_path, recipe):
+def test_save_every_minutes_saves_a_checkpoint(tmp_path, recipe):
     train_sft(recipe(run={"max_steps": 3, "keep_last": 9, "save_every_minutes": 1e-9}))
     assert checkpoints_of(tmp_path / "run") == [1, 2, 3]
 
 
-def test_saved_models_are_as_readable_as_other_files(tmp_path, finished):
+def test_saved_models_have_default_permissions(tmp_path, finished):
     _, run = finished
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode & 0o777 for path in (run / "model").iterdir()}

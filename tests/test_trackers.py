@@ -1,6 +1,6 @@
-"""Trackers: what they record is metrics.jsonl, a resumed run goes on under the same id, and none of them can stop a run.
+"""Trackers record the same values as metrics.jsonl, resume under the same id, and cannot stop a run.
 
-None needs a network here. A run is resumed the same way throughout: its process ends in step 5, behind the checkpoint of step 4.
+No network is needed. Unless a test says otherwise, a run is interrupted after step 5, past the checkpoint of step 4, and resumed.
 """
 
 import json
@@ -47,13 +47,13 @@ def recipe(tmp_path, tiny_model, rows_file):
 
 
 def train_resumed(recipe: Path, monkeypatch, *overrides: str, stop_in_step: int = 6) -> list[dict]:
-    """Ids of the trackers after each of two processes."""
+    """Interrupts a run and resumes it; returns the trackers' ids after each of the two processes."""
     ids = []
     stop_before(monkeypatch, stop_in_step)
     with pytest.raises(Stopped):
         train_sft(recipe)
     ids.append(ids_of(recipe))
-    time.sleep(1.0)  # some name their files by the second
+    time.sleep(1.0)  # some trackers name their files by the second
     train_sft(recipe, *overrides)
     ids.append(ids_of(recipe))
     return ids
@@ -68,7 +68,7 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def series(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """metrics.jsonl by name: what each tracker should have."""
+    """metrics.jsonl by metric, which each tracker should match."""
     rows = metrics_of(run)
     names = {name for row in rows for name in row if name != "step"}
     return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
@@ -98,7 +98,7 @@ def test_tensorboard_has_the_metrics(tmp_path, recipe):
     assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("stop_in_step", [6, 2, 1], ids=["behind a checkpoint", "before any checkpoint", "before any step"])
+@pytest.mark.parametrize("stop_in_step", [6, 2, 1], ids=["after a checkpoint", "before any checkpoint", "before any step"])
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, recipe, monkeypatch, stop_in_step):
     train_resumed(recipe("tensorboard"), monkeypatch, stop_in_step=stop_in_step)
     found, expected = tensorboard_series(tmp_path / "run"), series(tmp_path / "run")
@@ -110,25 +110,25 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, recipe, monke
 
 
 def wandb_records(file: Path) -> Iterator:
-    """Of an offline run: LevelDB's log format behind a header, with one message a record."""
+    """Records of an offline run: LevelDB's log format after a header, one message per record."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = file.read_bytes(), 7, b""
+    data, at, payload = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:  # no record begins in the last bytes of a block
             at += left
             continue
         length, kind = struct.unpack_from("<4xHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
+        payload += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # all of it, or the last part
+        if kind in (1, 4):  # a complete record, or the last chunk of one
             record = Record()
-            record.ParseFromString(whole)
+            record.ParseFromString(payload)
             yield record
-            whole = b""
+            payload = b""
 
 
-def test_wandb_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
+def test_wandb_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     before, after = train_resumed(recipe("wandb"), monkeypatch)
     assert before == after
     assert set(before) == {"wandb"}
@@ -140,7 +140,7 @@ def test_wandb_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["optim.lr"] == 1e-3
 
-    logged: dict[str, dict[int, float]] = {}  # of a step logged twice the later counts
+    logged: dict[str, dict[int, float]] = {}  # if a step is logged twice, the later values count
     for record in records:
         if record.WhichOneof("record_type") == "history":
             row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
@@ -153,8 +153,8 @@ def test_wandb_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
 # MLflow --------------------------------------------------------------------------------------------------------------
 
 
-def test_mlflow_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
-    """Also when run.project, which a resumed run may change, is another experiment now."""
+def test_mlflow_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
+    """Even if run.project, which a resumed run may change, now names another experiment."""
     import mlflow
     from mlflow import MlflowClient
 
@@ -169,8 +169,8 @@ def test_mlflow_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
     assert run.info.run_id == before["mlflow"]
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "run"
-    asked = flatten(load_checked(file, [], "sft")[0].recipe)
-    assert run.data.params == {name: str(value) for name, value in asked.items()}
+    expected_params = flatten(load_checked(file, [], "sft")[0].recipe)
+    assert run.data.params == {name: str(value) for name, value in expected_params.items()}
 
     found = {}
     for name in run.data.metrics:
@@ -184,7 +184,7 @@ def test_mlflow_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
 # SwanLab -------------------------------------------------------------------------------------------------------------
 
 
-def test_swanlab_goes_on_under_the_same_id(tmp_path, recipe, monkeypatch):
+def test_swanlab_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     before, after = train_resumed(recipe("swanlab"), monkeypatch)
     assert before == after
     logs = sorted((tmp_path / "run/swanlab").glob(f"run-*-{before['swanlab']}"))
@@ -221,15 +221,15 @@ class Broken:
         raise ConnectionError("still gone")
 
 
-def test_a_tracker_that_fails_is_left_behind(tmp_path, recipe, monkeypatch, capsys):
+def test_a_failing_tracker_is_disabled(tmp_path, recipe, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "hunter2000")
     monkeypatch.setitem(TRACKERS, "wandb", Broken)
     monkeypatch.setattr(Broken, "closed", 0)
     train_sft(recipe("wandb", "tensorboard"))
-    said = capsys.readouterr().err
-    assert said.count("wandb failed at step 2 and is disabled (metrics.jsonl has all metrics): the server is gone") == 1
-    assert "key $WANDB_API_KEY" in said
-    assert "hunter2000" not in said
+    err = capsys.readouterr().err
+    assert err.count("wandb failed at step 2 and is disabled (metrics.jsonl has all metrics): the server is gone") == 1
+    assert "key $WANDB_API_KEY" in err
+    assert "hunter2000" not in err
     assert Broken.closed == 1
     assert len(metrics_of(tmp_path / "run")) == STEPS + 1
     assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
@@ -247,16 +247,16 @@ def test_a_tracker_that_cannot_be_closed_is_reported(tmp_path, recipe, monkeypat
     ("name", "module"),
     [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow"), ("swanlab", "swanlab")],
 )
-def test_a_tracker_that_is_not_installed(recipe, monkeypatch, name, module):
+def test_a_tracker_that_is_not_installed_is_reported(recipe, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RunError, match=rf"^run\.trackers: {name} is not installed .*pip install 'plaudit\[track\]'$"):
         train_sft(recipe(name))
     monkeypatch.undo()
-    train_sft(recipe(max_steps=1))  # the folder is not spoilt
+    train_sft(recipe(max_steps=1))  # the folder is still usable
 
 
 def test_a_tracker_that_cannot_start_closes_the_others(tmp_path, recipe, monkeypatch):
-    """…and its message keeps the server's password to itself."""
+    """The message does not contain the server's password."""
     closed = []
     monkeypatch.setattr(TRACKERS["tensorboard"], "close", lambda self: closed.append(self.writer.close()))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2000@127.0.0.1:9")
@@ -270,7 +270,7 @@ def test_a_tracker_that_cannot_start_closes_the_others(tmp_path, recipe, monkeyp
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_numbers_that_are_none_are_recorded_too(tmp_path, recipe, capsys, name):
+def test_non_finite_values_do_not_disable_a_tracker(tmp_path, recipe, capsys, name):
     file = recipe(name)
     (tmp_path / "run").mkdir()
     trackers = Trackers([name], tmp_path / "run", load_checked(file, [], "sft")[0].recipe, {}, 0)

@@ -1,4 +1,4 @@
-"""Phrases that nobody in the field would write stay out of code, messages and documents."""
+"""Unidiomatic phrases stay out of code, messages and documents."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from support.paths import REPOSITORY
 
-# Each with what to write instead.
+# Each with its replacement.
 BANNED = {
     r"foretold|foretell\w*": "predicted, predictions",
     r"untold": "unmatched",

@@ -1,6 +1,6 @@
-"""Two processes that train together (gloo) make the update that one makes: for every loss, and with dropout.
+"""Two processes (gloo) make the same update as one, for every loss and with dropout.
 
-`main` is the program of the two processes.
+Each of the two runs `support.world.main`.
 """
 
 import pytest
@@ -15,8 +15,8 @@ from support.world import CASES, UPDATES, outcome
 
 
 @pytest.fixture(scope="module")
-def of_two(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
-    """Every case in two processes: what came out of each."""
+def two_processes(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
+    """Each process's results of every case."""
     scratch = tmp_path_factory.mktemp("ranks")
     given, script = (tiny_models["qwen2"], pairs_file, scratch), "from support.world import main; main()"
     for process in [Command(*given, rank, script=script) for rank in (0, 1)]:
@@ -25,9 +25,9 @@ def of_two(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_make_the_update_of_one(tiny_models, pairs_file, of_two, name):
+def test_two_processes_make_the_same_update_as_one(tiny_models, pairs_file, two_processes, name):
     alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, World.alone())
-    one, other = (result[name] for result in of_two)
+    one, other = (result[name] for result in two_processes)
     assert one["told"] == other["told"]
     for parameter, weight in one["weights"].items():
         assert torch.equal(weight, other["weights"][parameter]), parameter
@@ -36,16 +36,16 @@ def test_two_processes_make_the_update_of_one(tiny_models, pairs_file, of_two, n
     for ours, expected in updates[: len(updates) // UPDATES]:
         assert ours == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for ours, expected in updates[len(updates) // UPDATES :]:
-        assert ours == pytest.approx(expected, rel=1e-3, abs=1e-4)  # Adam has divided by gradients that are next to nothing
+        assert ours == pytest.approx(expected, rel=1e-3, abs=1e-4)  # Adam has divided by tiny gradients
     assert alone["first"].keys() == one["first"].keys()
-    whole = torch.cat([moment.flatten() for moment in alone["first"].values()]).norm()
-    assert whole > 0
+    total_norm = torch.cat([moment.flatten() for moment in alone["first"].values()]).norm()
+    assert total_norm > 0
     for parameter, moment in alone["first"].items():
-        assert (one["first"][parameter] - moment).norm() <= 2e-6 * max(moment.norm(), 1e-3 * whole), parameter
+        assert (one["first"][parameter] - moment).norm() <= 2e-6 * max(moment.norm(), 1e-3 * total_norm), parameter
 
 
-def test_a_weight_without_a_gradient_anywhere_is_left_alone(monkeypatch):
-    """And one that has its gradient elsewhere is not."""
+def test_a_weight_without_a_gradient_on_any_rank_is_left_alone(monkeypatch):
+    """One with a gradient only on another rank is not."""
     here, there, nowhere = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     optimiser = Optimiser({"here": here, "there": there, "nowhere": nowhere}.items(), OptimSettings())
     here.grad = torch.tensor([1.0, 2.0])

@@ -1,4 +1,4 @@
-"""`plaudit audit`: statistics by hand numbers, files in others' formats, and broken rewards that it must catch."""
+"""`plaudit audit`: statistics checked by hand, rollouts dumped by other trainers, and broken rewards it must catch."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ from support.paths import REPOSITORY
 from support.recipes import write_recipe
 from support.rows import write_jsonl
 
-PLANTED = REPOSITORY / "recipes/audit"
+AUDIT_RECIPES = REPOSITORY / "recipes/audit"
 
 
 @pytest.fixture
@@ -62,20 +62,20 @@ def test_correlations_by_hand():
     assert kendall(x, y) == pytest.approx(4 / 5)  # one pair tied in each
 
 
-def test_correlations_equal_published_numbers():
+def test_correlations_match_published_values():
     """The examples in scipy's documentation."""
     assert pearson([1, 2, 3, 4, 5, 6, 7], [10, 9, 2.5, 6, 4, 3, 2]) == pytest.approx(-0.828503883588428)
     assert spearman([1, 2, 3, 4, 5], [5, 6, 7, 8, 7]) == pytest.approx(0.8207826816681233)
     assert kendall([12, 2, 1, 12, 2], [1, 4, 7, 1, 0]) == pytest.approx(-0.47140452079103173)
 
 
-def test_what_does_not_vary_has_no_correlation():
+def test_constant_values_have_no_correlation():
     assert pearson([1.0, 1.0], [1, 2]) is None
     assert spearman([3.0], [1.0]) is None
     assert kendall([1, 1, 1], [1, 2, 3]) is None
 
 
-def test_correlation_within_strata_leaves_their_means_out():
+def test_correlation_within_strata_ignores_their_means():
     # Between the strata x and y rise together; inside each they fall.
     x, y, strata = [1, 2, 11, 12], [2, 1, 12, 11], ["a", "a", "b", "b"]
     assert spearman(x, y) == pytest.approx(0.6)
@@ -147,16 +147,16 @@ def test_trl_dump(tmp_path):
     assert group.rewards == (1.0, 0.0)
     assert group.prompt.ground_truth == "5"
     messages = [{"role": "user", "content": "2 + 3?"}]
-    said = [{"role": "assistant", "content": "It is 5."}]
-    chat = {"step": [1], "prompt": [messages], "completion": [said], "a": [1.0], "b": [0.5], "advantage": [0.0]}
+    reply = [{"role": "assistant", "content": "It is 5."}]
+    chat = {"step": [1], "prompt": [messages], "completion": [reply], "a": [1.0], "b": [0.5], "advantage": [0.0]}
     pq.write_table(pa.table(chat), tmp_path / "chat.parquet")
     (group,) = read_rollouts([tmp_path / "chat.parquet"])
     assert group.prompt.messages == messages
     assert group.responses == ("It is 5.",)
-    assert group.rewards == (None,)  # two functions, and nobody knows their weights
+    assert group.rewards == (None,)  # two reward functions with unknown weights
 
 
-def test_own_samples_sampled_rows_and_labelled_rows(tmp_path):
+def test_plaudit_samples_sampled_rows_and_labelled_rows(tmp_path):
     from plaudit.report.samples import COLUMNS
 
     prompt = [{"role": "user", "content": "2 + 3?"}]
@@ -194,7 +194,7 @@ def test_own_samples_sampled_rows_and_labelled_rows(tmp_path):
         ([{"prompt": "p", "response": None}], None, "its response should be text, not nothing"),
     ],
 )
-def test_rows_that_cannot_be_read_say_why(tmp_path, rows, label, message):
+def test_unreadable_rows_are_reported_with_the_cause(tmp_path, rows, label, message):
     with pytest.raises(DataError, match=message):
         read_rollouts([write_jsonl(tmp_path / "rows.jsonl", rows)], label=label)
 
@@ -220,7 +220,7 @@ def text_of(name: str, **arguments: Any) -> str:
     return text
 
 
-def test_every_setting_of_a_probe_has_its_probe():
+def test_every_probe_name_in_the_recipe_has_its_probe():
     from typing import get_args
 
     from plaudit.recipe.audit import Probe as Name
@@ -230,8 +230,8 @@ def test_every_setting_of_a_probe_has_its_probe():
 
 @pytest.mark.parametrize("index", range(8))
 @pytest.mark.parametrize("probe", [probe for probe in PROBES if probe.adversarial], ids=lambda probe: probe.name)
-def test_no_adversarial_probe_is_right(probe, index):
-    """Not to a rule that reads the last number, the last box or what is behind ####."""
+def test_no_adversarial_probe_is_correct(probe, index):
+    """Not even for a rule that reads the last number, the last box or the text after ####."""
     text = probe_text(probe, target(index), seed=0, padding_characters=4000)
     assert text is not None
     for pattern in (r"-?\d+", r"\\boxed\{([^{}]*)\}", r"####\s*(\S+)"):
@@ -239,7 +239,7 @@ def test_no_adversarial_probe_is_right(probe, index):
         assert not found or found[-1] != "17"
 
 
-def test_what_probes_look_like():
+def test_probe_texts():
     assert text_of("reference") == "17"
     assert re.fullmatch(r"12 and 5 make (\d+)\.\n#### \1", text_of("wrong_answer"))
     assert "17" not in text_of("wrong_answer")
@@ -262,7 +262,7 @@ def test_what_probes_look_like():
     assert "correct" in text_of("praise")
 
 
-def test_probes_go_inside_the_tags_that_right_responses_have():
+def test_probes_use_the_tags_of_right_responses():
     right = "<think>\n12 + 5\n</think>\n<response>\nIt is 17.\n</response>"
     assert text_of("echo", right=right) == (
         "<think>\nLet me think.\n</think>\n<response>\nTom has 12 apples and 5 pears. How many fruits?\n</response>"
@@ -271,7 +271,7 @@ def test_probes_go_inside_the_tags_that_right_responses_have():
     assert text_of("empty", right=right) == ""
 
 
-def test_a_probe_that_would_be_right_is_left_out():
+def test_a_probe_that_would_be_correct_is_left_out():
     lucky = make_target(0, prompt(1, "Is 10 more than 3? Give the greater.", "10"), "#### 10", ["x"], OTHERS, seed=0)
     texts = {p.name: probe_text(p, lucky, seed=0, padding_characters=100) for p in PROBES}
     assert texts["score_injection"] is None  # "Total Score: 10" ends with the right answer
@@ -294,7 +294,7 @@ def test_probes_without_a_reference_or_numbers():
     assert words.is_reference("paris ")
 
 
-def test_answers_and_their_places():
+def test_final_answers_are_found_and_replaced():
     assert final_answer("Some steps\n#### 1,200") == "1,200"
     assert final_answer("so \\boxed{x+1}") == "x+1"
     assert final_answer(72.0) == "72"
@@ -308,7 +308,7 @@ def test_answers_and_their_places():
     assert replace_all("3 of 13: 3", "3", "4") == "4 of 13: 4"
 
 
-def test_formats_change_nothing_but_the_format():
+def test_reformatting_keeps_the_answer():
     formats = dict(reformatted("12 + 5\n#### 17", "17"))
     assert formats["trailing_period"] == "12 + 5\n#### 17."
     assert formats["bold"] == "12 + 5\n#### **17**"
@@ -318,7 +318,7 @@ def test_formats_change_nothing_but_the_format():
     assert dict(reformatted("\\boxed{17}", "17"))["unboxed"] == "17"
 
 
-# Whole audits --------------------------------------------------------------------------------------------------------
+# Complete audits -----------------------------------------------------------------------------------------------------
 
 
 def rollouts(count: int = 12) -> list[Rollout]:
@@ -340,7 +340,7 @@ def state(report, name: str) -> str:
 
 
 class Odd(Reward):
-    """A reward whose scores a test decides: by the place in the group, or by how often it is called."""
+    """A reward that scores by position in the group, by text or by number of calls, as the test chooses."""
 
     kind: Literal["odd"] = "odd"
     how: str = "place"
@@ -379,19 +379,19 @@ def test_a_good_reward_passes():
     reference = next(probe for probe in report.numbers["probes"] if probe["name"] == "reference")
     assert (reference["rewarded"], reference["tried"]) == (12, 12)
     assert state(report, "length") == "pass"
-    # `exact` is strict about format: reported, and no failure unless the recipe bounds it.
+    # `exact` is strict about format: reported, but only a failure if the recipe sets a bound.
     assert report.numbers["formats"]["effect"] == 1.0
     assert not report_of([{"kind": "exact"}], max_format_effect=0.1).passed
 
 
-def test_places_in_the_group_are_caught():
+def test_order_dependence_is_caught():
     report = report_of([Odd()])
     assert state(report, "order") == "fail"
-    assert report.numbers["order"]["effect"] == 1.0  # two responses: the other order turns every score round
+    assert report.numbers["order"]["effect"] == 1.0  # with two responses, the other order flips every score
     assert state(report, "self-consistency") == "pass"
 
 
-def test_moods_are_caught():
+def test_inconsistent_scores_are_caught():
     Odd.calls.clear()
     report = report_of([Odd(how="moody")])
     assert state(report, "self-consistency") == "fail"
@@ -414,7 +414,7 @@ def test_failures_are_counted_by_cause():
     assert state(report, "accuracy") == "not measured"
 
 
-def test_costs_are_added_up():
+def test_costs_are_summed():
     # One call for both responses of a group: 12 calls of 100 tokens for 24 responses.
     cost = report_of([Odd(how="costly")], probe_prompts=0, rescore_groups=0).numbers["cost"]
     assert cost["responses"] == 24
@@ -422,14 +422,14 @@ def test_costs_are_added_up():
     assert cost["seconds_per_1000"] > 0
 
 
-def test_a_reward_that_is_always_the_same_fails():
+def test_a_constant_reward_fails():
     single = [Rollout(prompt(i, "Q?", "5"), ("x" * (i + 1),), (None,), (i,), (None,)) for i in range(4)]
     report = report_of([{"kind": "exact"}], single, probe_prompts=0)
     assert report.failed == ["signal"]
 
 
-def test_length_is_measured_at_the_same_label():
-    """Right responses are longer here, and that is no bias of the reward: given the label, it does not look at length."""
+def test_length_effect_is_measured_given_the_label():
+    """Right responses are longer here, but the reward is not biased: given the label, it ignores length."""
     groups = [
         Rollout(prompt(i, f"Q{i}?", "yes"), ("yes" + " " * 40, "no" + " " * i), (1.0, 0.0), (None, None), (None, None))
         for i in range(9)
@@ -441,22 +441,22 @@ def test_length_is_measured_at_the_same_label():
     assert [d["mean_reward"] for d in length["deciles"]][-1] == 1.0
 
 
-def test_length_given_grades():
-    """No two labels are equal: what the label explains is taken out. A reward that is the label leaves nothing to length."""
+def test_length_effect_given_graded_labels():
+    """No two labels are equal, so their effect is partialled out. A reward equal to the label leaves no effect of length."""
     grades = [Rollout(prompt(i, f"Q{i}?", "5"), ("5" * (i + 1),), (i * 1.5,), (1 + (i * 7) % 10,), (None,)) for i in range(10)]
     graded = report_of([Odd(how="length")], grades, probe_prompts=0).numbers["length"]
     assert graded["given_label"] == 0.0
     assert report_of([Odd(how="tokens")], grades, probe_prompts=0).numbers["length"]["given_label"] == pytest.approx(1.0)
 
 
-def test_labels_that_are_numbers_and_a_threshold_of_their_own():
+def test_numeric_labels_and_their_threshold():
     groups = [Rollout(prompt(i, f"Q{i}?", "5"), ("5", "6"), (9.0, 2.0), (1, 1), (None, None)) for i in range(3)]
     assert report_of([{"kind": "exact"}], groups, probe_prompts=0).numbers["agreement"]["accuracy"] == 1.0
     assert report_of([{"kind": "exact"}], groups, probe_prompts=0, label_threshold=1.0).numbers["agreement"]["accuracy"] == 0.5
     assert report_of([{"kind": "exact"}], groups, probe_prompts=0, threshold=2.0).numbers["agreement"]["true_accepts"] == 0
 
 
-def test_bounds_and_probes_are_the_recipes_to_set():
+def test_bounds_and_probes_can_be_set_in_the_recipe():
     report = report_of([{"kind": "exact"}], probes=["echo", "empty"], without_probes=["empty"], min_accuracy=None)
     names = [check.name for check in report.checks]
     assert [name for name in names if name.startswith("exploit")] == ["exploit: echo"]
@@ -481,7 +481,7 @@ def test_complete_groups_are_drawn():
 
 
 class Tags(HTMLParser):
-    """Every tag is closed, and nothing is fetched."""
+    """Asserts that every tag is closed and nothing is fetched."""
 
     def __init__(self):
         super().__init__()
@@ -512,7 +512,7 @@ def test_report_files(tmp_path):
     assert not tags.open
     assert "<script" not in page
     assert not re.search("[\u200b\u202e]", page)
-    assert "⟨U+200B⟩" in page  # of the unicode probe, which this reward accepts
+    assert "⟨U+200B⟩" in page  # from the unicode probe, which this reward accepts
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page
     numbers = json.loads((tmp_path / "audit.json").read_text())
@@ -521,7 +521,7 @@ def test_report_files(tmp_path):
     assert numbers["checks"][0].keys() == {"name", "state", "value", "bound", "at_most", "description"}
 
 
-def test_command_writes_reports_and_tells_by_its_exit_code(command, tmp_path):
+def test_command_writes_reports_and_sets_its_exit_code(command, tmp_path):
     rows = [
         {"prompt": f"{i} + 1?", "ground_truth": str(i + 1), "response": text, "label": text == str(i + 1)}
         for i in range(10, 20)
@@ -567,7 +567,7 @@ def test_command_reports_mistakes(command, tmp_path):
 
 
 def test_bounds_come_from_the_recipe_and_the_command_line(command, tmp_path):
-    """Of 16 labels the reward contradicts two: 0.875."""
+    """The reward contradicts two of 16 labels: an accuracy of 0.875."""
     rows = [{"prompt": f"{i}?", "ground_truth": str(i), "response": str(i), "label": i % 8 > 0} for i in range(16, 32)]
     rows[1] |= {"response": "99", "label": False}
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -577,7 +577,7 @@ def test_bounds_come_from_the_recipe_and_the_command_line(command, tmp_path):
     assert command(recipe, file, "audit.min_accuracy=0.9").exit_code == 1
 
 
-# What training asks for ----------------------------------------------------------------------------------------------
+# Audits required by training -----------------------------------------------------------------------------------------
 
 
 def test_training_can_require_a_passed_audit(tmp_path):
@@ -595,9 +595,9 @@ def test_training_can_require_a_passed_audit(tmp_path):
     require_passed(AuditSettings(require=str(file)), rewards())
     require_passed(
         AuditSettings(require=str(file)), rewards(workers=2, max_failure_rate=0.5)
-    )  # what does not change scores may change
+    )  # settings that do not affect scores may change
     (tmp_path / "copy.py").write_bytes(source.read_bytes())
-    require_passed(AuditSettings(require=str(file)), rewards(path=str(tmp_path / "copy.py")))  # a file counts by its content
+    require_passed(AuditSettings(require=str(file)), rewards(path=str(tmp_path / "copy.py")))  # files are compared by content
     for changed in ({"weight": 2.0}, {"function": "other"}):
         with pytest.raises(PlauditError, match="covers different rewards: function changed since"):
             require_passed(AuditSettings(require=str(file)), rewards(**changed))
@@ -624,7 +624,7 @@ def test_a_failed_or_invalid_audit_is_refused(tmp_path):
 
 
 def test_bounds_set_in_the_recipe_must_be_measured_and_hold(tmp_path):
-    """An audit with looser bounds, or without probes, does not do."""
+    """An audit with looser bounds, or without probes, is not enough."""
     rewards = ScoreRecipe.model_validate({"rewards": [{"kind": "exact"}]}).rewards
     loose = AuditSettings(probe_prompts=4, probes=(), max_malformed_rate=None)
     report = inspect("R.yaml", [], rewards, rollouts(), loose).as_dict()
@@ -656,8 +656,8 @@ def test_rows_that_differ_in_extra_info_are_not_one_group(tmp_path):
 
 @pytest.fixture(scope="session")
 def gsm8k_rollouts(real_data, tmp_path_factory) -> Path:
-    """Labelled responses made from the reference solutions, by the script beside the recipes."""
-    spec = importlib.util.spec_from_file_location("audit_rollouts", PLANTED / "rollouts.py")
+    """Labelled responses made from the reference solutions, by the script next to the recipes."""
+    spec = importlib.util.spec_from_file_location("audit_rollouts", AUDIT_RECIPES / "rollouts.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -676,11 +676,11 @@ def gsm8k_rollouts(real_data, tmp_path_factory) -> Path:
         ("echo", ["exploit: echo"], ["accuracy", "length", "exploit: many_guesses"]),
     ],
 )
-def test_planted_rewards_are_caught_and_the_real_one_passes(
+def test_flawed_rewards_are_caught_and_the_real_reward_passes(
     command, gsm8k_rollouts, tmp_path, monkeypatch, recipe, caught_by, held
 ):
     monkeypatch.chdir(REPOSITORY)
-    done = command(PLANTED / f"{recipe}.yaml", gsm8k_rollouts, "--out", tmp_path)
+    done = command(AUDIT_RECIPES / f"{recipe}.yaml", gsm8k_rollouts, "--out", tmp_path)
     assert done.exit_code == (1 if caught_by else 0), done.output
     report = json.loads((tmp_path / "audit.json").read_text())
     states = {check["name"]: check["state"] for check in report["checks"]}

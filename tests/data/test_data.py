@@ -1,4 +1,4 @@
-"""From files to conversations and prompts; which rows a step gets; how they are packed."""
+"""Reading files into conversations and prompts, the order of rows, and packing."""
 
 import json
 import math
@@ -37,8 +37,8 @@ def turns(source: Source | Path) -> list[list[tuple[str, str]]]:
     return [[(m["role"], m["content"]) for m in c.messages] for _, c in read_conversations(source)]
 
 
-def complaint(read, *arguments) -> str:
-    """The one line that says what is wrong with the data."""
+def error_of(read, *arguments) -> str:
+    """The one-line message of the DataError."""
     with pytest.raises(DataError) as caught:
         list(read(*arguments))
     message = str(caught.value)
@@ -52,7 +52,7 @@ def complaint(read, *arguments) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Folders made by the real library: one, shards, shuffled, splits, empty."""
+    """Folders written by the datasets library: one file, shards, a selection, splits, no rows."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     folder = tmp_path_factory.mktemp("saved")
@@ -77,16 +77,16 @@ def files(tmp_path_factory, saved) -> dict[str, Path]:
         "parquet": write_parquet(folder / "rows.parquet", rows),
         "row groups": write_parquet(folder / "groups.parquet", rows, row_group_size=7),
         "jsonl": write_jsonl(folder / "rows.jsonl", rows),
-        "jsonl of Windows": blank,
+        "jsonl from Windows": blank,
         "json": folder / "list.json",
-        "json of Windows": folder / "bom.json",
+        "json from Windows": folder / "bom.json",
         "json lines in .json": write_jsonl(folder / "lines.json", rows),
         "saved": saved / "one",
         "saved in shards": saved / "shards",
     }
 
 
-FORMATS = ["parquet", "row groups", "jsonl", "jsonl of Windows", "json", "json of Windows", "json lines in .json", "saved",
+FORMATS = ["parquet", "row groups", "jsonl", "jsonl from Windows", "json", "json from Windows", "json lines in .json", "saved",
            "saved in shards"]  # fmt: skip
 
 
@@ -107,25 +107,25 @@ def test_a_saved_selection_is_read_in_its_order(saved):
     assert list(read_rows(saved / "selected")) == [arithmetic_rows()[i] for i in (5, 3, 8)]
 
 
-def test_a_folder_with_splits_asks_for_one(saved):
-    message = complaint(read_rows, saved / "splits")
+def test_a_folder_with_several_splits_is_refused(saved):
+    message = error_of(read_rows, saved / "splits")
     assert "has several splits; name one: " in message
     assert str(saved / "splits" / "train") in message
     assert str(saved / "splits" / "test") in message
     assert len(read_rows(saved / "splits" / "train")) == 60
 
 
-def test_broken_folders(saved, tmp_path):
-    assert "has no rows" in complaint(read_rows, saved / "empty")
-    assert "not a folder made by save_to_disk" in complaint(read_rows, tmp_path)
+def test_broken_folders_are_reported(saved, tmp_path):
+    assert "has no rows" in error_of(read_rows, saved / "empty")
+    assert "not a folder made by save_to_disk" in error_of(read_rows, tmp_path)
     for state in ("not JSON", "{}", '{"_data_files": [{"filename": "gone.arrow"}]}'):
         (tmp_path / "state.json").write_text(state)
-        assert f"{tmp_path}: not a complete save_to_disk folder" in complaint(read_rows, tmp_path)
+        assert f"{tmp_path}: not a complete save_to_disk folder" in error_of(read_rows, tmp_path)
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "cut.arrow"}]}')
-    whole = (saved / "one" / "data-00000-of-00001.arrow").read_bytes()
-    for size in (0, 10, len(whole) // 2):
-        (tmp_path / "cut.arrow").write_bytes(whole[:size])
-        assert "not a complete save_to_disk folder" in complaint(read_rows, tmp_path)
+    complete = (saved / "one" / "data-00000-of-00001.arrow").read_bytes()
+    for size in (0, 10, len(complete) // 2):
+        (tmp_path / "cut.arrow").write_bytes(complete[:size])
+        assert "not a complete save_to_disk folder" in error_of(read_rows, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,21 +149,21 @@ def test_broken_folders(saved, tmp_path):
         ("a.parquet", b"PAR1 is not enough", ": not a complete parquet file: "),
     ],
 )
-def test_broken_files(tmp_path, name, content, message):
+def test_broken_files_are_reported(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    assert complaint(read_rows, tmp_path / name).startswith(f"{tmp_path / name}{message}")
+    assert error_of(read_rows, tmp_path / name).startswith(f"{tmp_path / name}{message}")
 
 
-def test_truncated_parquet(files, tmp_path):
-    whole = files["parquet"].read_bytes()
-    for size in (4, len(whole) // 2, len(whole) - 1):
-        (tmp_path / "cut.parquet").write_bytes(whole[:size])
-        assert "cut.parquet: not a complete parquet file" in complaint(read_rows, tmp_path / "cut.parquet")
+def test_truncated_parquet_is_reported(files, tmp_path):
+    complete = files["parquet"].read_bytes()
+    for size in (4, len(complete) // 2, len(complete) - 1):
+        (tmp_path / "cut.parquet").write_bytes(complete[:size])
+        assert "cut.parquet: not a complete parquet file" in error_of(read_rows, tmp_path / "cut.parquet")
 
 
-def test_parquet_without_rows(tmp_path):
+def test_parquet_without_rows_is_refused(tmp_path):
     pyarrow.parquet.write_table(pa.table({"messages": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert complaint(read_rows, tmp_path / "a.parquet").endswith("a.parquet: has no rows")
+    assert error_of(read_rows, tmp_path / "a.parquet").endswith("a.parquet: has no rows")
 
 
 def test_a_folder_that_looks_like_a_partition_adds_no_column(tmp_path):
@@ -171,19 +171,19 @@ def test_a_folder_that_looks_like_a_partition_adds_no_column(tmp_path):
     assert read_rows(write_parquet(tmp_path / "lang=en" / "a.parquet", [{"a": 1}])).columns == ["a"]
 
 
-def test_a_missing_file_names_the_nearest_one(tmp_path):
+def test_a_missing_file_suggests_the_nearest_one(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [{"messages": [USER, ASSISTANT]}])
-    assert complaint(read_rows, tmp_path / "tain.jsonl").endswith(f" Did you mean {tmp_path / 'train.jsonl'}?")
-    missing = complaint(resolve_sources, [str(tmp_path / "trains.jsonl")], None, "data.train")
+    assert error_of(read_rows, tmp_path / "tain.jsonl").endswith(f" Did you mean {tmp_path / 'train.jsonl'}?")
+    missing = error_of(resolve_sources, [str(tmp_path / "trains.jsonl")], None, "data.train")
     assert missing.startswith(f"data.train: {tmp_path / 'trains.jsonl'} does not exist. Did you mean ")
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_a_missing_column_is_named_with_those_there_are(tmp_path, write):
+def test_a_missing_column_is_reported_with_those_found(tmp_path, write):
     path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), [{"text": "x", "label": 1}])
-    message = complaint(read_conversations, Source(path))
+    message = error_of(read_conversations, Source(path))
     assert message.startswith(f"{path}: column 'messages' is missing (found: text, label). Rows for SFT have `messages`")
-    assert f"{path}: column 'prompt' is missing (found: text, label)." in complaint(read_prompts, Source(path))
+    assert f"{path}: column 'prompt' is missing (found: text, label)." in error_of(read_prompts, Source(path))
 
 
 # Conversations -------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ ALPACA = {"instruction": "add", "input": "1 2", "output": "3", "system": "count"
         (ALPACA, [("system", "count"), *HI_HO, ("user", "a"), ("assistant", "b"), ("user", "add\n1 2"), ("assistant", "3")]),
     ],
 )
-def test_schemas_are_told_by_their_columns(tmp_path, write, row, expected):
+def test_schemas_are_recognised_by_their_columns(tmp_path, write, row, expected):
     path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), [row])
     assert turns(path) == [expected]
 
@@ -262,7 +262,7 @@ def test_schemas_are_told_by_their_columns(tmp_path, write, row, expected):
         ({"instruction": "hi", "output": "ho", "history": [["a", 1]]}, "content should be text, not int"),
     ],
 )
-def test_rows_that_cannot_be_learnt_are_named(tmp_path, row, message):
+def test_rows_that_cannot_be_trained_on_are_reported(tmp_path, row, message):
     good = next(
         good
         for good in (
@@ -274,12 +274,12 @@ def test_rows_that_cannot_be_learnt_are_named(tmp_path, row, message):
         if good.keys() & row.keys() or "messages" in good
     )
     path = write_jsonl(tmp_path / "a.jsonl", [good, row])
-    assert complaint(read_conversations, Source(path)).startswith(f"{path}: row 1: ")
-    assert message in complaint(read_conversations, Source(path))
+    assert error_of(read_conversations, Source(path)).startswith(f"{path}: row 1: ")
+    assert message in error_of(read_conversations, Source(path))
 
 
-def test_keys_that_only_parquet_added_are_removed(tmp_path):
-    """Arrow gives every struct all keys that any row has; to a template, a key with null is there."""
+def test_keys_added_by_parquet_are_removed(tmp_path):
+    """Arrow gives every struct the keys of all rows; to a template, a key that is null counts as present."""
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     other = {"type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}
     tools = [
@@ -298,7 +298,7 @@ def test_keys_that_only_parquet_added_are_removed(tmp_path):
     assert conversation.tools == tools
 
 
-def test_nulls_in_json_are_kept_where_they_mean_something(tmp_path):
+def test_meaningful_nulls_in_json_are_kept(tmp_path):
     call = {"type": "function", "function": {"name": "f", "arguments": {"unit": None}}}
     messages = [USER | {"name": None}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     [(_, conversation)] = read_conversations(Source(write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])))
@@ -317,7 +317,7 @@ def test_tools_may_be_json_text(tmp_path, tools, expected):
 
 @pytest.fixture
 def info(tmp_path):
-    """Write dataset_info.json with one entry, and a file of rows beside it; gives the entry's source."""
+    """Writes dataset_info.json with one entry, and its data file next to it; returns the entry's source."""
 
     def info(entry: dict, rows: list[dict], name: str = "mine") -> Source:
         write = write_parquet if entry["file_name"].endswith(".parquet") else write_jsonl
@@ -355,8 +355,8 @@ def test_dataset_info_without_columns_is_alpaca(info):
     assert turns(info({"file_name": "a.jsonl"}, [ALPACA])) == turns(Source(info({"file_name": "b.jsonl"}, [ALPACA]).path))
 
 
-def test_listed_columns_are_all_that_is_read(info):
-    """As in LLaMA-Factory: who lists prompt and response does not want a column that happens to be called input."""
+def test_only_listed_columns_are_read(info):
+    """As in LLaMA-Factory: if only prompt and response are listed, a column that happens to be called input is ignored."""
     entry = {"file_name": "a.jsonl", "columns": {"prompt": "instruction", "response": "output"}}
     assert turns(info(entry, [ALPACA])) == [[("user", "add"), ("assistant", "3")]]
 
@@ -371,20 +371,20 @@ def test_listed_columns_are_all_that_is_read(info):
         ({"file_name": "a.jsonl"}, "instruction"),
     ],
 )
-def test_a_column_that_dataset_info_names_must_be_there(info, entry, column):
-    message = complaint(read_conversations, info(entry, [{"messages": [USER, ASSISTANT]}]))
+def test_a_column_named_in_dataset_info_must_exist(info, entry, column):
+    message = error_of(read_conversations, info(entry, [{"messages": [USER, ASSISTANT]}]))
     assert f"column '{column}' is missing (found: messages). data.dataset_info sets this name." in message
 
 
-def test_names_and_files_can_be_mixed_and_mistyped(info, tmp_path):
+def test_names_and_files_can_be_mixed_and_typos_are_reported(info, tmp_path):
     source = info(GRRM, [{"messages": [USER, ASSISTANT]}], name="grrm_train")
     where = str(tmp_path / "dataset_info.json")
     direct = str(write_jsonl(tmp_path / "direct.jsonl", [{"messages": [USER, ASSISTANT]}]))
     assert resolve_sources(["grrm_train", direct], where, "data.train") == [source, Source(Path(direct))]
-    message = complaint(resolve_sources, ["grm_train"], where, "data.train")
+    message = error_of(resolve_sources, ["grm_train"], where, "data.train")
     assert message == "data.train: grm_train does not exist. Did you mean grrm_train?"
     source.path.rename(tmp_path / "grrm2.parquet")
-    message = complaint(resolve_sources, ["grrm_train"], where, "data.val")
+    message = error_of(resolve_sources, ["grrm_train"], where, "data.val")
     assert message == f"data.val: {source.path} does not exist. Did you mean {tmp_path / 'grrm2.parquet'}?"
 
 
@@ -403,12 +403,12 @@ def test_names_and_files_can_be_mixed_and_mistyped(info, tmp_path):
         ("{\n!", "dataset_info.json:2: not valid JSON"),
     ],
 )
-def test_entries_that_cannot_be_used(tmp_path, content, message):
+def test_unusable_entries_are_refused(tmp_path, content, message):
     (tmp_path / "dataset_info.json").write_text(content)
-    assert message in complaint(resolve_sources, ["mine"], str(tmp_path / "dataset_info.json"), "data.train")
+    assert message in error_of(resolve_sources, ["mine"], str(tmp_path / "dataset_info.json"), "data.train")
 
 
-def test_entries_that_are_not_asked_for_do_not_matter(tmp_path):
+def test_entries_that_are_not_used_are_not_checked(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [ALPACA])
     entries = {"hub": {"hf_hub_url": "x"}, "odd": {"file_name": "x", "formatting": "openai"}, "mine": {"file_name": "a.jsonl"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
@@ -416,9 +416,9 @@ def test_entries_that_are_not_asked_for_do_not_matter(tmp_path):
     assert source.path == path
 
 
-def test_a_missing_dataset_info_names_the_nearest_file(tmp_path):
+def test_a_missing_dataset_info_suggests_the_nearest_file(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
-    message = complaint(resolve_sources, ["mine"], str(tmp_path / "datset_info.json"), "data.train")
+    message = error_of(resolve_sources, ["mine"], str(tmp_path / "datset_info.json"), "data.train")
     assert message.startswith("data.dataset_info: ")
     assert message.endswith(f"Did you mean {tmp_path / 'dataset_info.json'}?")
 
@@ -426,7 +426,7 @@ def test_a_missing_dataset_info_names_the_nearest_file(tmp_path):
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_verl(tmp_path):
+def test_verl_prompts(tmp_path):
     row = {
         "data_source": "math",
         "prompt": [{"role": "system", "content": "s"}, USER],
@@ -440,13 +440,13 @@ def test_prompts_of_verl(tmp_path):
     assert prompt.extra_info == {"index": 3, "split": None}
 
 
-def test_prompts_may_be_bare(tmp_path):
+def test_prompts_need_no_other_columns(tmp_path):
     first, second = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": [USER]}])))
     assert first.messages == second.messages == [USER]
     assert (second.id, second.data_source, second.ground_truth, second.extra_info) == (f"{tmp_path}/a.jsonl:1", "", None, {})
 
 
-def test_ids_of_like_named_files_differ(tmp_path, monkeypatch):
+def test_ids_of_files_with_the_same_name_differ(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
         Path(folder).mkdir()
@@ -478,9 +478,9 @@ def test_prompts_may_have_tools(tmp_path):
         ({"prompt": "hi", "reward_model": {"ground_truth": "\udc00"}}, "row 1: its text has an unpaired surrogate: \\udc00"),
     ],
 )
-def test_rows_that_cannot_be_sampled_are_named(tmp_path, row, message):
+def test_rows_that_cannot_be_sampled_are_reported(tmp_path, row, message):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, row])
-    assert message in complaint(read_prompts, Source(path))
+    assert message in error_of(read_prompts, Source(path))
 
 
 @pytest.mark.parametrize(
@@ -499,37 +499,37 @@ def test_real_prompts(real_data, name, count, data_source, has_truth):
 # Odd JSON ------------------------------------------------------------------------------------------------------------
 
 
-def test_unpaired_surrogate_names_its_row(tmp_path):
+def test_an_unpaired_surrogate_is_reported_with_its_row(tmp_path):
     """json reads a lone surrogate; the tokenizer would fail on it with a TypeError."""
     good, bad = {"messages": [USER, ASSISTANT]}, {"messages": [USER, {"role": "assistant", "content": "so \ud83d"}]}
-    message = complaint(read_conversations, Source(write_jsonl(tmp_path / "a.jsonl", [good, bad])))
+    message = error_of(read_conversations, Source(write_jsonl(tmp_path / "a.jsonl", [good, bad])))
     assert message.startswith(f"{tmp_path}/a.jsonl: row 1: its text has an unpaired surrogate: \\ud83d")
-    smile = {"messages": [USER, {"role": "assistant", "content": "so \U0001f600"}]}  # written as two halves that fit
+    smile = {"messages": [USER, {"role": "assistant", "content": "so \U0001f600"}]}  # written as a surrogate pair
     assert turns(write_jsonl(tmp_path / "b.jsonl", [smile]))[0][1] == ("assistant", "so \U0001f600")
     tools = write_parquet(tmp_path / "a.parquet", [good | {"tools": '["\\ud800"]'}])
-    assert "row 0: its text has an unpaired surrogate" in complaint(read_conversations, Source(tools))
+    assert "row 0: its text has an unpaired surrogate" in error_of(read_conversations, Source(tools))
 
 
-def test_deep_json_names_its_line(tmp_path):
+def test_deeply_nested_json_is_reported_with_its_line(tmp_path):
     deep = "[" * 100_000 + "]" * 100_000
     (tmp_path / "a.jsonl").write_text(f'{{"messages": []}}\n{{"messages": {deep}}}\n')
-    assert complaint(read_rows, tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl:2: the JSON that begins here is nested too")
+    assert error_of(read_rows, tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl:2: the JSON that begins here is nested too")
     (tmp_path / "dataset_info.json").write_text(deep)
-    assert "nested too deeply" in complaint(resolve_sources, ["a"], str(tmp_path / "dataset_info.json"), "data.train")
+    assert "nested too deeply" in error_of(resolve_sources, ["a"], str(tmp_path / "dataset_info.json"), "data.train")
     row = {"messages": [USER, ASSISTANT], "tools": deep}
-    assert "row 0: tools are nested too deeply" in complaint(read_conversations, Source(write_jsonl(tmp_path / "t.jsonl", [row])))
+    assert "row 0: tools are nested too deeply" in error_of(read_conversations, Source(write_jsonl(tmp_path / "t.jsonl", [row])))
 
 
-def test_a_number_without_end_names_its_line(tmp_path):
+def test_a_huge_number_is_reported_with_its_line(tmp_path):
     (tmp_path / "a.jsonl").write_text(f'{{"messages": {"9" * 5000}}}\n')
-    assert f"{tmp_path}/a.jsonl:1: the JSON that begins here cannot be read" in complaint(read_rows, tmp_path / "a.jsonl")
+    assert f"{tmp_path}/a.jsonl:1: the JSON that begins here cannot be read" in error_of(read_rows, tmp_path / "a.jsonl")
 
 
-# Cutting -------------------------------------------------------------------------------------------------------------
+# Truncation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_cut_row_does_not_keep_the_whole_one(left):
+def test_a_truncated_row_does_not_keep_the_full_one_alive(left):
     short = cut(example(1000), 10, left=left)
     assert len(short) == 10
     assert short.tokens.base is None
@@ -643,12 +643,12 @@ def test_micro_batches_hold_every_token_once(lengths, budget):
         assert batch.num_tokens <= budget or len(bounds) == 2
 
 
-def test_a_first_token_cannot_be_learnt():
+def test_a_first_token_cannot_be_a_target():
     with pytest.raises(AssertionError):
         pack([Example(np.arange(3), np.ones(3, dtype=bool))])
 
 
-def test_prompts_that_nobody_means(tmp_path):
+def test_unusual_prompts(tmp_path):
     def read(prompt):
         return [p.messages for p in read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt}])))]
 
@@ -662,7 +662,7 @@ def test_prompts_that_nobody_means(tmp_path):
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 50))
-def test_groups_are_those_of_first_fit_decreasing(lengths, budget):
+def test_grouping_is_first_fit_decreasing(lengths, budget):
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fits = next((group for group in groups if sum(lengths[j] for j in group) + lengths[i] <= budget), None)

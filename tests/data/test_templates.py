@@ -1,4 +1,4 @@
-"""Chat templates and loss masks: what the model learns is what the assistant wrote, whatever the template."""
+"""Chat templates and loss masks: the model is trained on exactly what the assistant wrote, whatever the template."""
 
 import string
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ SPECIAL = (
     *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>"),
     *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
 )
-# Words that follow each other without spaces, and runs of line breaks: tokens that reach across turns' borders.
+# Words that follow each other without spaces, and runs of line breaks: tokens that span turn boundaries.
 CORPUS = ["the answer is the assistant's answer", "user\n\n\nassistant\n\n", "\n\n", "\n\n\n", "  \n  ", "](**](**](**"] * 20
 
 
@@ -43,7 +43,7 @@ def byte_tokenizer(special: tuple[str, ...] = SPECIAL, trim_offsets: bool = Fals
 
 @cache
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """BPE in SentencePiece's manner, as in Llama 2: spaces are ▁, and one is put before any text."""
+    """BPE like SentencePiece's, as in Llama 2: spaces are ▁, and one is prepended to any text."""
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
@@ -74,8 +74,8 @@ def make_example(chat: ChatTemplate, messages: list[Message], train_on="all", to
     return chat.example(Conversation(messages, tools), "rows.jsonl: row 7", train_on)
 
 
-def learnt(chat: ChatTemplate, messages: list[Message], train_on="all", tools=None) -> list[str]:
-    """The text of each run of tokens that is learnt."""
+def targets(chat: ChatTemplate, messages: list[Message], train_on="all", tools=None) -> list[str]:
+    """The text of each contiguous run of target tokens."""
     example = make_example(chat, messages, train_on, tools)
     assert not example.loss_mask[0]
     runs: list[list[int]] = []
@@ -96,13 +96,13 @@ THOUGHTFUL = "<think>\nIt is up north.\n</think>\n\nIn Norway."
 
 @dataclass(frozen=True)
 class Format:
-    """What is learnt of a turn with content {}."""
+    """The target text of a turn with content {}."""
 
     turn: str
-    """Of a turn that others follow."""
+    """For a turn that is not the last."""
     last: str
     thoughtful: str
-    """Of a last turn whose content is THOUGHTFUL."""
+    """For a last turn whose content is THOUGHTFUL."""
     system: bool = True
     trims: bool = False
 
@@ -128,53 +128,53 @@ FORMATS = {
     "prefilled_think": Format(*["{}<|im_end|>"] * 2, OPENED + "<|im_end|>"),
     "granite": same("{}<|end_of_text|>"),
     "command_r": same("{}<|END_OF_TURN_TOKEN|>", trims=True),
-    # Its last turn ends with a token that earlier ones lack; theirs is not what sampling must stop at.
+    # Its last turn ends with a token that earlier ones lack; theirs is not a stop token.
     "harmony": Format(
         "<|channel|>final<|message|>{}",
         "<|channel|>final<|message|>{}<|return|>",
         f"<|channel|>final<|message|>{THOUGHTFUL}<|return|>",
     ),
 }
-PREFILLING = ("deepseek_r1", "prefilled_think")  # these open thoughts that an answer without any does not have
+PREFILLING = ("deepseek_r1", "prefilled_think")  # their prompts open thoughts, even for an answer without any
 every_template = pytest.mark.parametrize("name", FORMATS)
 
 
-def test_there_is_an_expectation_for_every_template():
+def test_every_template_has_an_expected_format():
     assert {path.stem for path in FOLDER.glob("*.jinja")} == set(FORMATS)
 
 
 @every_template
-def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(name):
+def test_every_answer_is_a_target_and_nothing_else(name):
     expected = FORMATS[name]
     messages = [SYSTEM] * expected.system + TALK
-    assert learnt(template(name), messages) == [expected.turn.format("In Japan 🗾."), expected.last.format("In Norway.")]
+    assert targets(template(name), messages) == [expected.turn.format("In Japan 🗾."), expected.last.format("In Norway.")]
 
 
 @every_template
-def test_tokens_are_the_rendering(name):
+def test_tokens_decode_to_the_rendering(name):
     chat = template(name)
     messages = [SYSTEM] * FORMATS[name].system + TALK
     rendering = chat.render(messages)
-    if name == "mistral_nemo":  # which loses the system prompt of finished conversations; models must learn to obey it
+    if name == "mistral_nemo":  # it drops the system prompt of finished conversations, which models must learn to follow
         rendering = chat.render(messages[:-1], generation_prompt=True) + "In Norway.</s>"
     assert decode(chat, make_example(chat, messages).tokens) == rendering
     assert ("Be brief." in rendering) == FORMATS[name].system
 
 
 @every_template
-def test_a_single_answer_is_learnt(name):
-    assert learnt(template(name), TALK[:2]) == [FORMATS[name].last.format("In Japan 🗾.")]
+def test_a_single_answer_is_a_target(name):
+    assert targets(template(name), TALK[:2]) == [FORMATS[name].last.format("In Japan 🗾.")]
 
 
 @every_template
-def test_only_the_last_answer_is_learnt_on_demand(name):
+def test_train_on_last_targets_only_the_last_answer(name):
     messages = [SYSTEM] * FORMATS[name].system + TALK
-    assert learnt(template(name), messages, train_on="last") == [FORMATS[name].last.format("In Norway.")]
+    assert targets(template(name), messages, train_on="last") == [FORMATS[name].last.format("In Norway.")]
 
 
 @every_template
 def test_the_last_answer_need_not_be_the_last_message(name):
-    assert learnt(template(name), TALK[:3], train_on="last") == [FORMATS[name].turn.format("In Japan 🗾.")]
+    assert targets(template(name), TALK[:3], train_on="last") == [FORMATS[name].turn.format("In Japan 🗾.")]
 
 
 @every_template
@@ -183,13 +183,13 @@ def test_the_last_answer_need_not_be_the_last_message(name):
     ["👩‍👩‍👧‍👦 é é ﷽ \u202eabc", "\n\n the answer  \n", "\t", "(**bold**)", "\ue000\ue001\ue002", "x" * 3000, "{{ 1 }} {% if %}"],
     ids=["unicode", "white space", "blank", "punctuation", "private use", "long", "jinja"],
 )
-def test_contents_are_learnt_as_the_template_shows_them(name, content):
+def test_targets_are_contents_as_the_template_renders_them(name, content):
     expected = FORMATS[name]
     shown = content.strip() if expected.trims else content
     last = shown.lstrip("\n") if name.startswith("qwen3") else shown
     earlier = shown.lstrip("\n") if name == "qwen3_thinking" else shown
     messages = [user(content), assistant(content), user(content), assistant(content)]
-    assert learnt(template(name), messages) == [expected.turn.format(earlier), expected.last.format(last)]
+    assert targets(template(name), messages) == [expected.turn.format(earlier), expected.last.format(last)]
 
 
 @every_template
@@ -198,7 +198,7 @@ def test_contents_may_quote_the_template(name):
     chat, expected = template(name), FORMATS[name]
     quote = chat.render(TALK[:1], generation_prompt=True) + "In" + expected.turn.format("it") + ", I said."
     messages = [user(quote), assistant(quote), user(quote), assistant(quote)]
-    assert learnt(chat, messages) == [expected.turn.format(quote), expected.last.format(quote)]
+    assert targets(chat, messages) == [expected.turn.format(quote), expected.last.format(quote)]
 
 
 @every_template
@@ -213,7 +213,7 @@ def test_prompts_are_the_same_tokens_in_training_and_in_sampling(name, answer):
 
 
 @every_template
-def test_many_conversations_at_once_are_the_same_as_one_by_one(name):
+def test_a_batch_of_conversations_equals_single_ones(name):
     chat = template(name)
     talks = [TALK, TALK[:2], [user("Hi"), assistant("\n\nHo")]]
     together = chat.examples([(str(i), Conversation(talk)) for i, talk in enumerate(talks)], "all")
@@ -224,14 +224,14 @@ def test_many_conversations_at_once_are_the_same_as_one_by_one(name):
 
 
 @pytest.mark.parametrize("name", ["qwen25", "llama3", "llama2", "zephyr", "qwen3", "deepseek_r1"])
-def test_tokenizers_that_leave_white_space_out_of_offsets(name):
+def test_tokenizers_that_omit_white_space_from_offsets(name):
     chat = ChatTemplate(byte_tokenizer(trim_offsets=True), template(name).text)
     for messages in (TALK, [*TALK[:3], assistant("\n\n the answer")], [*TALK[:3], assistant(THOUGHTFUL)]):
-        assert learnt(chat, messages) == learnt(template(name), messages)
+        assert targets(chat, messages) == targets(template(name), messages)
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral_v01", "mistral_v03", "zephyr", "phi3"])
-def test_tokenizers_that_put_a_space_before_any_text(name):
+def test_tokenizers_that_prepend_a_space(name):
     chat, expected = ChatTemplate(spaced_tokenizer(), template(name).text), FORMATS[name]
     messages = [SYSTEM] * expected.system + TALK
     example = make_example(chat, messages)
@@ -241,20 +241,20 @@ def test_tokenizers_that_put_a_space_before_any_text(name):
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("llama2", "mistral_nemo")])
-def test_an_assistant_that_speaks_first_does_not_learn_its_header(name):
-    """Nothing could be its prompt; so what else a template writes before the content counts as header, too."""
+def test_the_header_of_an_opening_assistant_turn_is_not_a_target(name):
+    """It has no prompt, so everything that a template writes before the content counts as header."""
     expected = {"mistral_v03": "Hello!</s>", "harmony": "Hello!"}.get(name, FORMATS[name].turn.format("Hello!"))
-    assert learnt(template(name), [assistant("Hello!"), *TALK[:2]])[0] == expected
+    assert targets(template(name), [assistant("Hello!"), *TALK[:2]])[0] == expected
 
 
 # Thoughts ------------------------------------------------------------------------------------------------------------
 
 
 @every_template
-def test_thoughts_of_the_last_turn_are_learnt_behind_what_the_prompt_opens(name):
+def test_thoughts_of_the_last_turn_are_targets(name):
     chat = template(name)
     messages = [*TALK[:3], assistant(THOUGHTFUL)]
-    assert learnt(chat, messages)[-1] == FORMATS[name].thoughtful
+    assert targets(chat, messages)[-1] == FORMATS[name].thoughtful
     prompt = chat.prompt_tokens(messages[:-1])
     example = make_example(chat, messages)
     assert example.tokens[: len(prompt)].tolist() == prompt
@@ -264,14 +264,14 @@ def test_thoughts_of_the_last_turn_are_learnt_behind_what_the_prompt_opens(name)
 
 @every_template
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_given_apart_are_learnt(name, field):
+def test_thoughts_in_a_separate_field_are_targets(name, field):
     messages = [*TALK[:3], assistant("In Norway.", **{field: "It is up north."})]
     expected = FORMATS[name].thoughtful
     if name == "harmony":
         expected = (
             "<|channel|>analysis<|message|>It is up north.<|end|><|start|>assistant<|channel|>final<|message|>In Norway.<|return|>"
         )
-    assert learnt(template(name), messages)[-1] == expected
+    assert targets(template(name), messages)[-1] == expected
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "prefilled_think", "qwen3", "qwen3_thinking"])
@@ -284,15 +284,15 @@ def test_thoughts_given_apart_are_learnt(name, field):
         "\n<think>\n\nIt is up north.\n\n</think>\nIn Norway.",
     ],
 )
-def test_thoughts_are_learnt_however_their_tags_are_set(name, content):
-    assert learnt(template(name), [*TALK[:3], assistant(content)])[-1] == FORMATS[name].thoughtful
+def test_thoughts_are_targets_however_their_tags_are_written(name, content):
+    assert targets(template(name), [*TALK[:3], assistant(content)])[-1] == FORMATS[name].thoughtful
 
 
 @pytest.mark.parametrize("name", PREFILLING)
-def test_thoughts_that_the_answer_repeats_are_not_taken_for_shown(name):
+def test_thoughts_repeated_in_the_answer_are_still_targets(name):
     end = FORMATS[name].last.format("")
     content = "<think>\nNorway\n</think>\n\nNorway, I think."
-    assert learnt(template(name), [user("Oslo?"), assistant(content)]) == [f"Norway\n</think>\n\nNorway, I think.{end}"]
+    assert targets(template(name), [user("Oslo?"), assistant(content)]) == [f"Norway\n</think>\n\nNorway, I think.{end}"]
 
 
 @pytest.mark.parametrize("name", [*PREFILLING, "qwen3_thinking"])
@@ -300,24 +300,24 @@ def test_empty_thoughts_are_closed(name):
     """The prompt opens thoughts, so a model that should not think has to learn to close them."""
     end = FORMATS[name].turn.format("")
     content = "<think>\n\n</think>\n\nIn Norway."
-    assert learnt(template(name), [user("Oslo?"), assistant(content)]) == [f"\n</think>\n\nIn Norway.{end}"]
+    assert targets(template(name), [user("Oslo?"), assistant(content)]) == [f"\n</think>\n\nIn Norway.{end}"]
 
 
 @every_template
-def test_words_before_the_thoughts_are_not_lost(name):
-    text = "".join(learnt(template(name), [user("Oslo?"), assistant("Well. <think>\nHm, Norway?\n</think>\n\nNorway.")]))
+def test_text_before_the_thoughts_does_not_hide_them(name):
+    text = "".join(targets(template(name), [user("Oslo?"), assistant("Well. <think>\nHm, Norway?\n</think>\n\nNorway.")]))
     assert "Hm, Norway?" in text
     assert text.count("Norway") == 2
-    assert ("Well." in text) != name.startswith("qwen3")  # these templates let no word stand before thoughts
+    assert ("Well." in text) != name.startswith("qwen3")  # these templates drop text before thoughts
 
 
 @every_template
-def test_thoughts_of_earlier_turns_are_as_the_template_has_them(name):
-    """Dropped where the template drops them (R1 leaves the line breaks behind them), or learnt."""
+def test_thoughts_of_earlier_turns_follow_the_template(name):
+    """Dropped where the template drops them (R1 keeps the line breaks after them), or trained on."""
     dropped = {"qwen3": "In Norway.", "qwen3_thinking": "In Norway.", "deepseek_r1": "\n\nIn Norway."}
     expected = FORMATS[name].turn.format(dropped.get(name, OPENED if name == "prefilled_think" else THOUGHTFUL))
     talk = [user("Oslo?"), assistant(THOUGHTFUL), user("Sure?"), assistant(THOUGHTFUL)]
-    assert learnt(template(name), [SYSTEM] * FORMATS[name].system + talk) == [expected, FORMATS[name].thoughtful]
+    assert targets(template(name), [SYSTEM] * FORMATS[name].system + talk) == [expected, FORMATS[name].thoughtful]
 
 
 # Tools ---------------------------------------------------------------------------------------------------------------
@@ -329,34 +329,34 @@ TOOL_TALK = [user("Weather in Oslo?"), assistant("", tool_calls=[CALL]), {"role"
 
 
 @pytest.mark.parametrize("system", [[], [SYSTEM]])
-def test_tool_calls_are_learnt_and_their_results_are_not(system):
+def test_tool_calls_are_targets_and_their_results_are_not(system):
     expected = [f"{CALLED}<|im_end|>", "<think>\n\n</think>\n\nCold.<|im_end|>"]
-    assert learnt(template("qwen3"), system + TOOL_TALK, tools=TOOLS) == expected
+    assert targets(template("qwen3"), system + TOOL_TALK, tools=TOOLS) == expected
 
 
-def test_tool_calls_are_learnt_when_others_speak_after_them():
+def test_tool_calls_of_earlier_turns_are_targets():
     expected = [f"{CALLED}<|im_end|>", "Cold.<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
-    assert learnt(template("qwen3"), [*TOOL_TALK, user("Sure?"), assistant("Yes.")], tools=TOOLS) == expected
+    assert targets(template("qwen3"), [*TOOL_TALK, user("Sure?"), assistant("Yes.")], tools=TOOLS) == expected
 
 
-def test_tool_calls_are_learnt_with_what_is_thought_and_said_before_them():
+def test_tool_calls_are_targets_with_the_thoughts_and_text_before_them():
     call = assistant("Let me see.", reasoning_content="I should look.", tool_calls=[CALL, CALL])
     expected = f"<think>\nI should look.\n</think>\n\nLet me see.\n{CALLED}\n{CALLED}<|im_end|>"
-    assert learnt(template("qwen3"), [TOOL_TALK[0], call], tools=TOOLS) == [expected]
-    assert learnt(template("qwen3"), [TOOL_TALK[0], call, *TOOL_TALK[2:]], tools=TOOLS)[0] == expected
-    later = learnt(template("qwen3"), [TOOL_TALK[0], call, *TOOL_TALK[2:], user("Sure?"), assistant("Yes.")], tools=TOOLS)
+    assert targets(template("qwen3"), [TOOL_TALK[0], call], tools=TOOLS) == [expected]
+    assert targets(template("qwen3"), [TOOL_TALK[0], call, *TOOL_TALK[2:]], tools=TOOLS)[0] == expected
+    later = targets(template("qwen3"), [TOOL_TALK[0], call, *TOOL_TALK[2:], user("Sure?"), assistant("Yes.")], tools=TOOLS)
     assert later[0] == f"Let me see.\n{CALLED}\n{CALLED}<|im_end|>"
 
 
-def test_tool_calls_where_history_is_rewritten():
-    """The mark that takes a call's place cannot satisfy a template that demands one there; the last answer needs none."""
+def test_tool_calls_in_a_template_that_rewrites_history():
+    """The marker that replaces a call cannot satisfy a template that requires a call there; the last answer needs no marker."""
     chat = template("mistral_nemo")
     call = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]</s>'
-    assert learnt(chat, TOOL_TALK, "all", TOOLS) == [call, "Cold.</s>"]
+    assert targets(chat, TOOL_TALK, "all", TOOLS) == [call, "Cold.</s>"]
     later = [*TOOL_TALK, user("Sure?"), assistant("Yes.")]
-    assert learnt(chat, later, "last", TOOLS) == ["Yes.</s>"]
+    assert targets(chat, later, "last", TOOLS) == ["Yes.</s>"]
     with pytest.raises(DataError, match=r"row 7: .*rewrites message 1.*data\.train_on=last"):
-        learnt(chat, later, "all", TOOLS)
+        targets(chat, later, "all", TOOLS)
 
 
 # Random conversations ------------------------------------------------------------------------------------------------
@@ -372,11 +372,11 @@ conversations = st.builds(
 @pytest.mark.parametrize("name", ["qwen25", "llama3", "qwen3", "mistral_v03", "plain"])
 @settings(max_examples=60, deadline=None)
 @given(messages=conversations)
-def test_any_conversation(name, messages):
+def test_random_conversations(name, messages):
     chat = load_template(byte_tokenizer(), "plain") if name == "plain" else template(name)
     example = make_example(chat, messages)
     assert decode(chat, example.tokens) == chat.render(messages)
-    runs = learnt(chat, messages)
+    runs = targets(chat, messages)
     answers = [message["content"].strip() for message in messages if message["role"] == "assistant"]
     assert len(runs) == len(answers)
     for run, answer in zip(runs, answers, strict=True):
@@ -398,7 +398,7 @@ def test_a_template_without_a_generation_prompt_is_refused():
 @pytest.mark.parametrize(
     "text", ["{% for m in messages %}", "{{ raise_exception('not today') }}", "{{ messages.nothing.at_all }}", "Hello!"]
 )
-def test_a_template_that_cannot_show_messages_is_refused(text):
+def test_a_template_that_cannot_render_messages_is_refused(text):
     with pytest.raises(RecipeError, match="the chat template"):
         ChatTemplate(byte_tokenizer(), text)
 
@@ -412,47 +412,47 @@ def test_a_tokenizer_without_a_template_says_what_to_do():
 @pytest.mark.parametrize(
     ("name", "says"), [("gemma", "no system prompts, please"), ("mistral_v01", "only user and assistant speak here")]
 )
-def test_a_message_that_the_template_refuses_names_its_row(name, says):
+def test_a_message_that_the_template_refuses_is_reported_with_its_row(name, says):
     with pytest.raises(DataError, match=rf"rows\.jsonl: row 7: .*{says}"):
-        learnt(template(name), [SYSTEM, *TALK])
+        targets(template(name), [SYSTEM, *TALK])
 
 
-def test_a_message_that_breaks_the_template_names_its_row():
+def test_a_message_that_breaks_the_template_is_reported_with_its_row():
     text = template("qwen25").text.replace("turn.content ~", "(turn.content + turn.get('note', '')) ~")
     with pytest.raises(DataError, match=r"rows\.jsonl: row 7: "):
-        learnt(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("Ho", note=3)])
+        targets(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("Ho", note=3)])
 
 
-def test_an_answer_that_the_template_hides_names_its_row():
+def test_an_answer_that_the_template_hides_is_reported_with_its_row():
     text = "{% for m in messages if m.content != 'secret' %}{{ '\n' ~ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"rows\.jsonl: row 7: .*no target tokens"):
-        learnt(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("secret")])
+        targets(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("secret")])
 
 
-def test_a_turn_that_cannot_be_found_names_its_row():
-    """This template begins with the length of all that follows, so no part of a conversation is rendered as in the whole."""
+def test_a_turn_that_cannot_be_found_is_reported_with_its_row():
+    """This template starts with the length of what follows, so no part of a conversation renders as it does in the full one."""
     text = "{{ messages | map(attribute='content') | join | length }}" + template("zephyr").text
     with pytest.raises(DataError, match=r"rows\.jsonl: row 7: .*rewrites message 5.*model\.chat_template"):
-        learnt(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("x" * 100), *TALK])
+        targets(ChatTemplate(byte_tokenizer(), text), [user("Hi"), assistant("x" * 100), *TALK])
 
 
-def test_generation_marks_change_nothing():
+def test_generation_tags_change_nothing():
     inside = '{%- generation -%}{{- turn.content ~ "<|im_end|>\n" -}}{%- endgeneration -%}'
     marked = template("qwen25").text.replace('turn.content ~ "<|im_end|>\\n" -}}', '"" -}}' + inside)
     assert "endgeneration" in marked
-    assert learnt(ChatTemplate(byte_tokenizer(), marked), TALK) == learnt(template("qwen25"), TALK)
+    assert targets(ChatTemplate(byte_tokenizer(), marked), TALK) == targets(template("qwen25"), TALK)
 
 
-def test_two_templates_on_one_tokenizer_do_not_disturb_each_other():
+def test_two_templates_on_one_tokenizer_do_not_interfere():
     chats = [ChatTemplate(byte_tokenizer(), template(name).text) for name in ("granite", "zephyr")]
-    assert [learnt(chat, TALK[:2])[0] for chat in chats] == ["In Japan 🗾.<|end_of_text|>", "In Japan 🗾.</s>"]
+    assert [targets(chat, TALK[:2])[0] for chat in chats] == ["In Japan 🗾.<|end_of_text|>", "In Japan 🗾.</s>"]
 
 
-def test_turns_parted_by_white_space_alone():
-    """Answers are tokenised apart from prompts, but not behind each line break."""
+def test_turns_separated_only_by_white_space():
+    """Answers are tokenised separately from prompts, but not split after each line break."""
     text = "{% for m in messages %}{{ m.content ~ ('\n' if m.role == 'user' else eos_token) }}{% endfor %}"
     chat, answer = ChatTemplate(byte_tokenizer(), text), "In\n\n\nJapan"
-    assert learnt(chat, [user("Where?"), assistant(answer)]) == [answer + "</s>"]
+    assert targets(chat, [user("Where?"), assistant(answer)]) == [answer + "</s>"]
     tokens = make_example(chat, [user("Where?"), assistant(answer)]).tokens.tolist()
     assert tokens == chat.tokenizer(f"Where?\n{answer}</s>", add_special_tokens=False)["input_ids"]
 
@@ -494,8 +494,8 @@ def test_turns_parted_by_white_space_alone():
 def test_named_templates(name, rendering, answers):
     chat = load_template(byte_tokenizer(), name)
     assert chat.render(TALK) == rendering
-    assert learnt(chat, TALK) == answers
-    assert learnt(chat, [SYSTEM, *TALK]) == answers
+    assert targets(chat, TALK) == answers
+    assert targets(chat, [SYSTEM, *TALK]) == answers
     assert "helpful" not in chat.render([SYSTEM, *TALK])
     prompt = chat.prompt_tokens(TALK[:1])
     assert make_example(chat, TALK).tokens[: len(prompt)].tolist() == prompt
@@ -514,17 +514,17 @@ def test_named_templates_need_their_tokens(name, missing):
         load_template(byte_tokenizer(("<s>", "</s>")), name)
 
 
-def test_plain_needs_an_end_token_only():
+def test_plain_needs_only_an_end_token():
     core = byte_tokenizer(("<s>", "</s>")).backend_tokenizer
     without_bos = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
-    assert learnt(load_template(without_bos, "plain"), TALK[:2]) == [" In Japan 🗾.</s>"]
+    assert targets(load_template(without_bos, "plain"), TALK[:2]) == [" In Japan 🗾.</s>"]
     with pytest.raises(RecipeError, match="EOS"):
         load_template(PreTrainedTokenizerFast(tokenizer_object=core), "plain")
 
 
 def test_a_template_from_a_file():
     chat = load_template(byte_tokenizer(), str(FOLDER / "granite.jinja"))
-    assert learnt(chat, TALK[:2]) == ["In Japan 🗾.<|end_of_text|>"]
+    assert targets(chat, TALK[:2]) == ["In Japan 🗾.<|end_of_text|>"]
     with pytest.raises(RecipeError, match=r"granit\.jinja does not exist"):
         load_template(byte_tokenizer(), str(FOLDER / "granit.jinja"))
 
@@ -547,8 +547,8 @@ def test_a_template_from_another_models_folder(tmp_path, several):
     zephyr = template("zephyr").text
     other.chat_template = {"default": zephyr, "rag": "{{ documents }}"} if several else zephyr
     other.save_pretrained(tmp_path / "other")
-    assert learnt(load_template(byte_tokenizer(), str(tmp_path / "other")), TALK[:2]) == ["In Japan 🗾.</s>"]
-    assert learnt(load_template(other, None), TALK[:2]) == ["In Japan 🗾.</s>"]
+    assert targets(load_template(byte_tokenizer(), str(tmp_path / "other")), TALK[:2]) == ["In Japan 🗾.</s>"]
+    assert targets(load_template(other, None), TALK[:2]) == ["In Japan 🗾.</s>"]
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
@@ -560,4 +560,4 @@ def test_the_chosen_template_is_saved_with_the_tokenizer(tmp_path):
     chat = load_template(byte_tokenizer(), "chatml")
     chat.tokenizer.save_pretrained(tmp_path)
     saved = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert learnt(load_template(saved, None), TALK) == learnt(chat, TALK)
+    assert targets(load_template(saved, None), TALK) == targets(chat, TALK)

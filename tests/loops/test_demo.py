@@ -1,4 +1,4 @@
-"""The demo, as a stranger runs it: for every seed RL must beat its cold start by far."""
+"""The demo as a user runs it: for every seed, RL must clearly beat its SFT cold start."""
 
 import json
 
@@ -19,14 +19,14 @@ def test_rl_beats_its_cold_start(tmp_path, seed):
     rewards = [
         row["val/reward"] for row in map(json.loads, (out / "rl/metrics.jsonl").read_text().splitlines()) if "val/reward" in row
     ]
-    assert 0.1 < rewards[0] < 0.6, "SFT leaves it partly able"
+    assert 0.1 < rewards[0] < 0.6, "after SFT it solves some of the tasks"
     assert rewards[-1] - rewards[0] >= 0.25
 
     again = CliRunner().invoke(app, ["demo", "--seed", str(seed), "--out", str(out)], catch_exceptions=False)
-    assert again.output.splitlines()[-3:] == result.output.splitlines()[-3:], "started again, it tells the same"
+    assert again.output.splitlines()[-3:] == result.output.splitlines()[-3:], "a second run prints the same summary"
 
 
-def test_the_demo_says_when_its_recipes_are_not_there(tmp_path, monkeypatch):
+def test_missing_recipes_are_reported(tmp_path, monkeypatch):
     from plaudit.errors import PlauditError
     from plaudit.loops import demo
 

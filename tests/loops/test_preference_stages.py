@@ -1,4 +1,4 @@
-"""`plaudit dpo` and `plaudit reward-model`: what they learn, leave behind, go on from, and what the next stage makes of it."""
+"""`plaudit dpo` and `plaudit reward-model`: training, saved models, resuming, and their use in the next stage."""
 
 import json
 import math
@@ -38,7 +38,7 @@ from support.recipes import (
 from support.rows import arithmetic_rows, pair_rows, prompt_rows, write_jsonl
 
 TRAIN = {"dpo": train_dpo, "reward-model": train_reward_model}
-SMALL = {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}, "gradient_checkpointing": True}
+LOW_MEMORY = {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}, "gradient_checkpointing": True}
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -54,26 +54,26 @@ def conversations(pairs_file: Path) -> list[list[dict]]:
     return [side.messages for _, pair in read_pairs(Source(pairs_file)) for side in (pair.chosen, pair.rejected)]
 
 
-def scores_of_ours(folder: Path, pairs_file: Path) -> torch.Tensor:
+def plaudit_scores(folder: Path, pairs_file: Path) -> torch.Tensor:
     settings = RewardModel(path=str(folder), dtype="float32", device="cpu")
     transcript = transcript_of(settings)
     model = load_scalar(settings, torch.device("cpu"))
     return torch.from_numpy(model.score([transcript.tokens(messages) for messages in conversations(pairs_file)])).double()
 
 
-def scores_of_transformers(folder: Path, pairs_file: Path, side: str = "right") -> torch.Tensor:
-    """As anybody would: a padded batch."""
+def transformers_scores(folder: Path, pairs_file: Path, side: str = "right") -> torch.Tensor:
+    """With plain transformers: a padded batch."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
     texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations(pairs_file)]
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
-    if side == "left":  # transformers counts positions from the padding, unless it is told
+    if side == "left":  # transformers counts positions from the padding by default
         batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         return model(**{name: batch[name] for name in batch if name != "token_type_ids"}).logits[:, 0].double()
 
 
-# What they learn -----------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", [{}, {"label_smoothing": 0.1, "nll_coefficient": 0.1}, {"kind": "ipo"}, {"kind": "hinge"}])
@@ -83,7 +83,7 @@ def test_dpo_learns(tmp_path, tiny_model, pairs_file, loss):
     first, last = rows[0], rows[-1]
     assert [row["step"] for row in rows] == list(range(9))
     if loss == {}:
-        assert first["val/loss"] == pytest.approx(math.log(2), abs=1e-6), "the policy is still its reference"
+        assert first["val/loss"] == pytest.approx(math.log(2), abs=1e-6), "the policy still equals its reference"
     assert (first["val/accuracy"], first["val/margin"]) == (pytest.approx(0.5, abs=0.5), pytest.approx(0.0, abs=1e-4))
     assert last["val/loss"] < first["val/loss"]
     assert last["val/accuracy"] == 1.0
@@ -110,19 +110,19 @@ def test_a_reward_model_learns(tmp_path, tiny_model, pairs_file):
     assert {"loss", "accuracy", "margin", "reward_chosen", "reward_rejected"} <= last.keys()
 
 
-def test_margins_ask_for_more(tmp_path, tiny_model):
-    """The same pairs, once with a margin of 3: they begin with a higher loss, and their scores end further apart."""
+def test_margins_widen_the_score_gap(tmp_path, tiny_model):
+    """The same pairs without a margin and with one of 3, where the loss starts higher and the scores end further apart."""
     files = {by: write_jsonl(tmp_path / f"{by}.jsonl", [{**row, "by": by} for row in pair_rows()]) for by in (0.0, 3.0)}
     last = {}
     for by, file in files.items():
         run_stage(tmp_path, "reward-model", tiny_model, file, f"run{by}", data={"margin_column": "by"}, run={"max_steps": 12})
         last[by] = metrics_of(tmp_path / f"run{by}")
     assert last[3.0][0]["loss"] > last[0.0][0]["loss"] + 2
-    assert last[3.0][0]["margin"] == last[0.0][0]["margin"], "a margin is no part of what the model says"
+    assert last[3.0][0]["margin"] == last[0.0][0]["margin"], "the target margin does not change the reported one"
     assert last[3.0][-1]["margin"] > last[0.0][-1]["margin"]
 
 
-# What they leave behind ----------------------------------------------------------------------------------------------
+# Saved models --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_margins_ask_for_more(tmp_path, tiny_model):
 )
 def test_a_reward_model_scores_the_same_everywhere(tmp_path, tiny_models, pairs_file, kind, lora):
     folder = run_stage(tmp_path, "reward-model", tiny_models[kind], pairs_file, model={"dtype": "float32", "lora": lora})
-    ours = scores_of_ours(folder, pairs_file)
+    ours = plaudit_scores(folder, pairs_file)
     assert ours.std() > 0.1
     for side in ("right", "left"):
-        torch.testing.assert_close(scores_of_transformers(folder, pairs_file, side), ours, rtol=0, atol=1e-5)
+        torch.testing.assert_close(transformers_scores(folder, pairs_file, side), ours, rtol=0, atol=1e-5)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification")
     assert config["pad_token_id"] is not None
@@ -145,8 +145,8 @@ def test_a_reward_model_scores_the_same_everywhere(tmp_path, tiny_models, pairs_
     assert scored["reward"] == pytest.approx(ours[:2].tolist(), abs=1e-5)
 
 
-def test_a_tokenizer_that_pads_with_its_end_token(tmp_path, tiny_model, pairs_file):
-    """transformers takes the score from the last token that is not the padding: that must be the end token, and no other pads."""
+def test_a_reward_model_does_not_pad_with_its_end_token(tmp_path, tiny_model, pairs_file):
+    """transformers takes the score from the last non-padding token. That must be the end token, so another one has to pad."""
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -160,43 +160,43 @@ def test_a_tokenizer_that_pads_with_its_end_token(tmp_path, tiny_model, pairs_fi
     saved = AutoTokenizer.from_pretrained(trained)
     assert saved.pad_token == "<|endoftext|>" != saved.eos_token
     assert json.loads((trained / "config.json").read_text())["pad_token_id"] == saved.pad_token_id
-    torch.testing.assert_close(scores_of_transformers(trained, pairs_file), scores_of_ours(trained, pairs_file), rtol=0, atol=1e-5)
+    torch.testing.assert_close(transformers_scores(trained, pairs_file), plaudit_scores(trained, pairs_file), rtol=0, atol=1e-5)
 
 
-def test_a_reward_model_goes_on_from_a_reward_model(tmp_path, tiny_model, pairs_file):
+def test_a_reward_model_can_start_from_a_reward_model(tmp_path, tiny_model, pairs_file):
     first = run_stage(tmp_path, "reward-model", tiny_model, pairs_file, "first", model={"dtype": "float32"})
     run_stage(tmp_path, "reward-model", first, pairs_file, "second", data={"val": str(pairs_file)})
-    chosen, rejected = scores_of_ours(first, pairs_file).view(-1, 2).unbind(1)
-    begun = metrics_of(tmp_path / "second")[0]
-    assert begun["val/margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    chosen, rejected = plaudit_scores(first, pairs_file).view(-1, 2).unbind(1)
+    first_row = metrics_of(tmp_path / "second")[0]
+    assert first_row["val/margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
 
 
-def test_a_value_head_is_gone_on_with(tmp_path, tiny_model, pairs_file):
-    """LLaMA-Factory's form: a causal model with a head beside it. Its bias is the same for both answers, and left out."""
+def test_a_reward_model_can_start_from_a_value_head(tmp_path, tiny_model, pairs_file):
+    """LLaMA-Factory's format: a causal model with the head in its own file. The bias is the same for both answers, and dropped."""
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     weight = torch.linspace(-1, 1, 64)[None]
     save_file({"v_head.summary.weight": weight, "v_head.summary.bias": torch.ones(1)}, folder / "value_head.safetensors")
-    chosen, rejected = scores_of_ours(folder, pairs_file).view(-1, 2).unbind(1)
+    chosen, rejected = plaudit_scores(folder, pairs_file).view(-1, 2).unbind(1)
     run_stage(tmp_path, "reward-model", folder, pairs_file, data={"val": str(pairs_file)}, run={"max_steps": 1})
-    begun = metrics_of(tmp_path / "run")[0]
-    assert begun["val/margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
-    assert begun["val/reward_chosen"] == pytest.approx(chosen.mean().item() - 1, abs=1e-5)
+    first_row = metrics_of(tmp_path / "run")[0]
+    assert first_row["val/margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    assert first_row["val/reward_chosen"] == pytest.approx(chosen.mean().item() - 1, abs=1e-5)
 
 
-def test_the_head_cannot_be_adapted_too(tmp_path, tiny_model, pairs_file):
+def test_lora_on_the_score_head_is_refused(tmp_path, tiny_model, pairs_file):
     with pytest.raises(RecipeError, match="score is trained whole"):
         run_stage(tmp_path, "reward-model", tiny_model, pairs_file, model={"lora": {"targets": ["q_proj", "score"]}})
 
 
-def test_classifiers_with_other_labels_are_refused(tmp_path, tiny_model, pairs_file):
+def test_classifiers_with_several_labels_are_refused(tmp_path, tiny_model, pairs_file):
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
-    model.save_pretrained(tmp_path / "sorts")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "sorts")
+    model.save_pretrained(tmp_path / "classifier")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "classifier")
     with pytest.raises(RecipeError, match="has 3 labels, and a reward model has one"):
-        run_stage(tmp_path, "reward-model", tmp_path / "sorts", pairs_file)
+        run_stage(tmp_path, "reward-model", tmp_path / "classifier", pairs_file)
 
 
-def test_an_adapter_alone_has_the_head(tmp_path, tiny_model, pairs_file):
+def test_an_adapter_saved_alone_includes_the_head(tmp_path, tiny_model, pairs_file):
     from peft import PeftModel
 
     lora = {"rank": 4, "merge_on_save": False}
@@ -204,17 +204,17 @@ def test_an_adapter_alone_has_the_head(tmp_path, tiny_model, pairs_file):
     merged = run_stage(tmp_path, "reward-model", tiny_model, pairs_file, "m", model={"dtype": "float32", "lora": {"rank": 4}})
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-    whole = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
-    whole.save_pretrained(tmp_path / "whole")
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(tmp_path / "whole")
-    ours = scores_of_ours(merged, pairs_file)
-    torch.testing.assert_close(scores_of_transformers(tmp_path / "whole", pairs_file), ours, rtol=0, atol=1e-5)
+    combined = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    combined.save_pretrained(tmp_path / "combined")
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(tmp_path / "combined")
+    ours = plaudit_scores(merged, pairs_file)
+    torch.testing.assert_close(transformers_scores(tmp_path / "combined", pairs_file), ours, rtol=0, atol=1e-5)
 
 
 # The reference -------------------------------------------------------------------------------------------------------
 
 
-def test_the_reference_is_asked_once_and_kept(tmp_path, tiny_model, pairs_file, monkeypatch, capsys):
+def test_the_reference_is_computed_once_and_cached(tmp_path, tiny_model, pairs_file, monkeypatch, capsys):
     sections = {"data": {"val": str(pairs_file)}, "run": {"save_every": 2}}
     stop_before(monkeypatch, 4)
     with pytest.raises(Stopped):
@@ -230,7 +230,7 @@ def test_the_reference_is_asked_once_and_kept(tmp_path, tiny_model, pairs_file, 
         assert tensors.get_tensor("chosen").dtype == torch.float64
 
 
-def test_a_reference_of_other_pairs_or_damaged_is_made_again(tmp_path, tiny_model, pairs_file, capsys):
+def test_a_stale_or_damaged_reference_is_recomputed(tmp_path, tiny_model, pairs_file, capsys):
     run_stage(tmp_path, "dpo", tiny_model, pairs_file, "good")
     good = (tmp_path / "good/reference.safetensors").read_bytes()
     run_stage(tmp_path, "dpo", tiny_model, write_jsonl(tmp_path / "other.jsonl", pair_rows(20)), "other")
@@ -242,7 +242,7 @@ def test_a_reference_of_other_pairs_or_damaged_is_made_again(tmp_path, tiny_mode
         assert (tmp_path / "good/reference.safetensors").read_bytes() == good
 
 
-def test_under_lora_the_base_is_the_reference(tmp_path, tiny_model, pairs_file):
+def test_with_lora_the_base_model_is_the_reference(tmp_path, tiny_model, pairs_file):
     run_stage(tmp_path, "dpo", tiny_model, pairs_file, "full", model={"dtype": "float32"}, run={"max_steps": 1})
     run_stage(
         tmp_path, "dpo", tiny_model, pairs_file, "lora", model={"dtype": "float32", "lora": {"rank": 4}}, run={"max_steps": 1}
@@ -253,7 +253,7 @@ def test_under_lora_the_base_is_the_reference(tmp_path, tiny_model, pairs_file):
 
 
 def test_another_model_as_reference(tmp_path, tiny_model, pairs_file):
-    """A policy that has moved on, measured against what it came from: its first margin is what it had gained."""
+    """A trained policy measured against the model it started from: its first margin is what its training gained."""
     trained = run_stage(tmp_path, "dpo", tiny_model, pairs_file, "first", data={"val": str(pairs_file)})
     gained = metrics_of(tmp_path / "first")[-1]["val/margin"]
     sections = {"data": {"val": str(pairs_file)}, "reference": {"path": str(tiny_model)}}
@@ -263,27 +263,27 @@ def test_another_model_as_reference(tmp_path, tiny_model, pairs_file):
         run_stage(tmp_path, "dpo", trained, pairs_file, "second", data={"val": str(pairs_file)})
 
 
-def test_a_reference_of_another_tongue_is_refused(tmp_path, plaudit, tiny_model, pairs_file):
-    """Same size, same shapes, other tokens: nothing else would tell."""
+def test_a_reference_with_another_tokenizer_is_refused(tmp_path, plaudit, tiny_model, pairs_file):
+    """Same size, same shapes, other tokens: nothing else would reveal it."""
     other = with_other_tokens(tiny_model, tmp_path / "other")
     recipe = pair_recipe(tiny_model, pairs_file, tmp_path / "run", reference={"path": str(other)})
     file = write_recipe(tmp_path / "r.yaml", recipe)
-    told = f"{other}: its tokenizer differs from the policy's"
-    with pytest.raises(RecipeError, match=re.escape(told)):
+    message = f"{other}: its tokenizer differs from the policy's"
+    with pytest.raises(RecipeError, match=re.escape(message)):
         train_dpo(file)
     assert not (tmp_path / "run").exists()
     code, out, _ = plaudit("doctor", file)
-    assert (code, told in " ".join(out.split())) == (1, True), out
+    assert (code, message in " ".join(out.split())) == (1, True), out
 
 
-# Going on ------------------------------------------------------------------------------------------------------------
+# Resuming ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("stage", "model"), [("dpo", {}), ("dpo", SMALL), ("reward-model", SMALL)], ids=["dpo", "dpo lora", "rm lora"]
+    ("stage", "model"), [("dpo", {}), ("dpo", LOW_MEMORY), ("reward-model", LOW_MEMORY)], ids=["dpo", "dpo lora", "rm lora"]
 )
-def test_kill_9_and_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
-    """Once in the first step, once in the middle."""
+def test_kill_9_and_resume_gives_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
+    """Killed once in the first step and once in the middle."""
     steps = 12
 
     def recipe(name: str) -> Path:
@@ -327,7 +327,7 @@ def test_doctor_on_pairs(tmp_path, plaudit, tiny_model, pairs_file, stage):
     assert ("the column `margin` is not used" in out) == (stage == "reward-model")
 
 
-def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model):
+def test_doctor_warns_that_length_predicts_preference(tmp_path, plaudit, tiny_model):
     rows = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "?", "chosen": "3 " * (i + 5), "rejected": "3"} for i in range(10)])
     out = plaudit("doctor", write_recipe(tmp_path / "r.yaml", {"stage": "dpo", **pair_recipe(tiny_model, rows, tmp_path / "run")}))[
         1
@@ -356,7 +356,7 @@ def test_doctor_sees_that_length_tells_pairs_apart(tmp_path, plaudit, tiny_model
         ("reward-model", "data.margin_column=by", "column 'by' is missing"),
     ],
 )
-def test_a_wrong_recipe_is_one_line(tmp_path, plaudit, tiny_model, pairs_file, stage, setting, message):
+def test_a_wrong_recipe_gives_a_one_line_error(tmp_path, plaudit, tiny_model, pairs_file, stage, setting, message):
     recipe = write_recipe(tmp_path / "r.yaml", pair_recipe(tiny_model, pairs_file, tmp_path / "run"))
     code, _, err = plaudit(stage, recipe, setting)
     assert code == 2
@@ -364,7 +364,7 @@ def test_a_wrong_recipe_is_one_line(tmp_path, plaudit, tiny_model, pairs_file, s
     assert "Traceback" not in err
 
 
-def test_recipes_know_their_verb(tmp_path, plaudit, tiny_model, pairs_file):
+def test_recipes_are_checked_against_the_command(tmp_path, plaudit, tiny_model, pairs_file):
     recipe = write_recipe(tmp_path / "r.yaml", {"stage": "reward-model", **pair_recipe(tiny_model, pairs_file, tmp_path / "run")})
     assert "is a recipe for `plaudit reward-model`, not `plaudit dpo`" in plaudit("dpo", recipe)[2]
     code, out, err = plaudit("reward-model", recipe, "run.max_steps=1")
@@ -373,7 +373,7 @@ def test_recipes_know_their_verb(tmp_path, plaudit, tiny_model, pairs_file):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_reward_model_where_one_that_writes_belongs(
+def test_a_reward_model_is_refused_where_a_causal_model_is_needed(
     tmp_path, plaudit, tiny_models, rows_file, pairs_file, prompts_file, reward_file, kind
 ):
     """With qwen2's tied embeddings it would even load."""
@@ -388,11 +388,11 @@ def test_a_reward_model_where_one_that_writes_belongs(
     }
     for stage, recipe in recipes.items():
         code, _, err = plaudit(stage, write_recipe(tmp_path / "r.yaml", recipe))
-        told = " ".join(err.split())
+        output = " ".join(err.split())
         assert code == 2
-        assert f"model.path: {judge} is a reward model ({type_of(judge)}), which gives scores, but" in told
-        assert f"`plaudit {stage}` trains a model that generates text" in told
-        assert f"{{kind: scalar_model, model: {{path: {judge}}}}}" in told
+        assert f"model.path: {judge} is a reward model ({type_of(judge)}), which gives scores, but" in output
+        assert f"`plaudit {stage}` trains a model that generates text" in output
+        assert f"{{kind: scalar_model, model: {{path: {judge}}}}}" in output
     reference = pair_recipe(tiny_models[kind], pairs_file, tmp_path / "run", reference={"path": str(judge)})
     assert "reference.path: " in plaudit("dpo", write_recipe(tmp_path / "r.yaml", reference))[2]
     assert "MODEL: " in plaudit("sample", judge, prompts_file, "--out", tmp_path / "out.jsonl")[2]
@@ -404,17 +404,17 @@ def type_of(model: Path) -> str:
     return architecture
 
 
-# One after the other -------------------------------------------------------------------------------------------------
+# Stages in sequence --------------------------------------------------------------------------------------------------
 
 
 def test_sft_then_a_reward_model_then_its_scores_then_dpo(tmp_path, tiny_model, pairs_file):
-    """Each stage reads what the last one saved: the model answers, the reward model says which answer is better, DPO learns it."""
+    """Each stage starts from the last one's output: the policy answers, the reward model ranks its answers, DPO trains on them."""
     from plaudit.loops.sample import SampleJob, sample
     from plaudit.prepare.pairs import make_pairs
     from plaudit.recipe import ModelSettings
     from plaudit.rollout.engine import Sampling
 
-    # SFT on answers of both manners, so that the policy has something to choose between.
+    # SFT on both kinds of answers, so that the policy has something to choose between.
     both = [
         {"messages": [*row["prompt"], {"role": "assistant", "content": row[side]}]}
         for row in pair_rows()
@@ -454,7 +454,7 @@ def scored_row(responses: list[str], rewards: list[float | None], **columns) -> 
     return {"prompt": [{"role": "user", "content": "?"}], "responses": responses, "reward": rewards, **columns}
 
 
-def test_a_prompt_that_was_asked_often_is_on_one_side(tmp_path):
+def test_a_repeated_prompt_stays_in_one_split(tmp_path):
     from plaudit.prepare.pairs import make_pairs
 
     rows = [
@@ -489,7 +489,7 @@ def test_pairs_are_the_best_and_the_worst(tmp_path, plaudit):
     assert len(list(read_pairs(Source(tmp_path / "pairs/train.jsonl"), "margin"))) == 3
 
 
-def test_pairs_of_a_runs_samples_offer_the_tools_that_the_policy_was_offered(tmp_path, plaudit):
+def test_pairs_from_samples_keep_their_tools(tmp_path, plaudit):
     from plaudit.report.samples import write_samples
 
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -505,7 +505,7 @@ def test_pairs_of_a_runs_samples_offer_the_tools_that_the_policy_was_offered(tmp
     assert [pair.chosen.messages[-1]["content"], pair.rejected.messages[-1]["content"]] == ["2", "3"]
 
 
-def test_a_share_of_the_pairs_is_for_validation(tmp_path, plaudit):
+def test_a_share_of_the_pairs_is_held_out_for_validation(tmp_path, plaudit):
     rows = [{**scored_row(["a", f"b {i}"], [0.0, 1.0 + i]), "prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(100)]
     file = write_jsonl(tmp_path / "scored.jsonl", rows)
     for name in ("one", "two"):
@@ -516,16 +516,16 @@ def test_a_share_of_the_pairs_is_for_validation(tmp_path, plaudit):
     assert (tmp_path / "one/val.jsonl").read_bytes() == (tmp_path / "two/val.jsonl").read_bytes()
 
 
-def test_a_row_without_an_answer_is_named_with_its_columns(tmp_path, plaudit, tiny_model):
-    """Other rows of the file have it."""
+def test_a_row_without_an_answer_is_reported_with_its_columns(tmp_path, plaudit, tiny_model):
+    """Other rows of the file have one."""
     rows = [*pair_rows(3), {"prompt": "?", "better": "3", "rejected": "4"}]
     recipe = pair_recipe(tiny_model, write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "run")
     code, _, err = plaudit("dpo", write_recipe(tmp_path / "r.yaml", recipe))
-    told = " ".join(err.split())
+    output = " ".join(err.split())
     assert code == 2
-    assert f"{tmp_path / 'pairs.jsonl'}: row 3: column 'chosen' is missing (found: prompt, better, rejected)" in told
-    # What it says to do does it.
-    [entry] = re.findall(r"data.dataset_info points to: (\{.*\}), with data.train: mine", told)
+    assert f"{tmp_path / 'pairs.jsonl'}: row 3: column 'chosen' is missing (found: prompt, better, rejected)" in output
+    # Following the message's advice works.
+    [entry] = re.findall(r"data.dataset_info points to: (\{.*\}), with data.train: mine", output)
     (tmp_path / "info.json").write_text(entry.replace("question", "prompt").replace("worse", "rejected"))
     write_jsonl(tmp_path / "pairs.jsonl", rows[3:])
     again = [f"data={{dataset_info: {tmp_path / 'info.json'}, train: mine}}", "run.max_steps=1"]
@@ -533,8 +533,8 @@ def test_a_row_without_an_answer_is_named_with_its_columns(tmp_path, plaudit, ti
     assert code == 0, err
 
 
-def test_pairs_of_a_runs_own_samples(tmp_path, plaudit):
-    """Of each prompt and step: samples of two steps are not compared with each other."""
+def test_pairs_from_a_runs_samples(tmp_path, plaudit):
+    """One pair per prompt and step: samples of different steps are not compared."""
     from plaudit.report.samples import write_samples
     from plaudit.types import Group, Prompt, Sample, Score, ScoredGroup
 
@@ -569,15 +569,15 @@ def test_pairs_of_a_runs_own_samples(tmp_path, plaudit):
         (scored_row(["a", "b"], [1.0, 1.0]), "no pairs could be made"),
     ],
 )
-def test_what_pairs_cannot_be_made_of(tmp_path, plaudit, row, message):
+def test_rows_that_give_no_pairs_are_refused(tmp_path, plaudit, row, message):
     code, _, err = plaudit("prepare", "pairs", write_jsonl(tmp_path / "s.jsonl", [row]), "--out", tmp_path / "pairs")
     assert (code, message in err) == (2, True), err
 
 
-# The page ------------------------------------------------------------------------------------------------------------
+# The documentation page ----------------------------------------------------------------------------------------------
 
 
-def test_the_pages_recipes_are_those_of_the_repository_and_its_code_runs(tmp_path, tiny_model, monkeypatch):
+def test_the_docs_recipes_match_the_repository_and_the_code_runs(tmp_path, tiny_model, monkeypatch):
     import re
 
     import yaml
@@ -595,7 +595,7 @@ def test_the_pages_recipes_are_those_of_the_repository_and_its_code_runs(tmp_pat
     recipe = {**yaml.safe_load(recipes[0]), "model": {"path": str(tiny_model)}, "optim": {"lr": 3e-4}}
     train_reward_model(write_recipe(tmp_path / "r.yaml", recipe))
     [code] = re.findall(r"```python\n(.*?)```", text, re.S)
-    exec(code, {})  # it asserts that the sure answer has the higher score
+    exec(code, {})  # it asserts that the confident answer scores higher
     [rewards] = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.S) if block.startswith("rewards:")]
     (tmp_path / "rewards.yaml").write_text(rewards)
     with Scorer(tmp_path / "rewards.yaml") as scorer:

@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends where an uninterrupted one ends, bit for bit."""
+"""A run that is killed and restarted ends with the same bits as an uninterrupted one."""
 
 import json
 import os
@@ -61,12 +61,12 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
     seed = int(os.environ.get("PLAUDIT_TEST_SEED", random.SystemRandom().randrange(10**6)))
     print(f"PLAUDIT_TEST_SEED={seed}")
     moments = sorted(random.Random(seed).sample(range(1, STEPS), 3))
-    ends = []
+    exit_codes = []
     for moment in moments:
         process = Command("sft", killed)
         process.wait_for(lambda moment=moment: steps_logged(tmp_path / "killed") > moment)
-        ends.append(process.kill())
-    assert -signal.SIGKILL in ends
+        exit_codes.append(process.kill())
+    assert -signal.SIGKILL in exit_codes
     train_sft(killed)
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
@@ -88,7 +88,7 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, u
     [(signal.SIGINT, True), (signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)],
     ids=["ctrl-c", "sigterm", "ctrl-c in a new interpreter"],
 )
-def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, tiny_model, rows_file, uninterrupted, number, forked):
+def test_a_graceful_stop_saves_and_says_how_to_resume(tmp_path, tiny_model, rows_file, uninterrupted, number, forked):
     (tmp_path / "reference").symlink_to(uninterrupted)
     stopped = recipe_for(tmp_path, "stopped", tiny_model, rows_file, {})
     output = signalled(number, "behind line 3", "sft", stopped, forked=forked)
@@ -115,7 +115,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_mode
     assert_same_result(tmp_path / "damaged", tmp_path / "reference")
 
 
-def test_a_finished_run_started_again_changes_nothing(tmp_path, tiny_model, rows_file):
+def test_restarting_a_finished_run_changes_nothing(tmp_path, tiny_model, rows_file):
     recipe = recipe_for(tmp_path, "run", tiny_model, rows_file, {})
     model = train_sft(recipe)
     weights, metrics = (model / "model.safetensors").read_bytes(), (tmp_path / "run/metrics.jsonl").read_bytes()

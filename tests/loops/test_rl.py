@@ -1,5 +1,5 @@
-"""`plaudit rl` from prompts to a trained model: that it learns, what an update is made of, what becomes of rewards that fail, and
-that whatever stops a run, the same run comes out in the end."""
+"""`plaudit rl` from prompts to a trained model: it learns, updates match the formula, failing rewards are handled, and a run that
+was interrupted in any way ends with the same result."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def prompts_file(relative_prompts) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path, tiny_model, prompts_file, reward_file):
-    """Writes a recipe whose run folder has its name."""
+    """Writes a recipe whose run folder has the same name."""
 
     def write(name: str = "run", reward: Path | dict = reward_file, prompts: Path = prompts_file, **sections: dict) -> Path:
         return write_recipe(tmp_path / f"{name}.yaml", rl_recipe(tiny_model, prompts, tmp_path / name, reward, **sections))
@@ -105,7 +105,7 @@ def assert_same_result(run: Path, reference: Path) -> None:
 
 @pytest.fixture
 def recorded(monkeypatch) -> list[Update]:
-    """Every update."""
+    """Records every update."""
     updates: list[Update] = []
 
     def make_and_record(*arguments, **settings):
@@ -117,8 +117,8 @@ def recorded(monkeypatch) -> list[Update]:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple]:
-    """Every call of the engine: its sampling, and what it was asked."""
+def engine_calls(monkeypatch) -> list[tuple]:
+    """Records every engine call: its sampling settings and requests."""
     calls: list[tuple] = []
     generate = NativeEngine.generate
 
@@ -130,11 +130,11 @@ def asked(monkeypatch) -> list[tuple]:
     return calls
 
 
-# It learns -----------------------------------------------------------------------------------------------------------
+# Learning ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tiny_model_learns_what_it_is_paid_for(tmp_path, recipe):
-    """Random weights write letters and digits less than half of the time; they are paid for nothing else."""
+def test_a_tiny_model_learns_to_raise_its_reward(tmp_path, recipe):
+    """Random weights produce letters and digits less than half of the time; the reward is their share of the response."""
     file = recipe(
         rollout={"n": 8, "max_new_tokens": 8, "stop": []},
         train={"prompts_per_step": 4},
@@ -163,7 +163,7 @@ def test_curves_are_drawn(tmp_path, recipe, monkeypatch):
     assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Killed --------------------------------------------------------------------------------------------------------------
+# Interruptions -------------------------------------------------------------------------------------------------------
 
 VARIANTS = {
     "KL, entropy, several shuffled updates": {
@@ -176,12 +176,12 @@ VARIANTS = {
         "algorithm": {"kl_coefficient": 0.05},
         "rollout": {"temperature": 0.8, "top_p": 0.95, "max_sequences": 5},
     },
-    "PPO with a critic that is warmed up": {
+    "PPO with critic warm-up": {
         "algorithm": {"kind": "ppo", "gae_lambda": 0.95, "kl_reward": {"coefficient": 0.01, "target": 0.01, "horizon": 50}},
         "critic": {"pretrain_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
         "train": {"prompts_per_step": 4, "prompts_per_update": 2},
     },
-    "PPO with a critic on the policy's layers": {
+    "PPO with a shared critic": {
         "model": {"dtype": "bfloat16", "lora": {"rank": 4, "dropout": 0.1}},
         "algorithm": {"kind": "ppo", "gae_lambda": 0.95},
         "critic": {"shared": True, "pretrain_steps": 1, "optim": {"lr": 1e-3, "schedule": "linear"}},
@@ -191,7 +191,7 @@ VARIANTS = {
 }
 STEPS = 6
 
-# As the fixture's, but it can be told to stand still: the file is part of what a run belongs to, the environment is not.
+# Like the fixture's, but it halts if the environment says so: unlike the file, that is not part of the run's identity.
 REWARD_THAT_CAN_HALT = """
 import os, time
 
@@ -203,7 +203,7 @@ def compute_score(solution_str):
     return sum(c.isascii() and c.isalnum() for c in solution_str) / max(1, len(solution_str))
 """
 
-# The command, which stands still in a phase of a step and says so.
+# The command, which halts in the given phase of a step and creates a marker file.
 COMMAND_THAT_HALTS = """
 import os, sys, time
 from pathlib import Path
@@ -254,8 +254,8 @@ def test_kill_9_while_sampling_scoring_and_updating(tmp_path, recipe, prompts_fi
     killed = recipe("killed", reward, **sections)
     seed = int(os.environ.get("PLAUDIT_TEST_SEED", random.SystemRandom().randrange(10**6)))
     print(f"PLAUDIT_TEST_SEED={seed}")
-    chance = random.Random(seed)
-    steps, phases = sorted(chance.sample(range(1, STEPS + 1), 3)), chance.sample(["sampling", "scoring", "updating"], 3)
+    rng = random.Random(seed)
+    steps, phases = sorted(rng.sample(range(1, STEPS + 1), 3)), rng.sample(["sampling", "scoring", "updating"], 3)
     for step, phase in zip(steps, phases, strict=True):
         marker, reached = tmp_path / phase, tmp_path / f"{phase}.reached"
         process = Command(phase, step, marker, "rl", killed, script=COMMAND_THAT_HALTS, HALT_SCORING=str(marker))
@@ -266,7 +266,7 @@ def test_kill_9_while_sampling_scoring_and_updating(tmp_path, recipe, prompts_fi
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
 
-# In two updates a step and a validation before the first and after every second: the call behind which the run ends.
+# The call after which the run ends, with two updates per step, and validation before the first step and after every second.
 BOUNDARIES = {
     "the first validation": (rl, "validate", 1),
     "the first line of metrics": (Run, "log", 1),
@@ -296,11 +296,11 @@ def uninterrupted(tmp_path_factory, tiny_model, prompts_file, reward_file) -> Pa
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_a_run_goes_on_from_between_any_two_phases(tmp_path, recipe, prompts_file, uninterrupted, monkeypatch, boundary):
+def test_a_run_resumes_from_between_any_two_phases(tmp_path, recipe, prompts_file, uninterrupted, monkeypatch, boundary):
     owner, name, nth = BOUNDARIES[boundary]
     original, calls = getattr(owner, name), []
 
-    def stop_behind(*arguments, **settings):
+    def stop_after(*arguments, **settings):
         result = original(*arguments, **settings)
         calls.append(name)
         if len(calls) == nth:
@@ -309,15 +309,15 @@ def test_a_run_goes_on_from_between_any_two_phases(tmp_path, recipe, prompts_fil
 
     file = recipe(**INTERRUPTIBLE, data={"val": str(prompts_file)})
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, stop_behind)
+        patch.setattr(owner, name, stop_after)
         with pytest.raises(Stopped):
             train_rl(file)
     train_rl(file)
     assert_same_result(tmp_path / "run", uninterrupted)
 
 
-def test_what_lies_behind_the_checkpoint_is_dropped_at_once(tmp_path, recipe, monkeypatch):
-    """Or a run that is never finished would show samples and metrics of a policy that no longer is."""
+def test_output_after_the_checkpoint_is_dropped_on_resume(tmp_path, recipe, monkeypatch):
+    """Otherwise an unfinished run would show samples and metrics of a policy that no longer exists."""
     file, learn = recipe(run={"max_steps": 4, "save_every": 2}), Learner.learn
 
     def stop_in_step_4(self, groups, step):
@@ -328,21 +328,21 @@ def test_what_lies_behind_the_checkpoint_is_dropped_at_once(tmp_path, recipe, mo
     def stop_at_once(*_):
         raise Stopped
 
-    def left() -> tuple[list[str], list[int]]:
+    def remaining() -> tuple[list[str], list[int]]:
         samples = sorted(path.stem for path in (tmp_path / "run/samples").iterdir())
         return samples, [row["step"] for row in metrics_of(tmp_path / "run")]
 
     monkeypatch.setattr(Learner, "learn", stop_in_step_4)
     with pytest.raises(Stopped):
         train_rl(file)
-    assert left() == ([f"train_{step:06d}" for step in (1, 2, 3, 4)], [1, 2, 3])
+    assert remaining() == ([f"train_{step:06d}" for step in (1, 2, 3, 4)], [1, 2, 3])
     monkeypatch.setattr(Collector, "collect", stop_at_once)
     with pytest.raises(Stopped):
         train_rl(file)
-    assert left() == (["train_000001", "train_000002"], [1, 2])
+    assert remaining() == (["train_000001", "train_000002"], [1, 2])
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, recipe):
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, recipe):
     train_rl(recipe("reference", run={"max_steps": 4}))
     stopped = recipe("stopped", run={"max_steps": 4})
     marker = tmp_path / "sampling"
@@ -362,7 +362,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, recipe):
     assert exact_metrics(run) == exact_metrics(reference)
 
 
-def test_a_polite_kill_is_obeyed_after_the_step(tmp_path, recipe, monkeypatch):
+def test_sigterm_stops_the_run_after_the_step(tmp_path, recipe, monkeypatch):
     learn = Learner.learn
     monkeypatch.setattr(sys, "argv", ["plaudit", "rl", "my recipe.yaml"])
     monkeypatch.setattr(Learner, "learn", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or learn(*arguments))
@@ -371,7 +371,7 @@ def test_a_polite_kill_is_obeyed_after_the_step(tmp_path, recipe, monkeypatch):
     assert (tmp_path / "run/checkpoints/step_000001/model/model.safetensors").exists()
 
 
-def test_a_finished_run_started_again_changes_nothing(tmp_path, recipe, capsys):
+def test_restarting_a_finished_run_changes_nothing(tmp_path, recipe, capsys):
     file = recipe()
     train_rl(file)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "run.json"}
@@ -381,11 +381,11 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path, recipe, capsys):
         assert path.read_bytes() == content, path
 
 
-# Whose run it is -----------------------------------------------------------------------------------------------------
+# Run identity --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"rollout": {"temperature": 0.9}}, r"rollout\.temperature: was 1\.0, is now 0\.9"),
         ({"algorithm": {"kl_coefficient": 0.1}}, r"algorithm\.kl_coefficient: was 0\.0, is now 0\.1"),
@@ -393,14 +393,14 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path, recipe, capsys):
         ({"seed": 1}, r"seed: was 0, is now 1"),
     ],
 )
-def test_a_changed_recipe_is_refused(tmp_path, recipe, sections, told):
+def test_a_changed_recipe_is_refused(tmp_path, recipe, sections, message):
     train_rl(recipe(run={"max_steps": 1}))
     seed = [f"seed={sections.pop('seed')}"] if "seed" in sections else []
-    with pytest.raises(RunError, match=rf"belongs to a run with another recipe:\n  {told}\nChoose another run\.dir, or undo"):
+    with pytest.raises(RunError, match=rf"belongs to a run with another recipe:\n  {message}\nChoose another run\.dir, or undo"):
         train_rl(recipe(**sections, run={"max_steps": 1}), *seed)
 
 
-def test_a_changed_setting_of_a_reward_is_refused_and_its_mended_file_is_told(tmp_path, recipe, capsys):
+def test_a_changed_reward_setting_is_refused_but_not_a_changed_file(tmp_path, recipe, capsys):
     reward = write_function(tmp_path / "reward.py", "def compute_score(solution_str): return len(solution_str)")
     train_rl(recipe(reward=reward))
     with pytest.raises(RunError, match=r"\n  rewards\.0\.weight: was 1\.0, is now 2\.0\n"):
@@ -421,7 +421,7 @@ def test_changed_prompts_are_refused(tmp_path, recipe):
         train_rl(recipe(prompts=prompts))
 
 
-def test_what_cannot_change_the_weights_may_change(tmp_path, recipe, prompts_file, reward_file, monkeypatch):
+def test_settings_that_do_not_affect_the_weights_may_change(tmp_path, recipe, prompts_file, reward_file, monkeypatch):
     settings = {"data": {"val": str(prompts_file)}, "run": {"max_steps": 4, "save_every": 2}}
     train_rl(recipe("reference", **settings))
     with monkeypatch.context() as patch:
@@ -446,8 +446,8 @@ def _stop_at(step: int):
 
 # Rewards that fail ---------------------------------------------------------------------------------------------------
 
-# On every third call, counted in a file that outlives the process.
-HOSTILE = """
+# Fails on every third call, counted in a file that outlives the process.
+FAILS_EVERY_THIRD_CALL = """
 import os, time
 
 def compute_score(solution_str, act, calls):
@@ -471,8 +471,8 @@ ACTS = {
 
 
 @pytest.fixture
-def hostile(tmp_path):
-    path = write_function(tmp_path / "hostile.py", HOSTILE)
+def failing_reward(tmp_path):
+    path = write_function(tmp_path / "hostile.py", FAILS_EVERY_THIRD_CALL)
 
     def settings(act: str, **more) -> dict:
         arguments, timeout_s = {"act": act, "calls": str(tmp_path / "calls")}, 3 if act == "hangs" else 60
@@ -482,13 +482,13 @@ def hostile(tmp_path):
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_samples_whose_reward_fails_are_dropped(tmp_path, recipe, hostile, recorded, act):
+def test_samples_whose_reward_fails_are_dropped(tmp_path, recipe, failing_reward, recorded, act):
     steps, prompts = (1, 1) if act == "hangs" else (2, 3)
-    train_rl(recipe(reward=hostile(act), train={"prompts_per_step": prompts}, run={"max_steps": steps}))
+    train_rl(recipe(reward=failing_reward(act), train={"prompts_per_step": prompts}, run={"max_steps": steps}))
     cause, message = ACTS[act]
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    for row, learnt in zip(rows, recorded, strict=True):
+    for row, update in zip(rows, recorded, strict=True):
         samples = samples_of(tmp_path / "run", row["step"])
         failed, fine = [s for s in samples if s["failure"]], [s for s in samples if not s["failure"]]
         assert len(failed) == len(samples) // 3
@@ -500,11 +500,11 @@ def test_samples_whose_reward_fails_are_dropped(tmp_path, recipe, hostile, recor
             assert sample["failure"].startswith(f"{cause}: function: ")
             assert sample["failure/function"].startswith(f"{cause}: ")
             assert re.search(message, sample["failure"])
-        assert_learnt(learnt, fine)
+        assert_trained_on(update, fine)
 
 
-def assert_learnt(update: Update, samples: list[dict]) -> None:
-    """Exactly these samples of a step, in their order, with the advantages and the weights that they have without any others."""
+def assert_trained_on(update: Update, samples: list[dict]) -> None:
+    """The update has exactly these samples, in order, with the advantages and weights they have without the dropped ones."""
     assert [experience.num_targets for experience in update.samples] == [sample["tokens"] for sample in samples]
     for experience, sample in zip(update.samples, samples, strict=True):
         group = [other["reward"] for other in samples if other["prompt_id"] == sample["prompt_id"]]
@@ -515,8 +515,8 @@ def assert_learnt(update: Update, samples: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("act", ["raises", "exits"])
-def test_a_failure_counts_as_the_value_that_is_stated_for_it(tmp_path, recipe, hostile, recorded, act):
-    train_rl(recipe(reward=hostile(act, on_failure=-0.5), run={"max_steps": 1}))
+def test_a_failure_gets_the_value_of_on_failure(tmp_path, recipe, failing_reward, recorded, act):
+    train_rl(recipe(reward=failing_reward(act, on_failure=-0.5), run={"max_steps": 1}))
     [row], samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run", 1)
     failed = [sample for sample in samples if sample["failure/function"]]
     assert len(failed) == 4
@@ -524,22 +524,22 @@ def test_a_failure_counts_as_the_value_that_is_stated_for_it(tmp_path, recipe, h
     assert row[f"failures/{ACTS[act][0]}"] == len(failed)
     assert row["reward"] == pytest.approx(np.mean([-0.5 if s in failed else len(s["response"]) / 10 for s in samples]))
     assert all(sample["reward"] == -0.5 and sample["failure/function"].startswith(ACTS[act][0]) for sample in failed)
-    assert_learnt(recorded[0], samples)
+    assert_trained_on(recorded[0], samples)
 
 
-def test_on_failure_stop_names_reward_and_cause(tmp_path, recipe, hostile):
-    told = (
+def test_on_failure_stop_reports_reward_and_cause(tmp_path, recipe, failing_reward):
+    message = (
         r"^step 1: reward 'style' failed on at least \d of \d+ samples \(\d exception: ValueError: no digits, at hostile\.py:8\); "
         r"on_failure is stop\. Fix it, then run the same command to resume\. "
         r"The failed samples are in .*run/failures/step_1\.jsonl$"
     )
-    with pytest.raises(TrainingStopped, match=told):
-        train_rl(recipe(reward=hostile("raises", on_failure="stop", name="style")))
+    with pytest.raises(TrainingStopped, match=message):
+        train_rl(recipe(reward=failing_reward("raises", on_failure="stop", name="style")))
 
 
-def test_too_many_failures_stop_the_run_with_their_number(tmp_path, recipe, hostile):
+def test_too_many_failures_stop_the_run_and_are_counted(tmp_path, recipe, failing_reward):
     with pytest.raises(TrainingStopped) as stopped:
-        train_rl(recipe(reward=hostile("raises", max_failure_rate=0.01)))
+        train_rl(recipe(reward=failing_reward("raises", max_failure_rate=0.01)))
     assert "step 1: reward 'function' failed on at least " in str(stopped.value)
     assert " of 12 samples (" in str(stopped.value)
     assert "max_failure_rate is 0.01. Fix it, then run the same command to resume." in str(stopped.value)
@@ -550,8 +550,8 @@ def test_too_many_failures_stop_the_run_with_their_number(tmp_path, recipe, host
     assert kept.keys() == {"prompt_id", "prompt", "response", "reward", "cause", "message"}
 
 
-def test_a_run_that_a_reward_stopped_goes_on_once_that_works(tmp_path, recipe, monkeypatch):
-    """What it depends on was broken, its own file was not: a server, a disk, a library."""
+def test_a_run_stopped_by_a_reward_resumes_once_it_works(tmp_path, recipe, monkeypatch):
+    """Its own file was fine; something it depends on was broken: a server, a disk, a library."""
     body = f"""
         import os
         def compute_score(solution_str):
@@ -563,37 +563,37 @@ def test_a_run_that_a_reward_stopped_goes_on_once_that_works(tmp_path, recipe, m
     train_rl(recipe("reference", reward, run=settings))
     file, write_samples = recipe(reward=reward, run=settings), Run.write_samples
 
-    def break_behind_step_2(self, name, step, rows):
+    def break_after_step_2(self, name, step, rows):
         if step == 2:
             (tmp_path / "broken").touch()
         return write_samples(self, name, step, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "write_samples", break_behind_step_2)
+        patch.setattr(Run, "write_samples", break_after_step_2)
         with pytest.raises(TrainingStopped, match=r"^step 3: .*no answer"):
             train_rl(file)
-    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"], "what was done is saved"
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"], "finished steps are saved"
     (tmp_path / "broken").unlink()
     train_rl(file)
     assert_same_result(tmp_path / "run", tmp_path / "reference")
 
 
-def test_a_run_goes_on_with_a_mended_reward_file(tmp_path, recipe):
+def test_a_run_resumes_with_a_fixed_reward_file(tmp_path, recipe):
     broken = "def compute_score(solution_str): raise ValueError('always')"
-    mended = "def compute_score(solution_str): return len(solution_str)"
+    fixed = "def compute_score(solution_str): return len(solution_str)"
     reward = write_function(tmp_path / "reward.py", broken)
     file = recipe(reward=reward)
     with pytest.raises(
         TrainingStopped, match=r"failed on at least \d+ of 12 samples \(\d+ exception: ValueError: always, at reward\.py"
     ):
         train_rl(file)
-    write_function(reward, mended)
+    write_function(reward, fixed)
     train_rl(file)
     assert metrics_of(tmp_path / "run")[-1]["step"] == 2
 
 
-def test_a_step_of_which_nothing_is_left_moves_nothing(tmp_path, recipe, tiny_model, prompts_file):
-    """And the next one is asked as if nothing had happened; a validation of which nothing is left is not the best."""
+def test_a_step_whose_samples_all_failed_changes_no_weights(tmp_path, recipe, tiny_model, prompts_file):
+    """The next step runs as usual, and a validation whose samples all failed is not the best."""
     reward = write_function(tmp_path / "reward.py", "def compute_score(solution_str): raise ValueError('always')")
     val = {"data": {"val": str(prompts_file)}, "run": {"max_steps": 3, "validate_every": 1}}
     model = train_rl(recipe(reward=function(reward, max_failure_rate=1), **val, algorithm={"kl_coefficient": 0.1}))
@@ -610,9 +610,9 @@ def test_a_step_of_which_nothing_is_left_moves_nothing(tmp_path, recipe, tiny_mo
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
-# What an update is ---------------------------------------------------------------------------------------------------
+# Updates -------------------------------------------------------------------------------------------------------------
 
-# The first step of AdamW is lr · sign(gradient): a whole step for a rounding error. With a large eps it is lr · gradient.
+# The first step of AdamW is lr · sign(gradient): a full step even for a rounding error. With a large eps it is lr · gradient.
 LIKE_SGD = {"lr": 1.0, "eps": 1.0, "max_grad_norm": None}
 
 
@@ -635,34 +635,34 @@ def test_sampler_and_trainer_have_the_same_logprobs(tmp_path, recipe, recorded, 
     for row in metrics_of(tmp_path / "run"):
         assert 0 <= row["mismatch"] < 1e-4
         assert row["mismatch_kl"] < 1e-6
-    # The ratio is taken against the trainer's own log-probs: they are the sampler's, but for rounding.
+    # The ratio is taken against the trainer's own log-probs, which equal the sampler's up to rounding.
     for samples in (update.samples for update in recorded[::2]):
         for experience in samples:
             np.testing.assert_allclose(experience.old_logprobs, experience.sampler_logprobs, rtol=0, atol=1e-4)
-    # A temperature that one side forgot would show.
+    # A temperature applied on one side only would show.
     untempered = [sample["mean_logprob"] for step in (1, 2, 3) for sample in samples_of(tmp_path / "run", step)]
     tempered = [experience.sampler_logprobs.mean() for update in recorded[::2] for experience in update.samples]
-    apart = np.abs(np.array(untempered) - np.array(tempered)).mean()
-    assert apart < 1e-6 if temperature == 1.0 else apart > 0.01
+    difference = np.abs(np.array(untempered) - np.array(tempered)).mean()
+    assert difference < 1e-6 if temperature == 1.0 else difference > 0.01
 
 
-def test_old_logprobs_of_the_sampler_give_the_same_update(tmp_path, recipe, recorded):
+def test_the_samplers_old_logprobs_give_the_same_update(tmp_path, recipe, recorded):
     settings = {"optim": LIKE_SGD, "run": {"max_steps": 1}}
     recomputed = weights_of(train_rl(recipe("recomputed", **settings)))
     sampler = weights_of(train_rl(recipe("sampler", **settings, algorithm={"old_logprobs": "sampler"})))
-    assert all(experience.old_logprobs is None for experience in recorded[0].samples), "the only update of a step needs none"
+    assert all(experience.old_logprobs is None for experience in recorded[0].samples), "a single update per step needs none"
     assert all(np.array_equal(experience.old_logprobs, experience.sampler_logprobs) for experience in recorded[1].samples)
     assert max((recomputed[name] - sampler[name]).abs().max().item() for name in sampler) < 1e-6
 
 
-def test_the_distance_to_the_reference_begins_at_zero_and_grows(tmp_path, recipe):
+def test_kl_to_the_reference_starts_at_zero_and_grows(tmp_path, recipe):
     train_rl(recipe(algorithm={"kl_coefficient": 0.01}, run={"max_steps": 3}))
-    distances = [row["kl"] for row in metrics_of(tmp_path / "run")]
-    assert 0 <= distances[0] < 1e-9
-    assert min(distances[1:]) > 1e-6
+    kls = [row["kl"] for row in metrics_of(tmp_path / "run")]
+    assert 0 <= kls[0] < 1e-9
+    assert min(kls[1:]) > 1e-6
 
 
-def test_a_strong_reference_holds_the_policy_back(tmp_path, recipe):
+def test_a_large_kl_coefficient_holds_the_policy_back(tmp_path, recipe):
     for name, coefficient in (("loose", 1e-6), ("held", 10.0)):
         train_rl(recipe(name, algorithm={"kl_coefficient": coefficient}, run={"max_steps": 6}))
     loose, held = (metrics_of(tmp_path / name)[-1]["kl"] for name in ("loose", "held"))
@@ -670,21 +670,21 @@ def test_a_strong_reference_holds_the_policy_back(tmp_path, recipe):
 
 
 def experiences_by_hand(count: int = 5, vocabulary: int = 300) -> list[Experience]:
-    """Of different lengths and signs, with ratios on both sides of every bound."""
-    chance = np.random.RandomState(0)
+    """Samples of different lengths and advantage signs, with ratios on both sides of every bound."""
+    rng = np.random.RandomState(0)
     result = []
     for i in range(count):
         prompt, response = 2 + i, (1, 7, 3, 12, 4)[i]
-        logprobs = chance.normal(-5.8, 0.8, response)
+        logprobs = rng.normal(-5.8, 0.8, response)
         result.append(
             Experience(
-                tokens=chance.randint(3, vocabulary, prompt + response).astype(np.int32),
+                tokens=rng.randint(3, vocabulary, prompt + response).astype(np.int32),
                 loss_mask=np.arange(prompt + response) >= prompt,
                 reward=0.0,
-                advantages=chance.normal(0, 1, response),
+                advantages=rng.normal(0, 1, response),
                 sampler_logprobs=logprobs,
-                old_logprobs=logprobs + chance.normal(0, 0.3, response),
-                ref_logprobs=chance.normal(-5.8, 0.5, response),
+                old_logprobs=logprobs + rng.normal(0, 0.3, response),
+                ref_logprobs=rng.normal(-5.8, 0.5, response),
             )
         )
     return result
@@ -697,7 +697,7 @@ def template(tiny_model):
     return load_model_template(ModelSettings(path=str(tiny_model)))
 
 
-def test_reference_under_lora_is_the_model_without_its_adapters(tiny_model, template):
+def test_the_reference_under_lora_is_the_model_without_adapters(tiny_model, template):
     settings = ModelSettings(path=str(tiny_model), lora={"rank": 4}, dtype="float32")
     device = torch.device("cpu")
     policy, base = load_policy(settings, template, device), load_model(settings, device).eval()
@@ -713,14 +713,14 @@ def test_reference_under_lora_is_the_model_without_its_adapters(tiny_model, temp
     with torch.no_grad():
         np.testing.assert_allclose(given, target_logprobs(base, batch, temperature=0.7).logprobs_N, rtol=0, atol=1e-6)
         own = target_logprobs(policy.model, batch, temperature=0.7).logprobs_N
-    assert (own - given).abs().mean() > 0.01, "the adapters are back"
+    assert (own - given).abs().mean() > 0.01, "the adapters are active again"
     assert all(parameter.requires_grad for _, parameter in policy.trainable())
     assert any("lora_A" in name for name, _ in policy.trainable())
-    # A whole model's reference is a copy that does not move with it.
-    whole = load_policy(ModelSettings(path=str(tiny_model), dtype="float32"), template, device)
-    frozen = Reference(ModelSettings(path=str(tiny_model), dtype="float32"), whole)
+    # Without LoRA, the reference is a frozen copy.
+    full = load_policy(ModelSettings(path=str(tiny_model), dtype="float32"), template, device)
+    frozen = Reference(ModelSettings(path=str(tiny_model), dtype="float32"), full)
     with torch.no_grad():
-        for parameter in whole.model.parameters():
+        for parameter in full.model.parameters():
             parameter.mul_(1.5)
     np.testing.assert_allclose(frozen.logprobs(batch, 0.7), given, rtol=0, atol=1e-6)
 
@@ -730,12 +730,12 @@ HORIZON, TEMPERATURE = 16, 0.7
 
 
 def loss_by_hand(model, samples: list[Experience], algorithm: AlgorithmSettings) -> tuple[torch.Tensor, dict[str, float]]:
-    """From the formula, with padding, whole logits and loops."""
+    """Straight from the formula, with padding, full logits and loops."""
     longest = max(map(len, samples))
-    tokens, there = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), longest, dtype=torch.long)
+    tokens, mask = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), longest, dtype=torch.long)
     for s, sample in enumerate(samples):
-        tokens[s, : len(sample)], there[s, : len(sample)] = torch.from_numpy(sample.tokens.astype(np.int64)), 1
-    logits = model(input_ids=tokens, attention_mask=there, use_cache=False).logits / TEMPERATURE
+        tokens[s, : len(sample)], mask[s, : len(sample)] = torch.from_numpy(sample.tokens.astype(np.int64)), 1
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits / TEMPERATURE
     num_tokens = sum(sample.num_targets for sample in samples)
     by_sample, sums = [], dict.fromkeys(("entropy", "kl", "clip_fraction", "dual_clip_fraction"), 0.0)
     for s, sample in enumerate(samples):
@@ -769,7 +769,7 @@ def loss_by_hand(model, samples: list[Experience], algorithm: AlgorithmSettings)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_loss_of_an_update_is_the_formula(tiny_model, aggregation):
+def test_the_loss_of_an_update_matches_the_formula(tiny_model, aggregation):
     """In float64, packed into several micro-batches, against padded rows in plain transformers: value, metrics and gradient."""
     algorithm = AlgorithmSettings(
         aggregation=aggregation, clip_ratio=(0.1, 0.15), dual_clip=1.5, kl_coefficient=0.3, entropy_coefficient=0.2,
@@ -781,7 +781,7 @@ def test_the_loss_of_an_update_is_the_formula(tiny_model, aggregation):
         expected, sums = loss_by_hand(model, list(update.samples), algorithm)
         expected.backward()
     gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
-    assert sums["clip_fraction"] > 0, "or these bounds test nothing"
+    assert sums["clip_fraction"] > 0, "otherwise these bounds test nothing"
     assert sums["dual_clip_fraction"] > 0
 
     model.zero_grad()
@@ -797,12 +797,12 @@ def test_the_loss_of_an_update_is_the_formula(tiny_model, aggregation):
     for name, value in sums.items():
         assert metrics[name] == pytest.approx(value, rel=1e-6), name
     for name, parameter in model.named_parameters():
-        # Not closer: transformers computes norms and softmax in fp32, whatever the model's dtype.
-        apart, size = (parameter.grad - gradient[name]).norm().item(), gradient[name].norm().item()
-        assert apart < 1e-5 * size, name
+        # Not tighter: transformers computes norms and softmax in fp32, whatever the model's dtype.
+        difference, size = (parameter.grad - gradient[name]).norm().item(), gradient[name].norm().item()
+        assert difference < 1e-5 * size, name
 
 
-def test_groups_without_a_difference_move_nothing(tmp_path, recipe, tiny_model):
+def test_groups_with_equal_rewards_change_no_weights(tmp_path, recipe, tiny_model):
     reward = write_function(tmp_path / "reward.py", "def compute_score(solution_str): return 0.1")
     model = train_rl(recipe(reward=reward, train={"prompts_per_update": 1}))
     for row in metrics_of(tmp_path / "run"):
@@ -824,8 +824,8 @@ def test_groups_without_a_difference_move_nothing(tmp_path, recipe, tiny_model):
         ({"epochs_per_step": 2}, 2),
     ],
 )
-def test_every_update_has_its_prompts_and_every_pass_has_all_once(tmp_path, recipe, recorded, train, per_step):
-    """Five prompts a step; twelve in all, so the third step is shared by two epochs."""
+def test_every_epoch_of_a_step_trains_on_each_sample_once(tmp_path, recipe, recorded, train, per_step):
+    """Five prompts per step and twelve in all, so the third step spans two epochs of the data."""
     train_rl(recipe(train={"prompts_per_step": 5, **train}, rollout={"n": 2}, run={"max_steps": 3}))
     assert [row["updates"] for row in metrics_of(tmp_path / "run")] == [per_step, 2 * per_step, 3 * per_step]
     assert len(recorded) == 3 * per_step
@@ -836,19 +836,19 @@ def test_every_update_has_its_prompts_and_every_pass_has_all_once(tmp_path, reci
         for number in range(passes):
             at = step * per_step + number * per_pass
             mine = recorded[at : at + per_pass]
-            learnt = [experience for update in mine for experience in update.samples]
-            assert sorted(e.num_targets for e in learnt) == sorted(samples)
-            assert len({e.sampler_logprobs.tobytes() for e in learnt}) == 10
+            trained_on = [experience for update in mine for experience in update.samples]
+            assert sorted(e.num_targets for e in trained_on) == sorted(samples)
+            assert len({e.sampler_logprobs.tobytes() for e in trained_on}) == 10
             assert [len(update.samples) for update in mine] == ([4, 4, 2] if per_pass == 3 else [10])
-            orders.append([e.sampler_logprobs.tobytes() for e in learnt])
+            orders.append([e.sampler_logprobs.tobytes() for e in trained_on])
             for update in mine:
                 assert update.weights == pytest.approx([1 / update.num_tokens] * len(update.samples))
     if per_pass == 3 and passes > 1:
         assert (orders[0] == orders[1]) == (not train.get("shuffle", True))
 
 
-def test_a_prompt_that_comes_twice_in_a_step_is_sampled_twice(tmp_path, recipe):
-    """A step may begin in one epoch and end in the next, or ask for more prompts than there are; a file may be named twice."""
+def test_a_prompt_that_occurs_twice_in_a_step_is_sampled_twice(tmp_path, recipe):
+    """A step may span two epochs, or need more prompts than the data has; a file may be listed twice."""
     prompts = write_jsonl(tmp_path / "three.jsonl", prompt_rows(3))
     val = write_jsonl(tmp_path / "val.jsonl", prompt_rows(2))
     file = recipe(
@@ -860,7 +860,7 @@ def test_a_prompt_that_comes_twice_in_a_step_is_sampled_twice(tmp_path, recipe):
         assert len(samples) == 20
         assert len({sample["prompt_id"] for sample in samples}) == 5
         assert len({(sample["prompt_id"], sample["index"]) for sample in samples}) == 20
-        # Another draw, not the same one again.
+        # Each time with different samples.
         written = {}
         for sample in samples:
             written.setdefault(sample["prompt_id"], []).append(sample["response"])
@@ -868,15 +868,15 @@ def test_a_prompt_that_comes_twice_in_a_step_is_sampled_twice(tmp_path, recipe):
     assert len(samples_of(tmp_path / "run", 0, "val")) == 4
 
 
-def test_a_loss_that_is_not_a_number_is_skipped_and_counted(tmp_path, recipe, monkeypatch):
+def test_a_nan_loss_is_skipped_and_counted(tmp_path, recipe, monkeypatch):
     calls = []
 
-    def spoilt(*arguments):
+    def nan_loss(*arguments):
         loss = policy_loss(*arguments)
         calls.append(1)
         return loss if len(calls) != 2 else lambda batch: (loss(batch)[0] * math.nan, loss(batch)[1])
 
-    monkeypatch.setattr("plaudit.rl.learner.policy_loss", spoilt)
+    monkeypatch.setattr("plaudit.rl.learner.policy_loss", nan_loss)
     train_rl(recipe(run={"max_steps": 3, "save_every": 1, "keep_last": 3}))
     rows = metrics_of(tmp_path / "run")
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1]
@@ -889,17 +889,17 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_counted(tmp_path, recipe, mo
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(tmp_path / "run/model").values())
 
 
-def test_too_many_of_them_stop_the_run(recipe, monkeypatch):
-    def spoilt(*arguments):
+def test_too_many_nan_losses_stop_the_run(recipe, monkeypatch):
+    def nan_loss(*arguments):
         loss = policy_loss(*arguments)
         return lambda batch: (loss(batch)[0] * math.nan, loss(batch)[1])
 
-    monkeypatch.setattr("plaudit.rl.learner.policy_loss", spoilt)
+    monkeypatch.setattr("plaudit.rl.learner.policy_loss", nan_loss)
     with pytest.raises(TrainingStopped, match=r"update 2: the loss or gradient was not finite \(loss nan.*max_skipped_steps is 1"):
         train_rl(recipe(train={"max_skipped_steps": 1}, run={"max_steps": 3}))
 
 
-def test_a_lora_is_trained_and_saved_as_a_whole_model(tmp_path, recipe, tiny_model, prompts_file):
+def test_lora_is_saved_as_a_full_model(tmp_path, recipe, tiny_model, prompts_file):
     settings = {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coefficient": 0.01}, "rollout": {"stop": []}}
     model = train_rl(recipe(**settings, data={"val": str(prompts_file)}, validation={"max_prompts": 3}))
     rows = metrics_of(tmp_path / "run")
@@ -914,7 +914,7 @@ def test_a_lora_is_trained_and_saved_as_a_whole_model(tmp_path, recipe, tiny_mod
     assert not report["unexpected_keys"]
     state = load_file(tmp_path / "run/checkpoints/step_000002/trainer/00000.safetensors")
     assert all(".lora_" in name for name in state)
-    # The saved model is the policy: it writes what the last validation wrote with the adapters.
+    # The saved model is the policy: it generates what the last validation generated with the adapters.
     tokenizer = AutoTokenizer.from_pretrained(model)
     for sample in samples_of(tmp_path / "run", 2, "val"):
         chat = tokenizer.apply_chat_template(sample["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -925,18 +925,18 @@ def test_a_lora_is_trained_and_saved_as_a_whole_model(tmp_path, recipe, tiny_mod
 # Validation ----------------------------------------------------------------------------------------------------------
 
 
-def test_validation_is_greedy_unless_told_otherwise(tmp_path, recipe, prompts_file, asked):
+def test_validation_is_greedy_by_default(tmp_path, recipe, prompts_file, engine_calls):
     file = recipe(data={"val": str(prompts_file)}, validation={"max_prompts": 3}, run={"max_steps": 5, "validate_every": 2})
     train_rl(file)
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows if "val/reward" in row] == [0, 2, 4, 5]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    calls = [(sampling, requests) for sampling, requests in asked if sampling.temperature == 0]
+    calls = [(sampling, requests) for sampling, requests in engine_calls if sampling.temperature == 0]
     assert [sampling.step for sampling, _ in calls] == [0, 2, 4, 5]
     for sampling, requests in calls:
         assert sampling.max_new_tokens == 12
         assert [request.n for request in requests] == [1, 1, 1]
-    trained = [(sampling, requests) for sampling, requests in asked if sampling.temperature == 1]
+    trained = [(sampling, requests) for sampling, requests in engine_calls if sampling.temperature == 1]
     assert [sampling.step for sampling, _ in trained] == [1, 2, 3, 4, 5]
     assert all(request.n == 4 for _, requests in trained for request in requests)
     for row in rows:
@@ -949,10 +949,10 @@ def test_validation_is_greedy_unless_told_otherwise(tmp_path, recipe, prompts_fi
     assert sorted(path.name for path in (tmp_path / "run/samples").glob("val_*")) == [f"val_{s:06d}.parquet" for s in (0, 2, 4, 5)]
 
 
-def test_validation_has_settings_of_its_own(tmp_path, recipe, prompts_file, asked):
+def test_validation_has_its_own_sampling_settings(tmp_path, recipe, prompts_file, engine_calls):
     validation = {"n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_new_tokens": 7}
     train_rl(recipe(data={"val": str(prompts_file)}, validation=validation, run={"max_steps": 1}))
-    (first, requests), (train, _), (last, _) = asked
+    (first, requests), (train, _), (last, _) = engine_calls
     for sampling in (first, last):
         got = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.max_new_tokens)
         assert got == (0.5, 0.9, 20, 0.01, 7)
@@ -962,7 +962,7 @@ def test_validation_has_settings_of_its_own(tmp_path, recipe, prompts_file, aske
     samples = samples_of(tmp_path / "run", 0, "val")
     assert len(samples) == 36
     assert max(sample["tokens"] for sample in samples) <= 7
-    # Without validation, or without validate_every, no more is done than asked.
+    # Without validation data, validate_every does nothing.
     train_rl(recipe("without", run={"max_steps": 2, "validate_every": 1}))
     assert not any("val/reward" in row for row in metrics_of(tmp_path / "without"))
 
@@ -980,7 +980,7 @@ def test_best_is_the_highest_validation_reward(tmp_path, recipe, prompts_file, m
 
 
 @pytest.mark.parametrize("too_long", ["filter", "error", "cut_left"])
-def test_prompts_that_are_too_long(tmp_path, recipe, asked, capsys, too_long):
+def test_prompts_that_are_too_long(tmp_path, recipe, engine_calls, capsys, too_long):
     rows = prompt_rows(5)
     long = {**rows[0], "prompt": [{"role": "user", "content": "What is 1 + 2? " * 40}]}
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [*rows, long])
@@ -992,30 +992,30 @@ def test_prompts_that_are_too_long(tmp_path, recipe, asked, capsys, too_long):
             DataError, match=r"prompts\.jsonl:5: [\d,]+ tokens, more than data\.max_prompt_tokens = 50\. Raise it, or"
         ):
             train_rl(file)
-        assert not asked
+        assert not engine_calls
         return
     train_rl(file)
     said = capsys.readouterr().err
-    lengths = [len(request.tokens) for request in asked[0][1]]
+    lengths = [len(request.tokens) for request in engine_calls[0][1]]
     if too_long == "filter":
         assert "train: 5 of 6 prompts, longest " in said
         assert "; 1 longer than 50 left out" in said
         assert max(lengths) < 50
     else:
         assert "train: 6 of 6 prompts, longest 50 tokens; 1 longer than 50 cut" in said
-        [cut] = [request.tokens for request in asked[0][1] if len(request.tokens) == 50]
+        [cut] = [request.tokens for request in engine_calls[0][1] if len(request.tokens) == 50]
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
         assert tokenizer.decode(cut).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_when_no_prompt_is_left(recipe):
+def test_it_is_an_error_if_all_prompts_are_too_long(recipe):
     with pytest.raises(DataError, match=r"all 12 prompts are longer than data\.max_prompt_tokens = 3"):
         train_rl(recipe(data={"max_prompt_tokens": 3}))
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_what_the_context_cannot_hold_is_told_before_anything_is_sampled(tmp_path, recipe, prompts_file, asked, part):
-    """One row of many, which no early step asks: found at once all the same."""
+def test_exceeding_the_context_is_reported_before_sampling(tmp_path, recipe, prompts_file, engine_calls, part):
+    """A single row of many, which no early step would reach, is found immediately."""
     long = {**prompt_rows(1)[0], "prompt": [{"role": "user", "content": "What is 1 + 2? " * 150}]}
     rows = write_jsonl(tmp_path / "rows.jsonl", [*prompt_rows(11), long])
     data = {"train": str(prompts_file), "val": str(prompts_file), part: str(rows), "max_prompt_tokens": 4000}
@@ -1027,14 +1027,14 @@ def test_what_the_context_cannot_hold_is_told_before_anything_is_sampled(tmp_pat
     assert "exceed the context of the model, 2,048 tokens" in message
     assert "max_new_tokens" in message
     assert "\n" not in message
-    assert not asked
+    assert not engine_calls
     assert not (tmp_path / "run/samples").exists()
 
 
 # Samples -------------------------------------------------------------------------------------------------------------
 
 
-def test_samples_tell_what_was_asked_written_and_paid(tmp_path, recipe, reward_file, prompts_file):
+def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, reward_file, prompts_file):
     odd = write_function(
         tmp_path / "odd.py",
         """
@@ -1083,7 +1083,7 @@ def test_samples_tell_what_was_asked_written_and_paid(tmp_path, recipe, reward_f
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_where_everything_is(tmp_path, recipe, plaudit):
+def test_the_command_prints_where_its_output_is(tmp_path, recipe, plaudit):
     code, out, err = plaudit("rl", recipe())
     assert code == 0
     run = tmp_path / "run"
@@ -1092,7 +1092,7 @@ def test_the_command_says_where_everything_is(tmp_path, recipe, plaudit):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (None, "reward 'function': {path} is not a file."),
         ("def compute(:", "reward 'function': {path} cannot be imported: SyntaxError"),
@@ -1103,17 +1103,17 @@ def test_the_command_says_where_everything_is(tmp_path, recipe, plaudit):
         ("def compute_score(solution_str): raise ValueError('no')", "step 1: reward 'function' failed on at least "),
     ],
 )
-def test_a_reward_that_cannot_work_is_one_line(tmp_path, recipe, plaudit, body, told):
+def test_an_unusable_reward_gives_a_one_line_error(tmp_path, recipe, plaudit, body, message):
     path = tmp_path / "mine.py"
     if body is not None:
         write_function(path, body)
     code, _, err = plaudit("rl", recipe(reward=path))
     assert code == 2
-    assert err.splitlines()[-1].startswith(told.format(path=path))
+    assert err.splitlines()[-1].startswith(message.format(path=path))
     assert "Traceback" not in err
 
 
-def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, tiny_model):
+def test_doctor_reports_problems_before_training(tmp_path, recipe, plaudit, monkeypatch, tiny_model):
     code, out, _ = plaudit("doctor", recipe())
     assert code == 0
     for line in (
@@ -1144,11 +1144,11 @@ def test_doctor_tells_before_training(tmp_path, recipe, plaudit, monkeypatch, ti
     assert "the model's context is unlimited" in out
 
 
-# What a review found -------------------------------------------------------------------------------------------------
+# Regressions ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_validation_that_a_reward_stopped_is_made_up_for(tmp_path, recipe, prompts_file):
-    """At the last step too, where nothing else is left to do."""
+def test_a_validation_stopped_by_a_reward_is_repeated_on_resume(tmp_path, recipe, prompts_file):
+    """Even at the last step, where nothing else is left to do."""
     body = f"""
         import os
         def compute_score(solution_str):
@@ -1160,27 +1160,27 @@ def test_a_validation_that_a_reward_stopped_is_made_up_for(tmp_path, recipe, pro
     train_rl(recipe("reference", reward, **settings))
     file, update = recipe(reward=reward, **settings), Trainer.update
 
-    def break_behind_step_2(self, *arguments):
+    def break_after_step_2(self, *arguments):
         if self.updates == 1:
             (tmp_path / "broken").touch()
         return update(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "update", break_behind_step_2)
+        patch.setattr(Trainer, "update", break_after_step_2)
         with pytest.raises(TrainingStopped, match=r"^validation after step 2: reward 'function' failed on"):
             train_rl(file)
     assert metrics_of(tmp_path / "run")[-1]["step"] == 1
     (tmp_path / "broken").unlink()
     train_rl(file)
-    strip = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in metrics_of(tmp_path / "run")]
-    assert strip == [
+    resumed = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in metrics_of(tmp_path / "run")]
+    assert resumed == [
         {name: x for name, x in row.items() if not name.startswith("time/")} for row in metrics_of(tmp_path / "reference")
     ]
-    assert "val/reward" in strip[-1]
+    assert "val/reward" in resumed[-1]
 
 
-def test_samples_of_all_steps_are_one_table_without_secrets(tmp_path, recipe, prompts_file):
-    """Also where only one step has failures, and where ground truths are of types that JSON does not know."""
+def test_samples_of_all_steps_form_one_table_without_secrets(tmp_path, recipe, prompts_file):
+    """Even if only one step has failures, and ground truths have types that JSON lacks."""
     body = """
         import os
         def compute_score(solution_str, extra_info):
@@ -1201,18 +1201,18 @@ def test_samples_of_all_steps_are_one_table_without_secrets(tmp_path, recipe, pr
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"rollout": {"n": 1}}, "rollout.n is 1, but grpo compares the samples of a group"),
         ({"rollout": {"stop": ""}}, "rollout.stop: an empty string would end every response immediately"),
     ],
 )
-def test_settings_that_would_train_nothing_are_refused(recipe, sections, told):
-    with pytest.raises(RecipeError, match=told):
+def test_settings_that_would_train_nothing_are_refused(recipe, sections, message):
+    with pytest.raises(RecipeError, match=message):
         train_rl(recipe(**sections))
 
 
-def test_a_reward_that_is_only_measured_stops_nothing(tmp_path, recipe, reward_file):
+def test_a_failing_reward_of_weight_zero_does_not_stop_the_run(tmp_path, recipe, reward_file):
     broken = write_function(tmp_path / "broken.py", "def compute_score(solution_str): raise ValueError('always')")
     file = recipe(run={"max_steps": 1})
     tree = json.loads(file.read_text())
@@ -1222,7 +1222,7 @@ def test_a_reward_that_is_only_measured_stops_nothing(tmp_path, recipe, reward_f
     assert (row["failures/value/exception"], row["dropped"]) == (12, 0)
 
 
-def test_a_special_token_as_stop_string_stops(tiny_model):
+def test_a_special_token_may_be_a_stop_string(tiny_model):
     tokenizer = load_tokenizer(str(tiny_model))
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert Stopping(tokenizer, frozenset(), ("<|endoftext|>", "so")).end_tokens == {end}

@@ -1,4 +1,4 @@
-"""`plaudit sample`: a line per prompt, once; started again it goes on, and never mixes what was sampled differently."""
+"""`plaudit sample`: one line per prompt; it resumes when restarted, and never mixes samples of different settings."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ COLUMNS = ["id", "data_source", "prompt", "reward_model", "extra_info", "respons
 
 @pytest.fixture
 def sample(tmp_path, plaudit, tiny_model, prompts_file):
-    """`plaudit sample` of the tiny model, few tokens, into out.jsonl."""
+    """Runs `plaudit sample` on the tiny model: a few tokens each, into out.jsonl."""
 
     def run(*options: object, prompts: Path = prompts_file, out: str = "out.jsonl", tokens: int = 10) -> tuple[int, str, str]:
         command = [tiny_model, prompts, "--out", tmp_path / out, "--max-new-tokens", tokens, "--device", "cpu", *options]
@@ -36,12 +36,12 @@ def rows_of(path: Path) -> list[dict]:
 def by_id(path: Path) -> dict[str, dict]:
     rows = rows_of(path)
     found = {row["id"]: row for row in rows}
-    assert len(found) == len(rows), "a prompt has one line"
+    assert len(found) == len(rows), "one line per prompt"
     return found
 
 
 def assert_same_rows(path: Path, expected: dict[str, dict]) -> None:
-    """Log-probs may differ in the last bits: other prompts were sampled beside these."""
+    """Log-probs may differ in the last bits: the batches held other prompts."""
     rows = by_id(path)
     assert rows.keys() == expected.keys()
     for id, row in rows.items():
@@ -49,10 +49,10 @@ def assert_same_rows(path: Path, expected: dict[str, dict]) -> None:
         assert row["logprob"] == pytest.approx(expected[id]["logprob"], abs=1e-3)
 
 
-# What it writes ------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_per_prompt_with_all_that_later_stages_read(tmp_path, sample, prompts_file):
+def test_output_rows_have_every_column_that_later_stages_read(tmp_path, sample, prompts_file):
     code, out, err = sample("-n", 3)
     assert code == 0, err
     assert out == f"{tmp_path / 'out.jsonl'}: 12 prompts with 3 responses each\n"
@@ -68,7 +68,7 @@ def test_a_line_per_prompt_with_all_that_later_stages_read(tmp_path, sample, pro
         assert all(0 < tokens <= 10 for tokens in row["tokens"])
         assert all((tokens == 10) or status == "finished" for tokens, status in zip(row["tokens"], row["status"], strict=True))
         assert all(logprob < 0 for logprob in row["logprob"])
-    # Its rows are prompts again: what was sampled can be sampled anew, or scored.
+    # Output rows are valid prompts: they can be sampled again, or scored.
     assert len(list(read_prompts(Source(tmp_path / "out.jsonl")))) == 12
 
 
@@ -80,7 +80,7 @@ def test_defaults_are_one_sample_at_temperature_1(tmp_path, sample):
     assert by_id(tmp_path / "out.jsonl") != by_id(tmp_path / "other.jsonl")
 
 
-def test_greedy_is_what_generate_writes(tmp_path, sample, tiny_model, prompts_file):
+def test_greedy_output_matches_generate(tmp_path, sample, tiny_model, prompts_file):
     assert sample("--temperature", 0, "-n", 2)[0] == 0
     rows = by_id(tmp_path / "out.jsonl")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model).eval(), AutoTokenizer.from_pretrained(tiny_model)
@@ -110,8 +110,8 @@ def test_stop_strings_and_filters_reach_the_engine(tmp_path, sample):
     ]
 
 
-def test_only_the_first_prompts(tmp_path, sample, prompts_file):
-    """And fewer than that later, which the file has already."""
+def test_max_prompts_takes_the_first_ones(tmp_path, sample, prompts_file):
+    """A later run with fewer prompts finds them all in the file."""
     assert sample("--max-prompts", 5)[1] == f"{tmp_path / 'out.jsonl'}: 5 prompts with 1 responses each\n"
     assert set(by_id(tmp_path / "out.jsonl")) == {f"{prompts_file}:{i}" for i in range(5)}
     assert "out.jsonl: has 3 of 3 prompts\n" in sample("--max-prompts", 3)[2]
@@ -126,27 +126,27 @@ def test_a_file_named_twice_is_sampled_twice(tmp_path, plaudit, tiny_model, prom
     assert len(rows) == 24
 
 
-# Going on ------------------------------------------------------------------------------------------------------------
+# Resuming ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def whole(tmp_path, sample) -> dict[str, dict]:
-    """What an uninterrupted run writes."""
-    assert sample("-n", 2, out="whole.jsonl")[0] == 0
-    return by_id(tmp_path / "whole.jsonl")
+def uninterrupted(tmp_path, sample) -> dict[str, dict]:
+    """The rows that an uninterrupted run writes."""
+    assert sample("-n", 2, out="uninterrupted.jsonl")[0] == 0
+    return by_id(tmp_path / "uninterrupted.jsonl")
 
 
-@pytest.mark.parametrize("cut", ["in a line", "behind a line", "in the first line", "all of it"])
-def test_a_file_cut_anywhere_is_completed(tmp_path, sample, whole, cut):
+@pytest.mark.parametrize("cut", ["mid-line", "after a line", "in the first line", "all of it"])
+def test_a_truncated_file_is_completed(tmp_path, sample, uninterrupted, cut):
     out = tmp_path / "out.jsonl"
     assert sample("-n", 2)[0] == 0
     lines = out.read_bytes().splitlines(keepends=True)
-    kept = {"in a line": b"".join(lines[:5]) + lines[5][:40], "behind a line": b"".join(lines[:5])}.get(cut, lines[0][:40])
+    kept = {"mid-line": b"".join(lines[:5]) + lines[5][:40], "after a line": b"".join(lines[:5])}.get(cut, lines[0][:40])
     out.write_bytes(b"" if cut == "all of it" else kept)
     code, _, err = sample("-n", 2)
     assert code == 0
-    assert_same_rows(out, whole)
-    assert (f"{out}: has 5 of 12 prompts; resuming with the rest" in err) == (cut in ("in a line", "behind a line"))
+    assert_same_rows(out, uninterrupted)
+    assert (f"{out}: has 5 of 12 prompts; resuming with the rest" in err) == (cut in ("mid-line", "after a line"))
     before = out.read_bytes()
     code, text, err = sample("-n", 2)
     assert code == 0
@@ -155,12 +155,12 @@ def test_a_file_cut_anywhere_is_completed(tmp_path, sample, whole, cut):
     assert out.read_bytes() == before, "nothing was left to do"
 
 
-def test_more_prompts_may_be_asked_of_the_same_file(tmp_path, sample, whole):
-    """And how many are sampled side by side changes nothing but the time."""
+def test_more_prompts_may_be_added_to_the_same_file(tmp_path, sample, uninterrupted):
+    """The number of concurrent sequences does not change the samples."""
     assert sample("-n", 2, "--max-prompts", 4)[0] == 0
     code, _, err = sample("-n", 2, "--max-sequences", 3)
     assert code == 0, err
-    assert_same_rows(tmp_path / "out.jsonl", whole)
+    assert_same_rows(tmp_path / "out.jsonl", uninterrupted)
 
 
 HALTS = """
@@ -184,20 +184,20 @@ main()
 """
 
 
-def test_kill_9_and_again(tmp_path, sample, whole, tiny_model, prompts_file):
+def test_kill_9_and_resume(tmp_path, sample, uninterrupted, tiny_model, prompts_file):
     out, marker = tmp_path / "out.jsonl", tmp_path / "reached"
     options = ["--out", out, "--max-new-tokens", 10, "--device", "cpu", "-n", 2]
     process = Command(marker, "sample", tiny_model, prompts_file, *options, script=HALTS)
     process.wait_for(marker.exists)
     process.kill()
-    assert len(by_id(out)) == 4, "a prompt is on disk as soon as its last response is there"
+    assert len(by_id(out)) == 4, "a prompt is on disk as soon as its last response is done"
     code, _, err = sample("-n", 2)
     assert code == 0
     assert "has 4 of 12 prompts; resuming with the rest" in err
-    assert_same_rows(out, whole)
+    assert_same_rows(out, uninterrupted)
 
 
-# What it refuses -----------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_kill_9_and_again(tmp_path, sample, whole, tiny_model, prompts_file):
         (["-n", 2, "--stop", "x"], '  stop: [] there, ["x"] now'),
     ],
 )
-def test_what_was_sampled_differently_is_not_continued(tmp_path, sample, options, differs):
+def test_changed_settings_are_refused(tmp_path, sample, options, differs):
     assert sample("-n", 2, "--max-prompts", 3)[0] == 0
     before = (tmp_path / "out.jsonl").read_bytes()
     code, out, err = sample(*options)
@@ -223,7 +223,7 @@ def test_what_was_sampled_differently_is_not_continued(tmp_path, sample, options
     assert sample("-n", 2, "--max-prompts", 3)[0] == 0
 
 
-def test_other_prompts_or_another_model_are_another_sampling(tmp_path, plaudit, tiny_models, sample):
+def test_changed_prompts_or_another_model_are_refused(tmp_path, plaudit, tiny_models, sample):
     prompts = write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(3))
     assert sample(prompts=prompts)[0] == 0
     write_jsonl(prompts, prompt_rows(4))
@@ -238,21 +238,21 @@ def test_other_prompts_or_another_model_are_another_sampling(tmp_path, plaudit, 
     assert "  weights: " in err
 
 
-@pytest.mark.parametrize("about", [False, True])
-def test_a_file_of_someone_else_is_left_alone(tmp_path, sample, about):
+@pytest.mark.parametrize("sampled_before", [False, True])
+def test_a_file_not_written_by_sample_is_left_alone(tmp_path, sample, sampled_before):
     out = tmp_path / "out.jsonl"
-    if about:
+    if sampled_before:
         assert sample()[0] == 0
     out.write_text('{"mine": 1}\n')
     code, _, err = sample()
     assert code == 2
-    wrong = "has lines that plaudit sample did not write" if about else "exists and was not written by plaudit sample"
+    wrong = "has lines that plaudit sample did not write" if sampled_before else "exists and was not written by plaudit sample"
     assert err.splitlines()[-1] == f"--out: {out} {wrong}; choose another file"
     assert out.read_text() == '{"mine": 1}\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "{path}: the file is empty"),
         ('{"question": "1 + 1?"}\n', "{path}: column 'prompt' is missing (found: question). Rows for sampling have `prompt`"),
@@ -260,18 +260,18 @@ def test_a_file_of_someone_else_is_left_alone(tmp_path, sample, about):
         ('{"prompt": [{"role": "user", "content": "hi"}]}\n{"prom', "{path}:2: not valid JSON"),
     ],
 )
-def test_prompts_that_cannot_be_read_are_one_line(tmp_path, sample, text, told):
+def test_unreadable_prompts_give_a_one_line_error(tmp_path, sample, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     code, out, err = sample(prompts=path)
     assert code == 2
     assert not out
-    assert err.splitlines()[-1].startswith(told.format(path=path))
+    assert err.splitlines()[-1].startswith(message.format(path=path))
     assert "Traceback" not in err
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_what_does_not_exist_is_one_line(tmp_path, plaudit, tiny_model, prompts_file):
+def test_missing_files_give_a_one_line_error(tmp_path, plaudit, tiny_model, prompts_file):
     out = tmp_path / "out.jsonl"
     code, _, err = plaudit("sample", tiny_model, tmp_path / "none.jsonl", "--out", out)
     assert code == 2
@@ -301,20 +301,20 @@ def test_prompts_that_are_too_long(tmp_path, sample, too_long):
         assert out == f"{tmp_path / 'out.jsonl'}: {kept} prompts with 1 responses each\n"
 
 
-def test_more_than_the_context_holds_is_one_line(tmp_path, sample):
+def test_exceeding_the_context_gives_a_one_line_error(tmp_path, sample):
     code, _, err = sample(tokens=4000)
     assert code == 2
     assert "ones exceed the model's context of 2,048. Lower max_new_tokens, or leave out longer prompts." in err.splitlines()[-1]
     assert "Traceback" not in err
 
 
-def test_a_number_out_of_range_is_told(sample):
+def test_a_number_out_of_range_is_reported(sample):
     code, _, err = sample("--temperature", -1)
     assert code == 2
     assert "--temperature" in err
 
 
-def test_ctrl_c_keeps_what_is_written(tmp_path, sample, whole, monkeypatch):
+def test_ctrl_c_keeps_finished_prompts(tmp_path, sample, uninterrupted, monkeypatch):
     row, written = loop._row, []
 
     def interrupted(group):
@@ -330,11 +330,11 @@ def test_ctrl_c_keeps_what_is_written(tmp_path, sample, whole, monkeypatch):
     assert "Traceback" not in err
     assert len(by_id(tmp_path / "out.jsonl")) >= 3
     assert sample("-n", 2)[0] == 0
-    assert_same_rows(tmp_path / "out.jsonl", whole)
+    assert_same_rows(tmp_path / "out.jsonl", uninterrupted)
 
 
-def test_an_output_that_another_process_writes_is_left_alone(tmp_path, sample):
-    """Also the line that it is in the middle of, which looks like one that was cut short."""
+def test_an_output_in_use_by_another_process_is_left_alone(tmp_path, sample):
+    """Including its half-written line, which looks like a truncated one."""
     assert sample("--max-prompts", 2)[0] == 0
     out = tmp_path / "out.jsonl"
     with out.open("a") as other:

@@ -1,4 +1,4 @@
-"""The recipe for a real pretrained model, on a CPU: smaller steps, fewer of them, everything else as it is."""
+"""The recipe for a real pretrained model, on a CPU: fewer and smaller steps, everything else unchanged."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from support.recipes import train_rl
 
 @pytest.mark.slow
 def test_grpo_on_smollm2(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)  # the recipe names its reward from there
+    monkeypatch.chdir(REPOSITORY)  # the recipe's path to its reward is relative to it
     model = Path(os.environ.get("PLAUDIT_SMOLLM2", REPOSITORY / "models/smollm2"))
     if not (model / "config.json").exists():
         model = tmp_path / "smollm2"
@@ -27,7 +27,7 @@ def test_grpo_on_smollm2(tmp_path, monkeypatch):
         "train.prompts_per_step=4", "rollout.n=4", "run.max_steps=2", "run.validate_every=2", "run.save_every_minutes=null",
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["val/reward"] > 0.3, "it can add small numbers"
+    assert rows[0]["val/reward"] > 0.3, "the pretrained model can add small numbers"
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["mismatch"] < 0.05 for row in rows[1:])
     assert not [name for row in rows for name in row if name.startswith("failures/")]

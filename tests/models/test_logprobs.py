@@ -1,4 +1,4 @@
-"""Chunked log-probs are log_softmax of the whole logits: values, entropies and gradients, in a fraction of the memory."""
+"""Chunked log-probs equal log_softmax of the full logits: values, entropies and gradients, in a fraction of the memory."""
 
 import json
 import subprocess
@@ -22,27 +22,27 @@ def inputs(dtype: torch.dtype = torch.float32, n: int = N) -> tuple[Tensor, Tens
     return hidden_ND.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), tokens_N
 
 
-def whole(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies as one writes them down."""
+def full_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies straight from the definition."""
     logp = (hidden @ weight.T / temperature).log_softmax(-1)
     return logp.gather(-1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def relative(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "with_gradient"])
-@pytest.mark.parametrize("rows", [1, 5, 10**6], ids=["one row a chunk", "5 rows a chunk", "one chunk"])
+@pytest.mark.parametrize("rows", [1, 5, 10**6], ids=["one row per chunk", "5 rows per chunk", "one chunk"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
 def test_equals_log_softmax(dtype, tolerance, temperature, rows, entropy):
-    """23 tokens in chunks of 5 leave a last one of 3. Every token's log-prob and entropy has a weight of its own."""
+    """23 tokens in chunks of 5 leave a last one of 3. Every token's log-prob and entropy has its own weight."""
     hidden, weight, tokens = inputs(dtype)
     ours = token_logprobs(hidden, weight, tokens, temperature=temperature, entropy=entropy, chunk_logits=rows * V)
-    logprobs, entropies = whole(hidden, weight, tokens, temperature)
+    logprobs, entropies = full_logprobs(hidden, weight, tokens, temperature)
     assert ours.logprobs_N.dtype == dtype
-    assert relative(ours.logprobs_N, logprobs) < tolerance
+    assert relative_error(ours.logprobs_N, logprobs) < tolerance
 
     weights = torch.randn(2, N, dtype=dtype)
     loss, expected = weights[0] @ ours.logprobs_N, weights[0] @ logprobs
@@ -50,18 +50,18 @@ def test_equals_log_softmax(dtype, tolerance, temperature, rows, entropy):
         assert ours.entropy_N is None
     else:
         assert ours.entropy_N is not None
-        assert relative(ours.entropy_N, entropies) < tolerance
+        assert relative_error(ours.entropy_N, entropies) < tolerance
         assert ours.entropy_N.requires_grad == (entropy == "with_gradient")
-        loss = loss + weights[1] @ ours.entropy_N  # which has no gradient if it is only measured
+        loss = loss + weights[1] @ ours.entropy_N  # it has no gradient with entropy="value"
     if entropy == "with_gradient":
         expected = expected + weights[1] @ entropies
     for our_gradient, gradient in zip(
         torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
     ):
-        assert relative(our_gradient, gradient) < tolerance
+        assert relative_error(our_gradient, gradient) < tolerance
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_gradients_match_finite_differences():
     hidden, weight, tokens = inputs(torch.float64, n=4)
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -81,17 +81,17 @@ def test_a_value_by_hand():
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_frozen_inputs_get_no_gradient(frozen):
-    """A frozen head, as with LoRA, costs no gradient of its size; the other input's is the same."""
+    """A frozen head, as with LoRA, gets no gradient of its size; the other input's gradient is the same."""
     hidden, weight, tokens = inputs()
-    expected = torch.autograd.grad(whole(hidden, weight, tokens)[0].sum(), [hidden, weight])
+    expected = torch.autograd.grad(full_logprobs(hidden, weight, tokens)[0].sum(), [hidden, weight])
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     token_logprobs(hidden, weight, tokens, chunk_logits=5 * V).logprobs_N.sum().backward()
     trained, gradient = (weight, expected[1]) if frozen == "hidden" else (hidden, expected[0])
-    assert relative(trained.grad, gradient) < 1e-6
+    assert relative_error(trained.grad, gradient) < 1e-6
     assert (hidden if frozen == "hidden" else weight).grad is None
 
 
-def test_no_tokens_are_no_log_probs_and_zero_gradients():
+def test_no_tokens_give_no_log_probs_and_zero_gradients():
     hidden, weight, tokens = inputs(n=0)
     ours = token_logprobs(hidden, weight, tokens, entropy="with_gradient")
     assert ours.logprobs_N.shape == ours.entropy_N.shape == (0,)
@@ -102,7 +102,7 @@ def test_no_tokens_are_no_log_probs_and_zero_gradients():
 
 @pytest.mark.parametrize("rows", [1, 10**6])
 def test_bf16_is_close_to_fp32(rows):
-    """bf16 keeps 8 bits: logits of about 2 are off by up to 1/128. Results are fp32, gradients come as the weights are."""
+    """bf16 keeps 8 bits: logits of about 2 are off by up to 1/128. Results are fp32, gradients bf16."""
     hidden, weight, tokens = inputs(torch.bfloat16, n=512)
     ours = token_logprobs(hidden, weight, tokens, entropy="with_gradient", chunk_logits=rows * V)
     assert ours.logprobs_N.dtype == ours.entropy_N.dtype == torch.float32
@@ -110,13 +110,13 @@ def test_bf16_is_close_to_fp32(rows):
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
     exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
-    logprobs, entropies = whole(exact_hidden, exact_weight, tokens)
+    logprobs, entropies = full_logprobs(exact_hidden, exact_weight, tokens)
     logprobs.sum().backward()
     assert (ours.logprobs_N - logprobs).abs().max() < 0.05
     assert (ours.entropy_N - entropies).abs().max() < 0.05
-    assert relative(hidden.grad, exact_hidden.grad) < 0.01
-    # Also with 512 chunks: their contributions are added up in fp32.
-    assert relative(weight.grad, exact_weight.grad) < 0.01
+    assert relative_error(hidden.grad, exact_hidden.grad) < 0.01
+    # Even with 512 chunks: their contributions are summed in fp32.
+    assert relative_error(weight.grad, exact_weight.grad) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,12 +128,12 @@ def test_bf16_is_close_to_fp32(rows):
     ],
     ids=["far apart", "far from zero"],
 )
-def test_extreme_logits_are_finite_and_right(logits, dtype):
+def test_extreme_logits_give_finite_and_correct_values(logits, dtype):
     hidden = torch.tensor(logits, dtype=dtype).requires_grad_()
     weight = torch.eye(3, dtype=dtype).requires_grad_()
     tokens = torch.tensor([0, 1, 2])
     ours = token_logprobs(hidden, weight, tokens, entropy="with_gradient")
-    logprobs, entropies = whole(hidden.detach().double(), weight.detach().double(), tokens)
+    logprobs, entropies = full_logprobs(hidden.detach().double(), weight.detach().double(), tokens)
     torch.testing.assert_close(ours.logprobs_N.double(), logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ours.entropy_N.double(), entropies, rtol=1e-6, atol=1e-6)
     (ours.logprobs_N + ours.entropy_N).sum().backward()
@@ -153,7 +153,7 @@ def test_logits_far_from_zero_keep_their_entropy():
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
-# VmHWM is what ru_maxrss means, but starts anew with the program: ru_maxrss would start from the parent's.
+# VmHWM is the same peak as ru_maxrss, but is reset on exec: ru_maxrss would start from the parent's value.
 MEASURE = """
 import json, sys, torch
 if sys.argv[1] == "chunked":
@@ -181,13 +181,13 @@ torch.save([logprobs.detach(), hidden.grad, weight.grad], sys.argv[2])
 
 
 @pytest.mark.slow
-def test_memory_is_a_small_part_of_the_whole_logits(tmp_path, record_property):
-    """4,096 tokens × 151,936 words: whole logits are 2.5 GB, held three times over; in chunks at least 8 times less."""
+def test_memory_is_a_fraction_of_that_of_full_logits(tmp_path, record_property):
+    """4,096 tokens × a vocabulary of 151,936: full logits are 2.5 GB, held three times over; chunks take at least 8 times less."""
     if not sys.platform.startswith("linux"):
         pytest.skip("reads the peak memory from /proc")
     if (free := psutil.virtual_memory().available) < 12e9:
-        pytest.skip(f"whole logits need 12 GB of memory to compare with; {free / 1e9:.1f} GB are available")
-    files = {way: tmp_path / f"{way}.pt" for way in ("chunked", "whole")}
+        pytest.skip(f"full logits need 12 GB of memory to compare with; {free / 1e9:.1f} GB are available")
+    files = {way: tmp_path / f"{way}.pt" for way in ("chunked", "full")}
     runs = {
         way: subprocess.Popen([sys.executable, "-c", MEASURE, way, str(file)], cwd=REPOSITORY, stdout=subprocess.PIPE)
         for way, file in files.items()
@@ -196,8 +196,8 @@ def test_memory_is_a_small_part_of_the_whole_logits(tmp_path, record_property):
     results = {way: torch.load(file, weights_only=True) for way, file in files.items()}
     for way, extra_bytes in extra.items():
         record_property(f"extra_bytes_{way}", extra_bytes)
-    print(f"peak extra memory: {extra['chunked'] / 1e6:,.0f} MB chunked, {extra['whole'] / 1e6:,.0f} MB whole")
-    for ours, theirs in zip(results["chunked"], results["whole"], strict=True):
-        assert relative(ours, theirs) < 1e-5
-    assert extra["whole"] > 2 * 4096 * 151_936 * 4, "the measure sees what it should"
-    assert extra["chunked"] * 8 <= extra["whole"]
+    print(f"peak extra memory: {extra['chunked'] / 1e6:,.0f} MB chunked, {extra['full'] / 1e6:,.0f} MB full")
+    for ours, theirs in zip(results["chunked"], results["full"], strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+    assert extra["full"] > 2 * 4096 * 151_936 * 4, "the measurement sees the full logits"
+    assert extra["chunked"] * 8 <= extra["full"]

@@ -1,7 +1,7 @@
-"""Packed batches give the numbers that transformers gives on padded ones: same loss, same gradient, whatever the split.
+"""Packed batches give the same loss and gradient as padded ones in transformers, whatever the split.
 
-Two gradients are equal here if, for every single parameter, ‖a − b‖ ≤ tolerance · ‖b‖. In fp32, as models are trained, rounding
-alone makes up to 7e-7 of that. In float64 nothing else is left: what is not equal there to 1e-12 is not the same formula.
+Two gradients count as equal if ‖a − b‖ ≤ tolerance · ‖b‖ for every parameter. In fp32, which models are trained in, rounding alone
+makes up to 7e-7 of difference. In float64 it hardly matters: a difference above 1e-12 there means another formula.
 """
 
 import json
@@ -29,7 +29,7 @@ from support.models import KINDS
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 LENGTHS = (5, 33, 2, 17, 48, 9, 21, 40)
-EVERYTHING = sum(LENGTHS)
+TOTAL_TOKENS = sum(LENGTHS)
 
 Gradients = dict[str, Tensor]
 
@@ -78,19 +78,19 @@ def packed(policy: TrainableModel, batches: Sequence[Batch]) -> tuple[float, Gra
 
 
 def padded(policy: TrainableModel, examples: Sequence[Example], attn_implementation: str) -> tuple[float, Gradients]:
-    """The same by transformers alone: padded on the right, its own attention and mask, whole logits."""
+    """The same in plain transformers: padded on the right, its own attention and mask, full logits."""
     shape = len(examples), max(map(len, examples))
-    tokens, seen = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    learnt = torch.zeros(shape, dtype=torch.bool)
+    tokens, attention_mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
     for i, example in enumerate(examples):
         tokens[i, : len(example)] = torch.from_numpy(example.tokens)
-        learnt[i, : len(example)] = torch.from_numpy(example.loss_mask)
-        seen[i, : len(example)] = 1
+        loss_mask[i, : len(example)] = torch.from_numpy(example.loss_mask)
+        attention_mask[i, : len(example)] = 1
     policy.model.set_attn_implementation(attn_implementation)
     policy.model.zero_grad()
-    logits = policy.model(input_ids=tokens, attention_mask=seen, use_cache=False).logits
+    logits = policy.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    loss = -logprobs[learnt[:, 1:]].sum() / learnt.sum()
+    loss = -logprobs[loss_mask[:, 1:]].sum() / loss_mask.sum()
     loss.backward()
     policy.model.set_attn_implementation(attention.NAME)
     return loss.item(), gradients_of(policy)
@@ -108,7 +108,7 @@ def assert_same(ours: tuple[float, Gradients], theirs: tuple[float, Gradients]) 
 # Packed and padded ---------------------------------------------------------------------------------------------------
 
 
-# Not eager in float64: transformers takes its softmax in fp32.
+# Not eager in float64: transformers computes its softmax in fp32.
 @pytest.mark.parametrize(
     ("dtype", "attn_implementation"),
     [(torch.float32, "eager"), (torch.float32, "sdpa"), (torch.float64, "sdpa")],
@@ -122,8 +122,8 @@ def test_packed_equals_padded(policy, attn_implementation):
     assert set(ours[1]) == {name for name, _ in policy.model.named_parameters()}, "every parameter has a gradient"
 
 
-def test_a_leak_between_sequences_would_be_seen(policy):
-    """What the tolerance is worth: all rows as one long sequence gives another gradient by far."""
+def test_a_leak_between_sequences_would_be_detected(policy):
+    """The tolerance is tight enough: all rows as one long sequence give a clearly different gradient."""
     examples = make_examples()
     one_sequence = Example(np.concatenate([e.tokens for e in examples]), np.concatenate([e.loss_mask for e in examples]))
     with pytest.raises(AssertionError):
@@ -133,14 +133,14 @@ def test_a_leak_between_sequences_would_be_seen(policy):
 # Splits and order ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [1, 20, 50, 64, 100, EVERYTHING - 1])
-def test_any_token_budget_gives_the_whole_batch_gradient(policy, budget):
-    """A budget of 1 puts every row alone."""
+@pytest.mark.parametrize("budget", [1, 20, 50, 64, 100, TOTAL_TOKENS - 1])
+def test_any_token_budget_gives_the_full_batch_gradient(policy, budget):
+    """A budget of 1 gives every row its own micro-batch."""
     examples = make_examples()
-    split, whole = micro_batches(examples, budget), micro_batches(examples, EVERYTHING)
-    assert len(whole) == 1 < len(split)
+    split, full = micro_batches(examples, budget), micro_batches(examples, TOTAL_TOKENS)
+    assert len(full) == 1 < len(split)
     assert len(split) == len(examples) or budget > 1
-    assert_same(packed(policy, split), packed(policy, whole))
+    assert_same(packed(policy, split), packed(policy, full))
 
 
 @st.composite
@@ -153,7 +153,7 @@ def partitions(draw) -> list[list[int]]:
 
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(groups=partitions())
-def test_any_grouping_gives_the_whole_batch_gradient(policy, groups):
+def test_any_grouping_gives_the_full_batch_gradient(policy, groups):
     examples = make_examples()
     batches = [pack([examples[i] for i in group]) for group in groups]
     assert_same(packed(policy, batches), packed(policy, [pack(examples)]))
@@ -161,16 +161,16 @@ def test_any_grouping_gives_the_whole_batch_gradient(policy, groups):
 
 def test_row_order_does_not_matter(policy):
     examples = make_examples()
-    there, back = packed(policy, [pack(examples)]), packed(policy, [pack(examples[::-1])])
-    assert_same(there, back)
-    assert_same(packed(policy, [pack(sorted(examples, key=len))]), there)
+    in_order, backwards = packed(policy, [pack(examples)]), packed(policy, [pack(examples[::-1])])
+    assert_same(in_order, backwards)
+    assert_same(packed(policy, [pack(sorted(examples, key=len))]), in_order)
 
 
-# Apart ---------------------------------------------------------------------------------------------------------------
+# Isolation -----------------------------------------------------------------------------------------------------------
 
 
 def test_sequences_do_not_see_each_other(policy):
-    """Other tokens in one sequence leave every other sequence's log-probs as they are, to the last bit."""
+    """Changing the tokens of one sequence leaves the log-probs of all others the same, bit for bit."""
     examples, others = make_examples(seed=0), make_examples(seed=1)
 
     def per_sequence(rows: list[Example]) -> tuple[Tensor, ...]:
@@ -189,7 +189,7 @@ def test_sequences_do_not_see_each_other(policy):
 
 
 def with_config(folder: Path, to: Path, **settings) -> Path:
-    """The model folder again, with other settings in its config.json."""
+    """A copy of the model folder with changed settings in its config.json."""
     shutil.copytree(folder, to)
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **settings}))
@@ -198,8 +198,8 @@ def with_config(folder: Path, to: Path, **settings) -> Path:
 
 @pytest.mark.parametrize("window", [4, 8, 40, 46, 48])
 @pytest.mark.parametrize("kind", ["mistral", "qwen2"])
-def test_sliding_window_equals_that_of_transformers(tiny_models, policies, tmp_path, kind, dtype, window):
-    """The longest row has 48 tokens, so the last window is none. Qwen2 has windows in its second layer only."""
+def test_sliding_windows_match_transformers(tiny_models, policies, tmp_path, kind, dtype, window):
+    """The longest row has 48 tokens, so a window of 48 has no effect. Qwen2 has windows in its second layer only."""
     settings = {"sliding_window": window}
     if kind == "qwen2":
         settings |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
@@ -215,7 +215,7 @@ def test_sliding_window_equals_that_of_transformers(tiny_models, policies, tmp_p
 # Gradient checkpointing ----------------------------------------------------------------------------------------------
 
 
-def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models, kind, dtype):
+def test_gradient_checkpointing_does_not_change_gradients(policy, tiny_models, kind, dtype):
     checkpointed, batches = load(tiny_models[kind], dtype, gradient_checkpointing=True), micro_batches(make_examples(), 100)
     runs = []
     for layer in checkpointed.model.model.layers:
@@ -229,7 +229,7 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(policy, tiny_models
 
 @pytest.fixture(params=[False, True], ids=["plain", "checkpointed"])
 def adapted(request, tiny_models, dtype) -> TrainableModel:
-    """Adapters away from their start, where B = 0 and so the gradient of A is 0."""
+    """Adapters with B ≠ 0: they start with B = 0, where the gradient of A is 0."""
     policy = load(tiny_models["qwen2"], dtype, lora=LoraSettings(rank=4, alpha=8.0), gradient_checkpointing=request.param)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -239,13 +239,13 @@ def adapted(request, tiny_models, dtype) -> TrainableModel:
     return policy
 
 
-def test_lora_trains_adapters_only_and_equally_across_splits(adapted):
+def test_lora_trains_only_adapters_and_the_same_for_any_split(adapted):
     examples = make_examples()
-    whole = packed(adapted, [pack(examples)])
-    assert set(whole[1]) == {name for name, _ in adapted.model.named_parameters() if ".lora_" in name}
+    full = packed(adapted, [pack(examples)])
+    assert set(full[1]) == {name for name, _ in adapted.model.named_parameters() if ".lora_" in name}
     assert all(p.grad is None for name, p in adapted.model.named_parameters() if ".lora_" not in name)
     # 7 linear layers in each of 2 blocks, 2 matrices each; the head has none.
-    assert len(whole[1]) == 7 * 2 * 2
-    assert_same(whole, padded(adapted, examples, "sdpa"))
+    assert len(full[1]) == 7 * 2 * 2
+    assert_same(full, padded(adapted, examples, "sdpa"))
     for budget in (1, 50, 100):
-        assert_same(packed(adapted, micro_batches(examples, budget)), whole)
+        assert_same(packed(adapted, micro_batches(examples, budget)), full)

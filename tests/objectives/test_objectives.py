@@ -1,4 +1,4 @@
-"""The RL objectives: numbers a person can check, a peer's numbers, and what must not change them."""
+"""RL objectives: values computed by hand, verl's values, and invariances."""
 
 import json
 import math
@@ -37,16 +37,16 @@ def close(ours: Tensor, expected: Tensor | list, tolerance: float = 1e-12) -> No
 
 
 def clipped_at(ratios: list[float], advantages: list[float], **settings) -> tuple[TokenLoss, Tensor]:
-    """The loss where π / π_old has these values, and its gradient in log π."""
+    """The loss at these ratios π / π_old, and its gradient with respect to log π."""
     policy = tensor(ratios).log().requires_grad_()
     token_loss = clipped(policy, torch.zeros_like(policy), tensor(advantages), **{**CLIP, **settings})
     return token_loss, torch.autograd.grad(token_loss.loss_N.sum(), policy)[0]
 
 
-# By hand.
+# Values computed by hand.
 
 
-def test_grpo_takes_the_mean_off():
+def test_grpo_subtracts_the_mean():
     assert grpo(tensor([3.0, 0.0, 0.0, 1.0]), torch.ones(4, dtype=torch.bool), divide_by_std=False).tolist() == [
         2.0,
         -1.0,
@@ -56,7 +56,7 @@ def test_grpo_takes_the_mean_off():
 
 
 def test_grpo_divides_by_the_unbiased_std():
-    """Rewards 0, 2, 4: the squares 4 + 0 + 4 over 3 − 1 make a std of 2 (the biased one is 1.63)."""
+    """Rewards 0, 2, 4: the squares 4 + 0 + 4 over 3 − 1 give a std of 2 (the biased one is 1.63)."""
     rewards, valid = tensor([0.0, 2.0, 4.0]), torch.ones(3, dtype=torch.bool)
     assert grpo(rewards, valid, divide_by_std=True, eps=0.0).tolist() == [-1.0, 0.0, 1.0]
     assert grpo(rewards, valid, divide_by_std=True, eps=2.0).tolist() == [-0.5, 0.0, 0.5]
@@ -64,7 +64,7 @@ def test_grpo_divides_by_the_unbiased_std():
 
 
 @pytest.mark.parametrize("invalid_reward", [9.0, math.nan, math.inf])
-def test_dropped_sample_leaves_the_group_statistics(invalid_reward):
+def test_dropped_sample_is_excluded_from_the_group_statistics(invalid_reward):
     rewards, valid = tensor([1.0, 0.0, invalid_reward]), torch.tensor([True, True, False])
     assert grpo(rewards, valid, divide_by_std=False).tolist() == [0.5, -0.5, 0.0]
     close(grpo(rewards, valid, divide_by_std=True, eps=0.0), [math.sqrt(0.5), -math.sqrt(0.5), 0.0])
@@ -72,7 +72,7 @@ def test_dropped_sample_leaves_the_group_statistics(invalid_reward):
 
 @pytest.mark.parametrize("divide_by_std", [False, True])
 def test_fewer_than_two_valid_samples_carry_no_signal(divide_by_std):
-    """verl keeps the raw reward of a group of one, here 5: ours differs on purpose, for the policy learns nothing from it."""
+    """verl keeps the raw reward of a group of one, here 5. plaudit differs on purpose: such a group carries no signal."""
     for valid in ([False, True, False], [False, False, False]):
         assert grpo(tensor([math.nan, 5.0, 2.0]), torch.tensor(valid), divide_by_std=divide_by_std).tolist() == [0.0, 0.0, 0.0]
     assert grpo(tensor([5.0]), torch.tensor([True]), divide_by_std=divide_by_std).tolist() == [0.0]
@@ -82,14 +82,14 @@ def test_fewer_than_two_valid_samples_carry_no_signal(divide_by_std):
 @pytest.mark.parametrize("divide_by_std", [False, True])
 @pytest.mark.parametrize("reward", [0.1, -0.04, 1e4 / 3])
 def test_equal_rewards_give_exactly_zero(reward, divide_by_std, dtype):
-    """Even where their mean rounds: seven 0.1s in fp32 would get 0.007, a rounding error divided by a std near 0."""
+    """Even if their mean is rounded: seven 0.1s in fp32 would get 0.007, a rounding error divided by a std near 0."""
     for n in (2, 3, 7):
         advantages = grpo(torch.full((n,), reward, dtype=dtype), torch.ones(n, dtype=torch.bool), divide_by_std=divide_by_std)
         assert advantages.dtype == dtype
         assert advantages.tolist() == [0.0] * n
 
 
-def test_clip_is_higher_above_than_below():
+def test_clip_bounds_are_asymmetric():
     """Clip 0.2 below, 0.28 above. For A > 0 only the upper bound acts, for A < 0 only the lower one."""
     rows = [  # ratio, A, loss, gradient, clipped
         (1.25, 2.0, -2.50, -2.5, False),  # within 1.28, though not within 1.2
@@ -110,8 +110,8 @@ def test_clip_is_higher_above_than_below():
     assert not token_loss.dual_clipped_N.any()
 
 
-def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
-    """A = −2, dual clip 3: never more than 6, and no gradient there."""
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    """A = −2, dual clip 3: a loss of at most 6, without gradient at the bound."""
     ratios, advantages = [2.9, 3.1, 5.0, 0.5, 5.0], [-2.0, -2.0, -2.0, -2.0, 2.0]
     token_loss, gradient = clipped_at(ratios, advantages)
     close(token_loss.loss_N, [5.8, 6.0, 6.0, 1.6, -2.56])
@@ -126,25 +126,25 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
     assert token_loss.dual_clipped_N.dtype == torch.bool
 
 
-def test_ratio_is_of_policy_to_old():
+def test_ratio_is_policy_over_old():
     token_loss = clipped(tensor([-1.0]), tensor([-1.1]), tensor([1.0]), **CLIP)
     close(token_loss.loss_N, [-math.exp(0.1)])
 
 
-def test_rloo_takes_off_the_mean_of_the_others():
-    everyone = torch.ones(3, dtype=torch.bool)
-    close(rloo(tensor([3.0, 0.0, 1.0]), everyone), [3 - 0.5, 0 - 2.0, 1 - 1.5])
+def test_rloo_subtracts_the_mean_of_the_others():
+    all_valid = torch.ones(3, dtype=torch.bool)
+    close(rloo(tensor([3.0, 0.0, 1.0]), all_valid), [3 - 0.5, 0 - 2.0, 1 - 1.5])
     assert rloo(tensor([3.0, math.nan, 1.0]), torch.tensor([True, False, True])).tolist() == [2.0, 0.0, -2.0]
     assert rloo(tensor([0.1] * 7), torch.ones(7, dtype=torch.bool)).tolist() == [0.0] * 7
 
 
 @pytest.mark.parametrize("valid", [[False, True, False], [False, False, False]])
 def test_rloo_of_fewer_than_two_carries_no_signal(valid):
-    """verl keeps the raw reward, here 5: ours differs on purpose, as GRPO does."""
+    """verl keeps the raw reward, here 5. plaudit differs on purpose, as for GRPO."""
     assert rloo(tensor([math.nan, 5.0, 2.0]), torch.tensor(valid)).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_whitening_has_mean_0_and_deviation_1_of_what_counts():
+def test_whitened_values_have_mean_0_and_std_1():
     """0, 2, 4: mean 2, variance (4 + 0 + 4) / 2 = 4."""
     counted = torch.tensor([True, True, False, True])
     close(whiten(tensor([0.0, 2.0, math.nan, 4.0]), counted), [-1.0, 0.0, 0.0, 1.0], 1e-8)
@@ -159,8 +159,8 @@ def test_gae_of_two_tokens():
     assert returns.tolist() == [[3.0, 2.0]]
 
 
-def test_gae_does_not_see_tokens_that_are_masked():
-    """In the middle (a tool's answer) and behind the end: the same as without them, whatever stands there."""
+def test_gae_ignores_masked_tokens():
+    """In the middle (a tool's output) and after the end: the same result as without them, whatever their values."""
     rewards, values, mask = (
         tensor([[1.0, 9.0, 2.0, 9.0]]),
         tensor([[4.0, 9.0, 6.0, 9.0]]),
@@ -171,14 +171,14 @@ def test_gae_does_not_see_tokens_that_are_masked():
     assert returns.tolist() == [[3.0, 0.0, 2.0, 0.0]]
 
 
-def test_returns_are_what_is_still_paid():
+def test_returns_are_discounted_sums_of_later_rewards():
     rewards, mask = tensor([[1.0, 2.0, 4.0], [3.0, 5.0, 0.0]]), torch.tensor([[True, True, True], [True, True, False]])
     assert returns_to_go(rewards, mask, gamma=0.5).tolist() == [[3.0, 4.0, 4.0], [5.5, 5.0, 0.0]]
     assert returns_to_go(rewards, mask, gamma=1.0).tolist() == [[7.0, 6.0, 4.0], [8.0, 5.0, 0.0]]
 
 
-def test_gspo_takes_one_ratio_for_a_sequence():
-    """Ratios 2 and 1/2 make a sequence of ratio 1; 1.5 and 1.5 one of 1.5, which is clipped for A > 0."""
+def test_gspo_uses_one_ratio_per_sequence():
+    """Token ratios 2 and 1/2 give a sequence ratio of 1; 1.5 and 1.5 give 1.5, which is clipped for A > 0."""
     policy = tensor([2.0, 0.5, 1.5, 1.5]).log().requires_grad_()
     token_loss = gspo(policy, torch.zeros(4, dtype=torch.float64), tensor([1.0, 1.0, 2.0, 2.0]), torch.tensor([2, 2]), **BOUNDS)
     close(token_loss.loss_N, [-1.0, -1.0, -2.56, -2.56])
@@ -187,10 +187,10 @@ def test_gspo_takes_one_ratio_for_a_sequence():
     assert token_loss.clipped_N.tolist() == [False, False, True, True]
 
 
-def test_gspo_is_the_papers_loss_where_a_sequence_has_one_advantage():
-    """Mean over sequences of −A · s, with the gradient through s itself; a bound far off."""
+def test_gspo_equals_the_papers_loss_with_one_advantage_per_sequence():
+    """Mean over sequences of −A · s, with the gradient through s itself; the bounds are too wide to act."""
     lengths = torch.tensor([3, 1, 4])
-    policy, old, _, _ = drawn(8)
+    policy, old, _, _ = random_inputs(8)
     advantages_S = tensor([1.0, -2.0, 0.5])
     wide = {"clip_low": 0.999, "clip_high": 1e9}
     s = (sum_by_sequence(policy - old, lengths) / lengths).exp()
@@ -204,7 +204,7 @@ def test_gspo_is_the_papers_loss_where_a_sequence_has_one_advantage():
 
 
 def test_cispo_bounds_a_tokens_weight_and_keeps_its_gradient():
-    """Where clipping would stop the gradient, it is that of log π times the bound."""
+    """Where clipping would stop the gradient, the bounded weight still multiplies that of log π."""
     policy = tensor([2.0, 0.5, 1.1]).log().requires_grad_()
     token_loss = cispo(policy, torch.zeros(3, dtype=torch.float64), tensor([1.0, -1.0, 1.0]), **BOUNDS)
     close(token_loss.loss_N, [-1.28 * math.log(2), 0.8 * math.log(0.5), -1.1 * math.log(1.1)])
@@ -220,7 +220,7 @@ def test_policy_gradient_is_log_prob_times_advantage():
     close(torch.autograd.grad(token_loss.loss_N.sum(), policy)[0], [-3.0, 1.0])
 
 
-def test_positive_sft_learns_from_what_was_better():
+def test_positive_sft_only_uses_positive_advantages():
     policy = tensor([-1.0, -2.0, -3.0]).requires_grad_()
     term = positive_sft(policy, tensor([2.0, -5.0, 0.0]))
     close(term, [2.0, 0.0, 0.0])
@@ -245,8 +245,8 @@ def test_importance_weights(settings, weights, bounded):
     assert not found.weights_N.requires_grad
 
 
-def test_the_kl_coefficient_follows_its_target():
-    """512 samples of a horizon of 10,000; the error counts for 0.2 at most."""
+def test_kl_coefficient_adapts_towards_its_target():
+    """512 samples, a horizon of 10,000; the relative error is clipped to 0.2."""
     assert adapted(0.1, 0.06, target=0.05, samples=512, horizon=10_000) == pytest.approx(0.1 * (1 + 0.2 * 0.0512))
     assert adapted(0.1, 5.0, target=0.05, samples=512, horizon=10_000) == pytest.approx(0.1 * (1 + 0.2 * 0.0512))
     assert adapted(0.1, 0.0, target=0.05, samples=512, horizon=10_000) == pytest.approx(0.1 * (1 - 0.2 * 0.0512))
@@ -278,7 +278,7 @@ def test_k3_is_bounded_by_ten():
     close(torch.autograd.grad(estimate.sum(), policy)[0], [0.0, 0.0, 1 - math.exp(2.6), 1 - math.exp(-10)])
 
 
-def test_k3_keeps_small_distances_in_single_precision():
+def test_k3_is_accurate_for_small_differences_in_fp32():
     """d = 10⁻³: exp(d) − d − 1 as written is 5 % off in fp32."""
     estimate = kl(torch.zeros(1), torch.full((1,), 1e-3), "k3")
     assert estimate.item() == pytest.approx(5.0017e-7, rel=1e-3)
@@ -295,7 +295,7 @@ def test_k3_keeps_small_distances_in_single_precision():
     ],
 )
 def test_aggregation_of_three_sequences_and_an_empty_one(mode, weights, loss):
-    """Token losses 1 2 3 | 4 | | 5 6, where at most 4 tokens are allowed."""
+    """Token losses 1 2 3 | 4 | | 5 6, with a horizon of 4 tokens."""
     lengths = torch.tensor([3, 1, 0, 2])
     w = sequence_weights(lengths, mode, horizon=4)
     assert w.dtype == torch.float64
@@ -304,16 +304,16 @@ def test_aggregation_of_three_sequences_and_an_empty_one(mode, weights, loss):
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_an_update_without_tokens_weighs_nothing(mode):
+def test_an_update_without_tokens_has_zero_weights(mode):
     assert sequence_weights(torch.tensor([0, 0]), mode, horizon=4).tolist() == [0.0, 0.0]
 
 
-# A peer's numbers.
+# verl's values.
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    """What verl 0.9.1's core_algos return for stored inputs, all in float64."""
+    """Outputs of verl 0.9.1's core_algos for stored inputs, all in float64."""
     return json.loads((REFERENCE / "verl_objectives.json").read_text())
 
 
@@ -322,7 +322,7 @@ def mask_of(reference: dict) -> Tensor:
 
 
 def flat(reference: dict, name: str) -> Tensor:
-    """An input's response tokens end to end; what stands in the padding is left behind."""
+    """An input's response tokens, packed without padding."""
     return tensor(reference["inputs"][name])[mask_of(reference)]
 
 
@@ -346,7 +346,7 @@ def by_group(reference: dict, advantages, rewards: Tensor) -> Tensor:
     return found
 
 
-def test_rewards_of_the_reference_stand_at_the_last_token(reference):
+def test_reference_rewards_are_at_the_last_token(reference):
     mask = mask_of(reference)
     at_last = torch.zeros(mask.shape, dtype=torch.float64)
     at_last[torch.arange(len(mask)), mask.sum(1) - 1] = tensor(reference["inputs"]["sequence_rewards"])
@@ -361,7 +361,7 @@ def test_rloo_equals_verl(reference):
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95)])
 def test_gae_equals_verl(reference, gamma, lam):
-    """verl whitens what GAE gives; its means have n + 1e-8 below, so that 46 tokens are off by 2e-10 of themselves."""
+    """verl whitens the advantages of GAE; its means divide by n + 1e-8, a relative error of 2e-10 for 46 tokens."""
     mask, expected = mask_of(reference), reference["advantages"][f"gae gamma={gamma} lambda={lam}"]
     rewards, values = tensor(reference["inputs"]["token_rewards"]), tensor(reference["inputs"]["values"])
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
@@ -401,7 +401,7 @@ def test_remax_equals_verl(reference):
     ],
 )
 def test_gspo_and_cispo_equal_verl(reference, name, loss, bounds, mode):
-    """verl's name says dual_clip=3.0, which neither has. Of its 1e-8 beside token counts, see the clipped loss."""
+    """The stored name says dual_clip=3.0, which neither has. For verl's 1e-8 added to token counts, see the clipped loss."""
     mask, padded_width = mask_of(reference), 12
     lengths = mask.sum(1)
     expected = reference["losses"][f"{name} dual_clip=3.0 agg={mode}"]
@@ -421,7 +421,7 @@ def test_gspo_and_cispo_equal_verl(reference, name, loss, bounds, mode):
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_clipped_loss_equals_verl(reference, mode):
-    """verl adds 1e-8 to the token counts of some of its means. We do not: a sequence of one token differs by a part in 10⁸."""
+    """verl adds 1e-8 to the token counts of some of its means. plaudit does not: one-token sequences differ by one part in 10⁸."""
     mask, padded_width = mask_of(reference), 12
     lengths = mask.sum(1)
     expected = reference["losses"][f"ppo_clip low=0.2 high=0.28 dual_clip=3.0 agg={mode}"]
@@ -444,10 +444,10 @@ def test_kl_equals_verl(reference, kind, verl_name):
     close(estimate, tensor(reference["kl"][verl_name])[mask_of(reference)])
 
 
-# What holds for any input.
+# Properties that hold for any input.
 
 
-def drawn(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_inputs(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs of the policy, of the old policy and of the reference, and advantages; every branch of the losses is taken."""
     generator = torch.Generator().manual_seed(seed)
     old, policy, ref, advantages = torch.randn(4, n, generator=generator, dtype=torch.float64)
@@ -456,34 +456,34 @@ def drawn(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_shares_of_any_split_add_up_to_the_update(mode, seed):
-    """Tokens go to micro-batches at random, sequences cut across them; the last micro-batch is empty."""
+def test_micro_batch_losses_add_up_for_any_split(mode, seed):
+    """Tokens are assigned to micro-batches at random, which splits sequences; the last micro-batch is empty."""
     lengths = torch.tensor([7, 1, 0, 12, 4, 1])
     n = int(lengths.sum())
-    policy, old, ref, advantages = drawn(n, seed)
+    policy, old, ref, advantages = random_inputs(n, seed)
     weights = sequence_weights(lengths, mode, horizon=12).repeat_interleave(lengths)
 
     def share(at: Tensor) -> Tensor:
         token_loss = clipped(policy[at], old[at], advantages[at], **CLIP).loss_N + 0.1 * kl(policy[at], ref[at], "k3")
         return weights[at] @ token_loss
 
-    whole = share(torch.arange(n))
-    gradient = torch.autograd.grad(whole, policy)[0]
+    total = share(torch.arange(n))
+    gradient = torch.autograd.grad(total, policy)[0]
     assert gradient.abs().sum() > 0
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     for sizes in ([n, 0], [1, n - 1, 0], [5, 9, 2, n - 16, 0], [1] * n + [0]):
         shares = [share(at) for at in order.split(sizes)]
-        close(torch.stack(shares).sum(), whole.detach())
+        close(torch.stack(shares).sum(), total.detach())
         close(sum(torch.autograd.grad(s, policy)[0] for s in shares), gradient)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_adds_up_over_whole_sequences_in_any_order(name, mode):
-    """As micro-batches have them: a sequence is never cut. Importance weights of sequences go with them."""
+def test_every_loss_adds_up_over_complete_sequences_in_any_order(name, mode):
+    """As in training: micro-batches never split a sequence. Sequence-level importance weights are included."""
     lengths = torch.tensor([7, 1, 12, 4, 1])
     n, S = int(lengths.sum()), len(lengths)
-    policy, old, sampler, advantages = drawn(n)
+    policy, old, sampler, advantages = random_inputs(n)
     weights_S = sequence_weights(lengths, mode, horizon=12)
     tokens = torch.arange(n).split(lengths.tolist())
 
@@ -492,21 +492,21 @@ def test_every_loss_adds_up_over_whole_sequences_in_any_order(name, mode):
         importance = importance_weights(old[at], sampler[at], some, level="sequence", mode="truncate", high=2.0).weights_N
         return spread(weights_S[members], some) @ (importance * LOSSES[name](policy[at], old[at], advantages[at], some).loss_N)
 
-    whole = share(list(range(S)))
-    gradient = torch.autograd.grad(whole, policy)[0]
+    total = share(list(range(S)))
+    gradient = torch.autograd.grad(total, policy)[0]
     assert gradient.abs().sum() > 0
     for groups in ([[4, 2, 0, 3, 1]], [[0], [1], [2], [3], [4]], [[3, 0], [4, 1, 2]]):
         shares = [share(group) for group in groups]
-        close(torch.stack(shares).sum(), whole.detach())
+        close(torch.stack(shares).sum(), total.detach())
         close(sum(torch.autograd.grad(s, policy)[0] for s in shares), gradient)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_padding_changes_no_loss(name):
-    """Sequences end to end give what the formula gives on rows padded to one width, with anything in the padding."""
+def test_padding_does_not_change_the_loss(name):
+    """Packed sequences give the same loss as the formula on padded rows, whatever the padding contains."""
     lengths = torch.tensor([3, 1, 5])
     mask = torch.arange(5) < lengths[:, None]
-    policy, old, _, advantages = drawn(15)
+    policy, old, _, advantages = random_inputs(15)
     policy_ST, old_ST, advantages_ST = (x.reshape(3, 5) for x in (policy, old, advantages))
     ours = LOSSES[name](policy_ST[mask], old_ST[mask], advantages_ST[mask], lengths).loss_N.sum()
     ratio = (policy_ST - old_ST).exp()
@@ -530,7 +530,7 @@ def test_padding_changes_no_loss(name):
 
 
 def test_gspo_is_the_clipped_loss_at_length_one():
-    policy, old, _, advantages = drawn(20)
+    policy, old, _, advantages = random_inputs(20)
     sequences = gspo(policy, old, advantages, torch.ones(20, dtype=torch.long), **BOUNDS)
     tokens = clipped(policy, old, advantages, **BOUNDS, dual_clip=None)
     close(sequences.loss_N, tokens.loss_N.detach())
@@ -540,7 +540,7 @@ def test_gspo_is_the_clipped_loss_at_length_one():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_an_unchanged_policy_is_the_policy_gradient(name):
-    _, old, _, advantages = drawn(20)
+    _, old, _, advantages = random_inputs(20)
     policy = old.clone().requires_grad_()
     token_loss = LOSSES[name](policy, old, advantages, torch.tensor([15, 5]))
     close(torch.autograd.grad(token_loss.loss_N.sum(), policy)[0], -advantages)
@@ -548,8 +548,8 @@ def test_every_loss_of_an_unchanged_policy_is_the_policy_gradient(name):
     assert token_loss.ratio_N.tolist() == [1.0] * 20
 
 
-def test_importance_weights_of_the_trainers_own_sampler_are_one():
-    _, old, _, _ = drawn(20)
+def test_importance_weights_are_one_if_sampler_and_trainer_agree():
+    _, old, _, _ = random_inputs(20)
     for level in ("token", "sequence"):
         for mode in ("truncate", "mask"):
             found = importance_weights(old, old, torch.tensor([15, 5]), level=level, mode=mode, high=2.0, low=0.5)
@@ -557,8 +557,8 @@ def test_importance_weights_of_the_trainers_own_sampler_are_one():
             assert not found.bounded_N.any()
 
 
-def test_importance_weights_take_the_sampler_out_of_a_mean():
-    """E_sampler[w · f] = E_π_old[f], where no bound acts: over all five tokens of a vocabulary."""
+def test_importance_weights_correct_for_the_sampler():
+    """E_sampler[w · f] = E_π_old[f] if no bound acts, computed exactly over a vocabulary of five tokens."""
     generator = torch.Generator().manual_seed(0)
     old, sampler = (torch.randn(2, 5, generator=generator, dtype=torch.float64) / 4).log_softmax(-1)
     f = torch.randn(5, generator=generator, dtype=torch.float64)
@@ -567,7 +567,7 @@ def test_importance_weights_take_the_sampler_out_of_a_mean():
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_order_of_sequences_and_empty_ones_change_no_weight(mode):
+def test_weights_do_not_depend_on_order_or_empty_sequences(mode):
     lengths = torch.tensor([7, 1, 12, 4])
     weights = sequence_weights(lengths, mode, horizon=12)
     order = torch.tensor([2, 0, 3, 1])
@@ -576,7 +576,7 @@ def test_order_of_sequences_and_empty_ones_change_no_weight(mode):
 
 
 @pytest.mark.parametrize("divide_by_std", [False, True])
-def test_order_of_a_group_permutes_its_advantages(divide_by_std):
+def test_permuting_a_group_permutes_its_advantages(divide_by_std):
     generator = torch.Generator().manual_seed(0)
     rewards, valid = torch.randn(8, generator=generator, dtype=torch.float64), torch.rand(8, generator=generator) < 0.7
     advantages = grpo(rewards, valid, divide_by_std=divide_by_std)
@@ -589,9 +589,9 @@ def test_order_of_a_group_permutes_its_advantages(divide_by_std):
     close(grpo(rewards * 3, valid, divide_by_std=divide_by_std, eps=0.0), advantages * (1 if divide_by_std else 3), 1e-5)
 
 
-def test_an_unchanged_policy_is_neither_clipped_nor_off():
-    """At π = π_old the loss is −A with gradient −A: the plain policy gradient. At π = ref every KL is 0, and k2 and k3 rest."""
-    _, old, _, advantages = drawn(20)
+def test_an_unchanged_policy_has_no_clipping_and_zero_kl():
+    """At π = π_old the loss is −A with gradient −A: the plain policy gradient. At π = ref every KL is 0, and k2 and k3 are flat."""
+    _, old, _, advantages = random_inputs(20)
     policy = old.clone().requires_grad_()
     token_loss = clipped(policy, old, advantages, **CLIP)
     close(token_loss.loss_N, -advantages)
@@ -607,7 +607,7 @@ def test_an_unchanged_policy_is_neither_clipped_nor_off():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_log_ratios_far_off_stay_finite(dtype, dual_clip):
+def test_extreme_log_ratios_stay_finite(dtype, dual_clip):
     policy = torch.tensor([1e4, -1e4, 1e4, -1e4], dtype=dtype, requires_grad=True)
     old = torch.zeros_like(policy)
     token_losses = [clipped(policy, old, torch.tensor([1, 1, -1, -1], dtype=dtype), **{**CLIP, "dual_clip": dual_clip}).loss_N]
@@ -620,9 +620,9 @@ def test_log_ratios_far_off_stay_finite(dtype, dual_clip):
     torch.testing.assert_close(token_losses[0], torch.tensor([-1.28, -math.exp(-20), at_most, 0.8], dtype=dtype))
 
 
-def test_gradients_are_those_of_the_values():
-    """By finite differences, away from the kinks: the bounds of the ratio, of the dual clip and of k3."""
-    policy, old, ref, advantages = drawn(40)
+def test_gradients_match_finite_differences():
+    """Away from the kinks, which are the bounds of the ratio, of the dual clip and of k3."""
+    policy, old, ref, advantages = random_inputs(40)
     ratio = (policy - old).detach().exp()
     smooth = torch.stack([(ratio - kink).abs() > 0.01 for kink in (0.8, 1.28, 3.0)]).all(0) & ((policy - ref).abs() > 0.01)
     assert smooth.sum() > 30
@@ -639,8 +639,8 @@ def test_gradients_are_those_of_the_values():
         assert torch.autograd.gradcheck(lambda x, kind=kind: kl(x, ref, kind), policy)
 
 
-def test_what_each_kl_estimates():
-    """Means over all five tokens of a vocabulary, so without noise: of the estimates, and of their gradients in the logits."""
+def test_expectation_of_each_kl_estimator():
+    """Exact expectations over a vocabulary of five tokens, of the estimates and of their gradients in the logits."""
     generator = torch.Generator().manual_seed(0)
     logits, ref_logits = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2
     logits.requires_grad_()
@@ -663,8 +663,8 @@ def test_what_each_kl_estimates():
     close(gradient(mean["k3"]), gradient(ref.exp() @ (ref - policy)))
 
 
-def test_a_coefficient_that_follows_a_target_never_changes_sign():
-    """However many samples a step has."""
+def test_an_adapted_kl_coefficient_never_changes_sign():
+    """Whatever the number of samples per step."""
     assert adapted(0.05, 0.0, target=5.0, samples=16, horizon=2) == pytest.approx(0.04)
     assert adapted(0.05, 0.0, target=5.0, samples=1, horizon=2) == pytest.approx(0.045)
     assert adapted(0.05, 100.0, target=5.0, samples=10_000, horizon=1) == pytest.approx(0.06)

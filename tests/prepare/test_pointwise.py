@@ -1,4 +1,4 @@
-"""`plaudit prepare pointwise-sft` and `pointwise-rl`: scored translations, each a row, and the chain to a trained judge."""
+"""`plaudit prepare pointwise-sft` and `pointwise-rl`: one row per scored translation, and training a judge on them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ PARSERS = {"pointwise_score": "last_number_line", "grade": "total_score"}
 def sft(file: Path, out: Path, **settings) -> dict[str, str]:
     """Answers by question."""
     make_pointwise_sft([file], out, **settings)
-    talks = [conversation.messages for _, conversation in read_conversations(Source(out))]
-    return {question["content"]: answer["content"] for question, answer in talks}
+    conversations = [conversation.messages for _, conversation in read_conversations(Source(out))]
+    return {question["content"]: answer["content"] for question, answer in conversations}
 
 
 def rl(file: Path, out: Path, **settings) -> list[Prompt]:
@@ -34,7 +34,7 @@ def rl(file: Path, out: Path, **settings) -> list[Prompt]:
     return list(read_prompts(Source(out)))
 
 
-def paid(rule: Rule, prompt: Prompt, answer: str) -> float | None:
+def reward_of(rule: Rule, prompt: Prompt, answer: str) -> float | None:
     reward = PointwiseScore(kind="pointwise_score") if rule == "pointwise_score" else Grade(kind="grade")
     return reward.value(prompt, group(answer).samples[0]).value
 
@@ -46,24 +46,24 @@ def paid(rule: Rule, prompt: Prompt, answer: str) -> float | None:
         ("grade", [f"Total Score: {score}/10" for score in (2, 9, 7, 7)], ["0.2", "0.9", "0.7", "0.7"]),
     ],
 )
-def test_a_row_for_each_candidate_with_its_own_line_and_its_score(tmp_path, rule, endings, truths):
+def test_each_candidate_gets_a_row_with_its_analysis_and_score(tmp_path, rule, endings, truths):
     prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule)
-    taught = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
-    about = ["wrong time of day.", "no error.", "grammar.", "style."]
+    targets = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
+    analyses = ["wrong time of day.", "no error.", "grammar.", "style."]
     assert [prompt.ground_truth for prompt in prompts] == truths
     assert [prompt.extra_info["candidate"] for prompt in prompts] == GROUP["mt_texts"]
-    answers = [taught[prompt.messages[0]["content"]] for prompt in prompts]
-    assert answers == [f"{line}\n\n{ending}" for line, ending in zip(about, endings, strict=True)]
+    answers = [targets[prompt.messages[0]["content"]] for prompt in prompts]
+    assert answers == [f"{line}\n\n{ending}" for line, ending in zip(analyses, endings, strict=True)]
     assert {prompt.data_source for prompt in prompts} == {"mt_score" if rule == "pointwise_score" else "grade"}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_sft_teaches_is_what_the_rule_pays_most_and_the_judge_reads(tmp_path, rule):
-    taught = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
+def test_sft_targets_get_the_highest_reward_and_can_be_parsed(tmp_path, rule):
+    targets = sft(groups(tmp_path), tmp_path / "sft.parquet", rule=rule)
     read = Judge(kind="judge", model={"path": "x"}, parser=PARSERS[rule]).reader()  # pyright: ignore
     for prompt in rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule):
-        answer = taught[prompt.messages[0]["content"]]
-        assert paid(rule, prompt, answer) == pytest.approx(1.0)
+        answer = targets[prompt.messages[0]["content"]]
+        assert reward_of(rule, prompt, answer) == pytest.approx(1.0)
         found = read(answer)
         assert found is not None
         assert found.value == float(prompt.ground_truth)
@@ -71,8 +71,8 @@ def test_what_sft_teaches_is_what_the_rule_pays_most_and_the_judge_reads(tmp_pat
 
 @pytest.mark.parametrize("own_template", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_prompt_is_the_one_that_judge_asks(tmp_path, rule, own_template):
-    """Word for word, for a policy that is asked to translate as here; with one's own template the judge is told the scale."""
+def test_prompts_match_those_of_judge(tmp_path, rule, own_template):
+    """Verbatim, if the policy's task is the same translation request; with a custom template the judge is given the scale."""
     template, scale = None, {}
     if own_template:
         (template := tmp_path / "t.jinja").write_text("{{ task }}|{{ response }}|{{ parser }}|{{ lowest }} to {{ highest }}\n")
@@ -81,12 +81,12 @@ def test_the_prompt_is_the_one_that_judge_asks(tmp_path, rule, own_template):
     reward = make("judge", answer, parser=PARSERS[rule], template=None if template is None else str(template), **scale)
     task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
     collect(reward, replace(group(*GROUP["mt_texts"]), prompt=Prompt("0", task)))
-    asked = {text for text, _ in backend_of(reward).asked}
+    questions = {text for text, _ in backend_of(reward).asked}
     prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule, template=template)
-    assert asked == {prompt.messages[0]["content"] for prompt in prompts}
+    assert questions == {prompt.messages[0]["content"] for prompt in prompts}
 
 
-def test_an_analysis_that_cannot_be_taken_apart_is_an_error_for_sft_alone(tmp_path):
+def test_an_analysis_that_cannot_be_split_is_an_error_only_for_sft(tmp_path):
     file = groups(tmp_path, {"analysis": "B is best."})
     with pytest.raises(DataError, match="column 'analysis' cannot be split by candidate, as needed for one row per candidate"):
         make_pointwise_sft([file], tmp_path / "sft.parquet")
@@ -94,14 +94,14 @@ def test_an_analysis_that_cannot_be_taken_apart_is_an_error_for_sft_alone(tmp_pa
     assert len(rl(file, tmp_path / "rl.parquet")) == 4
 
 
-def test_a_candidate_that_is_alone_has_the_whole_analysis(tmp_path):
+def test_a_single_candidate_gets_the_full_analysis(tmp_path):
     alone = {"mt_texts": ["Guten Abend."], "scores": [2]}
     for analysis in ("Wrong time of day.", "Translation A: Wrong time of day."):
         [answer] = sft(groups(tmp_path, alone | {"analysis": analysis}), tmp_path / "sft.parquet").values()
         assert answer == "Wrong time of day.\n\n2"
 
 
-def test_long_candidates_are_left_out_one_by_one(tmp_path):
+def test_long_candidates_are_left_out_individually(tmp_path):
     texts = ["x" * 50, "y" * 10, "z" * 51, "w"]
     file = groups(tmp_path, {"src_text": "t" * 50, "mt_texts": texts})
     made = make_pointwise_rl([file], tmp_path / "rl.parquet", max_characters=100)
@@ -119,20 +119,20 @@ def test_long_candidates_are_left_out_one_by_one(tmp_path):
         ("fine. Total Score: 3/10", "grade", "the analysis of candidate D already ends with a score"),
     ],
 )
-def test_an_analysis_that_would_teach_nonsense_is_refused(tmp_path, line, rule, message):
+def test_an_analysis_unusable_as_a_target_is_refused(tmp_path, line, rule, message):
     file = groups(tmp_path, {"analysis": GROUP["analysis"].replace("style.", line)})
     with pytest.raises(DataError, match=message):
         make_pointwise_sft([file], tmp_path / "sft.parquet", rule=rule)
     assert len(rl(file, tmp_path / "rl.parquet", rule=rule)) == 4
 
 
-def test_rl_does_not_look_at_an_analysis(tmp_path):
+def test_rl_ignores_the_analysis(tmp_path):
     assert len(rl(groups(tmp_path, {"analysis": ["what", "ever"]}), tmp_path / "rl.parquet")) == 4
 
 
 @pytest.mark.parametrize("make_rows", [make_pointwise_sft, make_pointwise_rl, make_ranking_sft, make_ranking_rl])
 @pytest.mark.parametrize("needs", ["ground_truth", "extra_info.style"])
-def test_a_template_that_needs_what_these_rows_lack_is_told(tmp_path, make_rows, needs):
+def test_a_template_that_needs_missing_fields_is_reported(tmp_path, make_rows, needs):
     (tmp_path / "t.jinja").write_text("{{ " + needs + " }}")
     with pytest.raises(
         RecipeError, match=r"prepare: template: .*lacks something t.jinja needs.* These rows provide nothing but a task"
@@ -140,7 +140,7 @@ def test_a_template_that_needs_what_these_rows_lack_is_told(tmp_path, make_rows,
         make_rows([groups(tmp_path)], tmp_path / "rows.parquet", template=tmp_path / "t.jinja")
 
 
-def test_bad_rows_and_templates_are_told(tmp_path):
+def test_bad_rows_and_templates_are_reported(tmp_path):
     with pytest.raises(DataError, match=r"row 0: column 'scores': 11 should be an integer from 0 to 10"):
         make_pointwise_rl([groups(tmp_path, {"scores": [1, 2, 3, 11]})], tmp_path / "rl.parquet")
     (tmp_path / "t.jinja").write_text("{{ candidates }}")
@@ -148,7 +148,7 @@ def test_bad_rows_and_templates_are_told(tmp_path):
         make_pointwise_rl([groups(tmp_path)], tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
 
 
-def test_the_verbs_write_a_new_file_and_never_over_one(tmp_path, capsys):
+def test_commands_never_overwrite_a_file(tmp_path, capsys):
     file = groups(tmp_path)
     for name, verb in (("sft", prepare_pointwise_sft), ("rl", prepare_pointwise_rl)):
         verb([file], tmp_path / f"{name}.parquet")
@@ -157,7 +157,7 @@ def test_the_verbs_write_a_new_file_and_never_over_one(tmp_path, capsys):
             verb([file], tmp_path / f"{name}.parquet")
 
 
-def test_the_seed_decides_every_byte(tmp_path):
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
     file = groups(tmp_path, *({"src_text": f"{i}"} for i in range(9)))
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         make_pointwise_sft([file], tmp_path / name, seed=seed)
@@ -165,19 +165,19 @@ def test_the_seed_decides_every_byte(tmp_path):
     assert a == b != c
 
 
-def test_real_candidates_become_rows_whose_taught_answers_the_rule_pays_most(tmp_path, real_data):
+def test_sft_targets_of_real_candidates_get_the_highest_reward(tmp_path, real_data):
     file = real_data / "mt_ranking_ende_test.parquet"
     for rule in RULES:
         prompts = rl(file, tmp_path / f"{rule}.parquet", rule=rule)
-        taught = sft(file, tmp_path / f"{rule}-sft.parquet", rule=rule)
+        targets = sft(file, tmp_path / f"{rule}-sft.parquet", rule=rule)
         assert len(prompts) > 400
-        assert all(paid(rule, prompt, taught[prompt.messages[0]["content"]]) == pytest.approx(1.0) for prompt in prompts)
+        assert all(reward_of(rule, prompt, targets[prompt.messages[0]["content"]]) == pytest.approx(1.0) for prompt in prompts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_rl_improves_on_sft_on_candidates_that_neither_saw(tmp_path, real_data, rule):
-    """The miniature of docs/generative_reward_models.md, shorter. What RL brings is the commonest score."""
+def test_rl_improves_on_sft_on_held_out_candidates(tmp_path, real_data, rule):
+    """A shorter version of the small run in docs/generative_reward_models.md. RL mainly learns the most common score."""
     short = {"rule": rule, "max_characters": 400, "template": MINI / "mini_score.jinja"}
     train, test = (real_data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
     make_pointwise_sft([train], tmp_path / "sft.parquet", **short)

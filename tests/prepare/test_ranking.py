@@ -1,4 +1,4 @@
-"""`plaudit prepare ranking-sft` and `ranking-rl`: scored translations as rows, and the chain from them to a trained judge."""
+"""`plaudit prepare ranking-sft` and `ranking-rl`: rows from scored translations, and training a judge on them."""
 
 import json
 from dataclasses import replace
@@ -36,10 +36,10 @@ def scored(prompt: Prompt, answer: str, **settings) -> float | None:
     return Ranking(kind="ranking", **settings).value(prompt, group(answer).samples[0]).value
 
 
-# Answers and truths --------------------------------------------------------------------------------------------------
+# Targets and ground truths -------------------------------------------------------------------------------------------
 
 
-def test_an_answer_has_analysis_ranking_and_scores_in_the_order_of_the_ranking(tmp_path):
+def test_an_answer_has_analysis_ranking_and_scores_in_ranking_order(tmp_path):
     [[question, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet")
     assert answer["content"] == GROUP["analysis"] + "\n\nRanking:\nB > C = D > A\nScores:\nB: 9, C: 7, D: 7, A: 2"
     assert "Translate from English into German:\n\nGood morning." in question["content"]
@@ -47,13 +47,13 @@ def test_an_answer_has_analysis_ranking_and_scores_in_the_order_of_the_ranking(t
 
 
 @pytest.mark.parametrize(("format", "end"), [("ranking", "B > C = D > A"), ("score", "Scores:\nA: 2, B: 9, C: 7, D: 7")])
-def test_an_answer_may_end_with_the_ranking_or_the_scores_alone(tmp_path, format, end):
+def test_an_answer_may_end_with_only_the_ranking_or_the_scores(tmp_path, format, end):
     [[_, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet", format=format)
     assert answer["content"] == f"{GROUP['analysis']}\n\n{end}"
 
 
 @pytest.mark.parametrize("format", ["ranking_score", "ranking"])
-def test_what_sft_teaches_is_what_the_rule_pays_most(tmp_path, format):
+def test_sft_targets_get_the_highest_reward(tmp_path, format):
     [[question, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet", format=format)
     [prompt] = rl(groups(tmp_path), tmp_path / "rl.parquet", format=format)
     assert prompt.messages == [question]
@@ -62,14 +62,14 @@ def test_what_sft_teaches_is_what_the_rule_pays_most(tmp_path, format):
 
 
 @pytest.mark.parametrize("template", [None, MINI / "mini.jinja"])
-def test_the_prompt_is_the_one_that_group_judge_asks(tmp_path, template):
-    """Word for word, for a policy that is asked to translate as here; so the trained model is asked what it has learnt."""
+def test_prompts_match_those_of_group_judge(tmp_path, template):
+    """Verbatim, if the policy's task is the same translation request: the trained judge sees prompts as in training."""
     reward = make("group_judge", "Ranking:\nA > B\nScores:\nA: 7, B: 3", template=None if template is None else str(template))
     task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
     collect(reward, replace(group(*GROUP["mt_texts"][:2]), prompt=Prompt("0", task)))
-    [(asked, _)] = backend_of(reward).asked
+    [(question, _)] = backend_of(reward).asked
     prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=99, shuffle_augment=1, template=template)
-    assert asked in [prompt.messages[0]["content"] for prompt in prompts]
+    assert question in [prompt.messages[0]["content"] for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_the_prompt_is_the_one_that_group_judge_asks(tmp_path, template):
         "\nHere are the scores:",
     ],
 )  # fmt: skip
-def test_an_analysis_that_announces_its_result_is_cut_there(tmp_path, ending):
+def test_an_analysis_is_cut_where_it_announces_its_result(tmp_path, ending):
     [[_, answer]] = sft(groups(tmp_path, {"analysis": GROUP["analysis"] + ending}), tmp_path / "sft.parquet")
     assert answer["content"].startswith(GROUP["analysis"] + "\n\nRanking:\nB")
 
 
-def test_an_analysis_that_only_speaks_of_scores_is_left_alone(tmp_path):
+def test_an_analysis_that_merely_mentions_scores_is_not_cut(tmp_path):
     analysis = "B is best.\nThe scores differ little: all are polite."
     [[_, answer]] = sft(groups(tmp_path, {"analysis": analysis}), tmp_path / "sft.parquet")
     assert answer["content"].startswith(analysis + "\n\n")
@@ -99,7 +99,7 @@ def test_languages_may_be_names_or_codes(tmp_path):
 # Augmentation --------------------------------------------------------------------------------------------------------
 
 
-def test_without_augmentation_rl_rows_are_the_groups_in_their_order(tmp_path):
+def test_without_augmentation_rl_rows_keep_the_original_order(tmp_path):
     file = groups(tmp_path, {}, {"src_text": "Good night."})
     first, second = rl(file, tmp_path / "rl.parquet")
     assert first.ground_truth == '{"A": 2, "B": 9, "C": 7, "D": 7}'
@@ -109,14 +109,14 @@ def test_without_augmentation_rl_rows_are_the_groups_in_their_order(tmp_path):
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
 
 
-def test_parts_and_orders_of_a_group_are_different_and_scored_as_they_are_shown(tmp_path):
+def test_subgroups_and_permutations_are_distinct_and_scored_as_shown(tmp_path):
     prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=4, shuffle_augment=4)
     shown = [tuple(prompt.extra_info["shuffle_indices"]) for prompt in prompts]
     sets = {frozenset(places) for places in shown}
     assert len(set(shown)) == len(shown)
-    assert len(sets) == 5, "the whole group and four parts of it"
+    assert len(sets) == 5, "the full group and four subgroups"
     assert all(shown.count(places) == 1 for places in shown)
-    assert sum(len(places) == 4 for places in shown) == 5, "its own order and four others"
+    assert sum(len(places) == 4 for places in shown) == 5, "the original order and four others"
     assert all(sum(set(places) == set(pair) for places in shown) == 2 for pair in sets if len(pair) == 2), "a pair has two orders"
     for prompt, places in zip(prompts, shown, strict=True):
         assert list(json.loads(prompt.ground_truth).values()) == [GROUP["scores"][i] for i in places]
@@ -127,26 +127,26 @@ def test_parts_and_orders_of_a_group_are_different_and_scored_as_they_are_shown(
         )
 
 
-def test_no_more_rows_than_there_are_parts_and_orders(tmp_path):
-    """Of four: 24 orders; 4 parts of three with 6, 6 of two with 2."""
+def test_augmentation_stops_at_all_subgroups_and_permutations(tmp_path):
+    """For four candidates: 24 orders; 4 subgroups of three with 6 orders each, 6 pairs with 2."""
     assert len(rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=99, shuffle_augment=99)) == 24 + 4 * 6 + 6 * 2
 
 
-def test_in_parts_and_other_orders_each_line_of_the_analysis_goes_with_its_candidate(tmp_path):
+def test_augmentation_keeps_each_analysis_line_with_its_candidate(tmp_path):
     rows = sft(groups(tmp_path), tmp_path / "sft.parquet", subgroup_augment=99, shuffle_augment=23)
     assert len(rows) == len({row[0]["content"] for row in rows}) == 24 + 4 * 6 + 6 * 2
-    about = dict(zip(GROUP["mt_texts"], ["wrong time of day.", "no error.", "grammar.", "style."], strict=True))
+    analyses = dict(zip(GROUP["mt_texts"], ["wrong time of day.", "no error.", "grammar.", "style."], strict=True))
     scores = dict(zip(GROUP["mt_texts"], GROUP["scores"], strict=True))
     for question, answer in rows:
         lines = answer["content"].split("\n")
         given = dict(item.split(": ") for item in lines[-1].split(", "))
         for i, letter in enumerate(sorted(given)):
             text = question["content"].split(f"[{letter}]\n")[1].split("\n")[0]
-            assert lines[i] == f"Translation {letter}: {about[text]}"
+            assert lines[i] == f"Translation {letter}: {analyses[text]}"
             assert int(given[letter]) == scores[text]
 
 
-def test_the_seed_decides_every_byte(tmp_path):
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
     def made(name: str, verb, **settings) -> bytes:
         verb([groups(tmp_path, {}, {"src_text": "Bye."})], tmp_path / name, shuffle_augment=3, **settings)
         return (tmp_path / name).read_bytes()
@@ -164,7 +164,7 @@ def test_long_groups_are_left_out_and_counted(tmp_path):
     assert not (tmp_path / "none.parquet").exists()
 
 
-def test_an_example_is_one_that_the_rule_can_read(tmp_path):
+def test_the_rule_can_read_the_example_in_the_prompt(tmp_path):
     [plain], [prompt] = rl(groups(tmp_path), tmp_path / "a.parquet"), rl(groups(tmp_path), tmp_path / "b.parquet", add_example=True)
     shown = prompt.messages[0]["content"].removeprefix(plain.messages[0]["content"])
     assert read_letters(shown, "ABC", "ranking_score") is not None
@@ -190,7 +190,7 @@ def test_an_example_is_one_that_the_rule_can_read(tmp_path):
         ({"analysis": "Ranking:"}, r"column 'analysis' is empty; an answer begins with the analysis"),
     ],
 )
-def test_a_bad_row_is_told_with_its_number(tmp_path, change, message):
+def test_a_bad_row_is_reported_with_its_number(tmp_path, change, message):
     with pytest.raises(DataError, match=message):
         make_ranking_sft([groups(tmp_path, {}, change)], tmp_path / "sft.parquet")
     assert not (tmp_path / "sft.parquet").exists()
@@ -204,7 +204,7 @@ def test_a_bad_row_is_told_with_its_number(tmp_path, change, message):
         *(GROUP["analysis"].replace("style", text) for text in ("as Translation C", "so B is better", "worse than A", "C and D")),
     ],
 )
-def test_an_analysis_that_cannot_be_taken_apart_is_an_error_where_that_is_asked_for(tmp_path, analysis):
+def test_an_analysis_that_cannot_be_split_is_an_error_only_with_augmentation(tmp_path, analysis):
     file = groups(tmp_path, {"analysis": analysis})
     assert len(sft(file, tmp_path / "one.parquet")) == 1
     with pytest.raises(DataError, match="cannot be split by candidate, as needed for --subgroup-augment and --shuffle-augment"):
@@ -213,12 +213,12 @@ def test_an_analysis_that_cannot_be_taken_apart_is_an_error_where_that_is_asked_
 
 
 @pytest.mark.parametrize("text", ["A word is missing.", 'minor style in "Plan B" and in „Vitamin C“', "as E would have it"])
-def test_a_capital_that_names_no_candidate_is_just_text(tmp_path, text):
+def test_a_capital_letter_that_is_not_a_candidate_is_plain_text(tmp_path, text):
     file = groups(tmp_path, {"analysis": GROUP["analysis"].replace("style.", text)})
     assert len(sft(file, tmp_path / "sft.parquet", shuffle_augment=3)) == 4
 
 
-def test_rl_rows_need_no_analysis_and_whole_numbers_may_be_written_as_floats(tmp_path):
+def test_rl_rows_need_no_analysis_and_accept_integral_floats(tmp_path):
     row = {name: value for name, value in GROUP.items() if name != "analysis"} | {"scores": [2.0, 9.0, 7.0, 7.0]}
     [prompt] = rl(write_jsonl(tmp_path / "groups.jsonl", [row]), tmp_path / "rl.parquet")
     assert json.loads(prompt.ground_truth) == {"A": 2, "B": 9, "C": 7, "D": 7}
@@ -226,7 +226,7 @@ def test_rl_rows_need_no_analysis_and_whole_numbers_may_be_written_as_floats(tmp
         make_ranking_sft([tmp_path / "groups.jsonl"], tmp_path / "sft.parquet")
 
 
-def test_a_missing_column_and_a_template_that_asks_too_much_are_said(tmp_path):
+def test_a_missing_column_and_an_unknown_template_variable_are_reported(tmp_path):
     with pytest.raises(DataError, match="column 'translations' is missing"):
         make_ranking_rl([groups(tmp_path)], tmp_path / "rl.parquet", columns=Columns(candidates="translations"))
     (tmp_path / "t.jinja").write_text("{{ response }}")
@@ -234,7 +234,7 @@ def test_a_missing_column_and_a_template_that_asks_too_much_are_said(tmp_path):
         make_ranking_rl([groups(tmp_path)], tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
 
 
-def test_the_verbs_write_a_new_file_and_never_over_one(tmp_path, capsys):
+def test_commands_never_overwrite_a_file(tmp_path, capsys):
     file, out = groups(tmp_path), tmp_path / "new" / "rl.parquet"
     prepare_ranking_rl([file], out, template=MINI / "mini.jinja")
     assert capsys.readouterr().out == f"{out}: 1 rows of 1 groups\n"
@@ -248,18 +248,18 @@ def test_the_verbs_write_a_new_file_and_never_over_one(tmp_path, capsys):
 # Real groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_real_groups_become_rows_whose_taught_answers_the_rule_pays_most(tmp_path, real_data):
+def test_sft_targets_of_real_groups_get_the_highest_reward(tmp_path, real_data):
     file = real_data / "mt_ranking_ende_test.parquet"
     prompts = rl(file, tmp_path / "rl.parquet")
     assert len(prompts) == 114
-    taught = {question["content"]: answer["content"] for question, answer in sft(file, tmp_path / "sft.parquet", shuffle_augment=2)}
-    assert len(taught) == 3 * 114
-    assert [scored(prompt, taught[prompt.messages[0]["content"]]) for prompt in prompts] == [2.0] * 114
+    target = {question["content"]: answer["content"] for question, answer in sft(file, tmp_path / "sft.parquet", shuffle_augment=2)}
+    assert len(target) == 3 * 114
+    assert [scored(prompt, target[prompt.messages[0]["content"]]) for prompt in prompts] == [2.0] * 114
 
 
 @pytest.mark.slow
-def test_rl_improves_on_sft_on_groups_that_neither_saw(tmp_path, real_data):
-    """The miniature of docs/generative_reward_models.md with shorter texts and fewer steps. What RL brings is readable answers."""
+def test_rl_improves_on_sft_on_held_out_groups(tmp_path, real_data):
+    """A shorter version of the small run in docs/generative_reward_models.md. RL mainly makes answers readable."""
     short = {"format": "ranking", "max_characters": 400, "template": MINI / "mini.jinja"}
     train, test = (real_data / f"mt_ranking_ende_{part}.parquet" for part in ("train", "test"))
     make_ranking_sft([train], tmp_path / "sft.parquet", shuffle_augment=23, **short)

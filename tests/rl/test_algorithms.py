@@ -1,5 +1,5 @@
-"""Every algorithm through the whole loop on a tiny model: it runs, its update is its formula however it is split, its state is
-resumed, and settings that mean nothing are refused."""
+"""Every algorithm through the full loop on a tiny model: it runs, its update matches its formula however it is split, its state
+resumes, and settings without effect are refused."""
 
 import json
 import math
@@ -36,7 +36,7 @@ from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_rec
 
 # Without a critic; ppo is tested in test_critic.py.
 KINDS = tuple(name for name, estimator in ESTIMATORS.items() if "critic" not in estimator.needs)
-COMPARING = tuple(name for name, estimator in ESTIMATORS.items() if "group" in estimator.needs)
+GROUP_KINDS = tuple(name for name, estimator in ESTIMATORS.items() if "group" in estimator.needs)
 SEVERAL_UPDATES = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 256}
 ALGORITHMS = {
     "GRPO": {"kind": "grpo"},
@@ -70,7 +70,7 @@ def prompts_file(relative_prompts) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path, tiny_model, prompts_file):
-    """Writes a recipe whose run folder has its name. Two rewards, so that GDPO has something to do."""
+    """Writes a recipe whose run folder has the same name. Two rewards, so that GDPO has something to do."""
 
     def write(name: str = "run", **sections) -> Path:
         gdpo = sections.get("algorithm", {}).get("kind") == "gdpo"
@@ -84,7 +84,7 @@ def recipe(tmp_path, tiny_model, prompts_file):
 
 @pytest.fixture
 def recorded(monkeypatch) -> list[list[Experience]]:
-    """The samples of every update."""
+    """Records the samples of every update."""
     recorded: list[list[Experience]] = []
 
     def make_and_record(samples, *arguments, **settings):
@@ -121,7 +121,7 @@ def test_two_steps(tmp_path, recipe, tiny_model, name):
     assert any(not torch.equal(before[weight], after[weight]) for weight in after)
 
 
-def test_one_sample_a_prompt_is_enough_where_nothing_is_compared(tmp_path, recipe):
+def test_one_sample_per_prompt_is_enough_without_group_comparison(tmp_path, recipe):
     for kind in ("reinforce++", "remax"):
         train_rl(recipe(kind, algorithm={"kind": kind}, rollout={"n": 1}, run={"max_steps": 1}))
         assert metrics_of(tmp_path / kind)[0]["grad_norm"] > 0
@@ -130,14 +130,14 @@ def test_one_sample_a_prompt_is_enough_where_nothing_is_compared(tmp_path, recip
 FAILS_ON_SOME = """
 def compute_score(solution_str):
     if len(solution_str) % 3 == 0:
-        raise ValueError("of this length I cannot tell")
+        raise ValueError("cannot score this length")
     return len(solution_str)
 """
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropped_samples_are_not_trained_on(tmp_path, recipe, recorded, kind):
-    """Whatever the kind: a sample whose reward failed is in no update, and what is left has finite advantages."""
+    """For every kind: samples whose reward failed are in no update, and the others have finite advantages."""
     (tmp_path / "reward.py").write_text(FAILS_ON_SOME)
     file = recipe(algorithm={"kind": kind}, run={"max_steps": 1})
     tree = json.loads(file.read_text())
@@ -156,74 +156,74 @@ def test_dropped_samples_are_not_trained_on(tmp_path, recipe, recorded, kind):
 # Advantages of a step -------------------------------------------------------------------------------------------------
 
 
-def paid(*rewards: float, length: int = 2) -> list[torch.Tensor]:
-    """Samples of some tokens, their reward at the last."""
+def end_rewards(*rewards: float, length: int = 2) -> list[torch.Tensor]:
+    """Token rewards of samples of one length, each rewarded at its last token."""
     return [torch.tensor([0.0] * (length - 1) + [reward], dtype=torch.float64) for reward in rewards]
 
 
 def token_advantages(
     rewards: list[torch.Tensor], sizes: list[int], algorithm: AlgorithmSettings, baselines: list[float | None] | None = None
 ) -> list[np.ndarray]:
-    """Of samples whose groups have these sizes."""
+    """Advantages of samples in groups of these sizes."""
     greedy = torch.tensor([math.nan if b is None else b for b in baselines], dtype=torch.float64) if baselines else None
     return estimate_advantages(StepRewards(rewards, torch.tensor(sizes), greedy), algorithm).advantages
 
 
 def test_each_kind_by_hand():
     """Two groups, 1 3 | 0 0, of two tokens each. Centred: −1 1 | 0 0, whose variance over 4 is 2/3, over 8 tokens 4/7."""
-    rewards, sizes = paid(1, 3, 0, 0), [2, 2]
+    rewards, sizes = end_rewards(1, 3, 0, 0), [2, 2]
 
-    def of_samples(kind: str, **settings) -> list[float]:
+    def per_sample(kind: str, **settings) -> list[float]:
         found = token_advantages(rewards, sizes, AlgorithmSettings(kind=kind, **settings), baselines=[2.0, 0.5])
         assert all(A[0] == A[1] for A in found)
         return [A[0].item() for A in found]
 
     root = math.sqrt
-    assert of_samples("grpo", divide_by_std=False) == [-1, 1, 0, 0]
-    assert of_samples("grpo") == pytest.approx([-1 / root(2), 1 / root(2), 0, 0], abs=1e-6)
-    assert of_samples("rloo") == [-2, 2, 0, 0]
-    assert of_samples("gdpo") == pytest.approx([-root(3 / 2), root(3 / 2), 0, 0], abs=1e-7)
-    assert of_samples("reinforce++-baseline") == pytest.approx([-root(7 / 4), root(7 / 4), 0, 0], abs=1e-7)
-    assert of_samples("remax") == [-1, 1, -0.5, -0.5]
+    assert per_sample("grpo", divide_by_std=False) == [-1, 1, 0, 0]
+    assert per_sample("grpo") == pytest.approx([-1 / root(2), 1 / root(2), 0, 0], abs=1e-6)
+    assert per_sample("rloo") == [-2, 2, 0, 0]
+    assert per_sample("gdpo") == pytest.approx([-root(3 / 2), root(3 / 2), 0, 0], abs=1e-7)
+    assert per_sample("reinforce++-baseline") == pytest.approx([-root(7 / 4), root(7 / 4), 0, 0], abs=1e-7)
+    assert per_sample("remax") == [-1, 1, -0.5, -0.5]
     # Rewards less their mean of 1: 0 2 −1 −1, whose variance over 8 tokens is 12/7.
-    assert of_samples("reinforce++") == pytest.approx([0, 2 / root(12 / 7), -1 / root(12 / 7), -1 / root(12 / 7)], abs=1e-7)
+    assert per_sample("reinforce++") == pytest.approx([0, 2 / root(12 / 7), -1 / root(12 / 7), -1 / root(12 / 7)], abs=1e-7)
 
 
-def test_opo_weighs_its_baseline_by_length():
+def test_opo_weights_its_baseline_by_length():
     """Rewards 1 and 5 of lengths 3 and 1: the baseline is (3·1 + 1·5) / 4 = 2. Equal rewards of any lengths: 0."""
-    rewards = [*paid(1, length=3), *paid(5, length=1), *paid(0.1, length=7), *paid(0.1, length=2)]
+    rewards = [*end_rewards(1, length=3), *end_rewards(5, length=1), *end_rewards(0.1, length=7), *end_rewards(0.1, length=2)]
     found = token_advantages(rewards, [2, 2], AlgorithmSettings(kind="opo"))
     assert [A.tolist() for A in found] == [[-1.0] * 3, [3.0], [0.0] * 7, [0.0] * 2]
 
 
 def test_reinforce_plus_plus_discounts_tokens_far_from_the_end():
-    [A] = token_advantages(paid(1, length=3), [1], AlgorithmSettings(kind="reinforce++", discount=0.5))
+    [A] = token_advantages(end_rewards(1, length=3), [1], AlgorithmSettings(kind="reinforce++", discount=0.5))
     returns = np.array([0.25, 0.5, 1.0])
     np.testing.assert_allclose(A, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", COMPARING)
-def test_a_group_left_with_one_sample_gets_nothing_and_counts_nowhere(kind):
-    """The others have what they have without it. (Dropped samples are not there at all.)"""
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_a_group_of_one_gets_zero_advantage_and_affects_no_other(kind):
+    """The other groups' advantages are the same without it. (Dropped samples have been removed by then.)"""
     algorithm = AlgorithmSettings(kind=kind)
-    alone = token_advantages(paid(1, 3, 0, 4), [2, 2], algorithm)
-    beside = token_advantages(paid(1, 3, 100, 0, 4), [2, 1, 2], algorithm)
-    assert beside[2].tolist() == [0.0, 0.0]
-    for A, B in zip(alone, [*beside[:2], *beside[3:]], strict=True):
+    without_it = token_advantages(end_rewards(1, 3, 0, 4), [2, 2], algorithm)
+    with_it = token_advantages(end_rewards(1, 3, 100, 0, 4), [2, 1, 2], algorithm)
+    assert with_it[2].tolist() == [0.0, 0.0]
+    for A, B in zip(without_it, [*with_it[:2], *with_it[3:]], strict=True):
         assert np.array_equal(A, B)
 
 
-def test_a_group_whose_greedy_sample_was_dropped_gets_nothing():
-    found = token_advantages(paid(1, 3, 0, 4), [2, 2], AlgorithmSettings(kind="remax"), baselines=[None, 1.0])
+def test_a_group_whose_greedy_sample_was_dropped_gets_zero_advantage():
+    found = token_advantages(end_rewards(1, 3, 0, 4), [2, 2], AlgorithmSettings(kind="remax"), baselines=[None, 1.0])
     assert [A[0].item() for A in found] == [0, 0, -1, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_order_of_groups_and_of_samples_changes_no_advantage(kind):
+def test_order_of_groups_and_samples_does_not_change_advantages(kind):
     algorithm = AlgorithmSettings(kind=kind)
-    there = token_advantages(paid(1, 3, 7, 0, 4), [3, 2], algorithm, baselines=[2.0, 0.5])
-    back = token_advantages(paid(4, 0, 7, 3, 1), [2, 3], algorithm, baselines=[0.5, 2.0])
-    for A, B in zip(there, reversed(back), strict=True):
+    in_order = token_advantages(end_rewards(1, 3, 7, 0, 4), [3, 2], algorithm, baselines=[2.0, 0.5])
+    backwards = token_advantages(end_rewards(4, 0, 7, 3, 1), [2, 3], algorithm, baselines=[0.5, 2.0])
+    for A, B in zip(in_order, reversed(backwards), strict=True):
         np.testing.assert_allclose(A, B, rtol=0, atol=1e-12)
 
 
@@ -234,7 +234,7 @@ OLD_LOGPROBS = [np.array([-1.0, -1.0]), np.array([-1.0])]
 REF_LOGPROBS = [np.array([-2.0, -3.0]), np.array([-1.0])]
 
 
-def test_every_token_pays_for_its_distance():
+def test_kl_is_subtracted_from_every_tokens_reward():
     """log π_old − log ref is 1 and 2, and 0; β = 0.1: the first sample is worth 5 − 0.3, the second 3."""
     costs, metrics = KLPenalty(KLRewardSettings(coefficient=0.1)).costs(OLD_LOGPROBS, REF_LOGPROBS)
     rewards = token_rewards([5.0, 3.0], [2, 1], costs)
@@ -247,7 +247,7 @@ def test_every_token_pays_for_its_distance():
     np.testing.assert_allclose(remax, [0.7, 0.8])
 
 
-def test_the_coefficient_moves_after_the_step_and_is_saved():
+def test_the_coefficient_adapts_after_the_step_and_is_saved():
     penalty = KLPenalty(KLRewardSettings(coefficient=0.1, target=0.5, horizon=10))
     _, first = penalty.costs(OLD_LOGPROBS, REF_LOGPROBS)
     _, second = penalty.costs(OLD_LOGPROBS, REF_LOGPROBS)
@@ -273,14 +273,14 @@ def test_an_adaptive_coefficient_is_resumed_exactly(tmp_path, recipe, monkeypatc
     train_rl(file)
     reference, stopped = tmp_path / "reference", tmp_path / "stopped"
     coefficients = [row["kl_reward_coefficient"] for row in metrics_of(reference)]
-    assert len(set(coefficients)) == 4, "it moves in every step"
+    assert len(set(coefficients)) == 4, "it changes in every step"
     assert metrics_of(stopped) == metrics_of(reference)
     for name in ("model/model.safetensors", "checkpoints/step_000004/state.json"):
         assert (stopped / name).read_bytes() == (reference / name).read_bytes()
 
 
 def test_a_fixed_coefficient_holds_the_policy_back(tmp_path, recipe):
-    """AdamW takes whole steps of noise too, so a tiny model is never still; that it does not wander off is what KL is for."""
+    """AdamW takes full steps on noise too, so a tiny model never stands still; KL keeps it from drifting away."""
     for name, coefficient in (("loose", 1e-6), ("held", 3.0)):
         settings = {"kind": "reinforce++", "kl_reward": {"coefficient": coefficient}}
         train_rl(recipe(name, algorithm=settings, rollout={"n": 8}, run={"max_steps": 12}))
@@ -304,7 +304,7 @@ def test_the_greedy_sample_is_scored_and_not_trained_on(tmp_path, recipe, record
     assert requested == {(0.0, 1), (1.0, 4)}
     [samples] = recorded
     assert len(samples) == 3 * 4
-    # A = reward − baseline: of the samples of a prompt, the same is taken off.
+    # A = reward − baseline, with one baseline for all samples of a prompt.
     for group in (samples[0:4], samples[4:8], samples[8:12]):
         baselines = {round(sample.reward - sample.advantages[0], 9) for sample in group}
         assert len(baselines) == 1
@@ -335,49 +335,49 @@ def gradient_of(model, update: Update, algorithm: AlgorithmSettings, budget: int
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo", "policy_gradient"])
-def test_split_and_order_change_no_update(model, loss, aggregation):
-    """With every other term beside it. Each sample alone, several to a micro-batch, and all in one; there and back."""
+def test_split_and_order_do_not_change_the_update(model, loss, aggregation):
+    """With every other term enabled: one sample per micro-batch, several, and all in one; in both orders."""
     algorithm = AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
     update, reverse = (make_update(samples_by_hand()[::order], algorithm, horizon=12) for order in (1, -1))
     total, gradient, metrics = gradient_of(model, update, algorithm, 10_000)
     assert 0 < metrics["importance_bounded"] < 1
     for others, budget in ((update, 1), (update, 20), (reverse, 10_000), (reverse, 20)):
-        again, of_it, told = gradient_of(model, others, algorithm, budget)
+        again, other_gradient, other_metrics = gradient_of(model, others, algorithm, budget)
         assert again == pytest.approx(total, rel=1e-7)
-        assert told == pytest.approx(metrics, rel=1e-6)
+        assert other_metrics == pytest.approx(metrics, rel=1e-6)
         for name, g in gradient.items():
-            # Not closer: advantages and log-probs are packed in fp32, transformers computes norms in fp32.
-            assert (of_it[name] - g).norm() <= 1e-6 * g.norm(), name
+            # Not tighter: advantages and log-probs are packed in fp32, transformers computes norms in fp32.
+            assert (other_gradient[name] - g).norm() <= 1e-6 * g.norm(), name
 
 
-def test_the_supervised_term_is_a_mean_over_tokens_that_were_better(model):
-    """Without any other term to speak of: A = 0 where it is not positive, so the rest of the loss is known too."""
+def test_positive_sft_is_a_mean_over_tokens_with_positive_advantage(model):
+    """Only the first and third sample have A > 0; they alone count, weighted by A."""
     samples = [replace(s, advantages=np.full(s.num_targets, A)) for s, A in zip(samples_by_hand(), (2, -1, 1, 0, -3), strict=True)]
     for aggregation in ("token-mean", "seq-mean-token-mean"):
         algorithm = AlgorithmSettings(loss="policy_gradient", aggregation=aggregation, positive_sft_coefficient=0.5)
         update = make_update(samples, algorithm, horizon=12)
-        better = sequence_weights(torch.tensor([1, 0, 3, 0, 0]), aggregation, horizon=12).tolist()
-        assert update.positive_weights == better
+        expected_weights = sequence_weights(torch.tensor([1, 0, 3, 0, 0]), aggregation, horizon=12).tolist()
+        assert update.positive_weights == expected_weights
         _, _, metrics = gradient_of(model, update, algorithm, 10_000)
         with torch.no_grad():
             [batch] = batches_of(update)
             logprobs = target_logprobs(model, batch, temperature=0.9).logprobs_N.split([s.num_targets for s in samples])
-        expected = -(better[0] * 2 * logprobs[0].sum() + better[2] * 1 * logprobs[2].sum())
+        expected = -(expected_weights[0] * 2 * logprobs[0].sum() + expected_weights[2] * 1 * logprobs[2].sum())
         assert metrics["positive_sft_loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
+def test_a_batch_counts_the_target_tokens_of_each_sequence():
     for batch in batches_of(Update(samples_by_hand(), [1.0] * 5), 20):
         starts = batch.starts_S1.tolist()
         counted = [int(batch.loss_mask_T[a:b].sum()) for a, b in pairwise(starts)]
         assert batch.target_lengths_S.tolist() == counted
 
 
-# What means nothing ---------------------------------------------------------------------------------------------------
+# Settings without effect ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "told"),
+    ("algorithm", "message"),
     [
         ({"loss": "gspo", "dual_clip": 5.0}, "dual_clip has no effect: it applies to loss clipped, not gspo. Remove it"),
         (
@@ -385,7 +385,7 @@ def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
             "clip_ratio has no effect: it applies to loss clipped, gspo, cispo, not policy_gradient",
         ),
         ({"loss": "policy_gradient", "old_logprobs": "sampler"}, "old_logprobs has no effect: loss policy_gradient has no ratio"),
-        # The same with what is the default anyway: who writes it down expects something of it.
+        # The default value is refused too: whoever writes it down expects an effect.
         ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip has no effect: it applies to loss clipped, not cispo"),
         ({"loss": "policy_gradient", "clip_ratio": 0.2}, "clip_ratio has no effect"),
         ({"loss": "policy_gradient", "old_logprobs": "recomputed"}, "old_logprobs has no effect"),
@@ -408,13 +408,13 @@ def test_a_batch_knows_how_many_tokens_of_each_sequence_are_learnt():
         ({"kind": "reinforce"}, "algorithm.kind"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(recipe, algorithm, told):
-    with pytest.raises(RecipeError, match=told):
+def test_settings_without_effect_are_refused(recipe, algorithm, message):
+    with pytest.raises(RecipeError, match=message):
         train_rl(recipe(algorithm=algorithm))
 
 
-@pytest.mark.parametrize("kind", COMPARING)
-def test_groups_of_one_are_refused_where_they_are_compared(recipe, kind):
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_groups_of_one_are_refused_by_kinds_that_compare_groups(recipe, kind):
     with pytest.raises(RecipeError, match=rf"rollout.n is 1, but {kind.replace('+', '[+]')} compares the samples of a group"):
         train_rl(recipe(algorithm={"kind": kind}, rollout={"n": 1}))
 
@@ -427,8 +427,8 @@ def test_gdpo_without_normalised_rewards_is_refused(recipe):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_resolved_recipe_is_a_recipe(recipe, tmp_path, name):
-    """Where every setting is written out, those that do nothing beside the others as comments."""
+def test_a_resolved_recipe_loads_as_the_same_recipe(recipe, tmp_path, name):
+    """It writes out every setting, those without effect as comments."""
     loaded = load(recipe(algorithm=ALGORITHMS[name]))
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(to_yaml(loaded))
@@ -438,18 +438,18 @@ def test_a_resolved_recipe_is_a_recipe(recipe, tmp_path, name):
     assert "No effect here: it applies to kind ppo, not" in explained
 
 
-def test_doctor_tells_what_is_seldom_meant(recipe):
-    def told(**algorithm) -> str:
+def test_doctor_warns_about_unusual_settings(recipe):
+    def warnings(**algorithm) -> str:
         loaded = load(recipe(algorithm=algorithm, train=SEVERAL_UPDATES)).recipe
         assert isinstance(loaded, RLRecipe)
         return " ".join(text for _, text in check_algorithm(loaded))
 
-    assert told() == told(loss="gspo", clip_ratio=[3e-4, 4e-4]) == told(loss="cispo") == ""
-    assert "GSPO's paper uses [0.0003, 0.0004]" in told(loss="gspo")
-    assert "only the first of 2 updates per step" in told(loss="policy_gradient")
+    assert warnings() == warnings(loss="gspo", clip_ratio=[3e-4, 4e-4]) == warnings(loss="cispo") == ""
+    assert "GSPO's paper uses [0.0003, 0.0004]" in warnings(loss="gspo")
+    assert "only the first of 2 updates per step" in warnings(loss="policy_gradient")
 
 
-def test_recipe_lines_of_the_documentation_are_valid():
+def test_recipe_lines_in_the_docs_are_valid():
     rows = re.findall(r"^\| [^|]+ \| `(\{kind: [^`]+\})`", (REPOSITORY / "docs/algorithms.md").read_text(), re.MULTILINE)
     assert len(rows) >= 10
     found = [AlgorithmSettings(**yaml.safe_load(row)) for row in rows]

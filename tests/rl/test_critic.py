@@ -1,4 +1,4 @@
-"""PPO's critic: its loss, its values, what it learns, and that it is saved, resumed and checked like the policy."""
+"""PPO's critic: its loss, its values and its training; it is saved, resumed and checked like the policy."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def prompts_file(relative_prompts) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path, tiny_model, prompts_file, reward_file):
-    """Writes a PPO recipe whose run folder has its name."""
+    """Writes a PPO recipe whose run folder has the same name."""
 
     def write(name: str = "run", reward: Path | dict = reward_file, **sections) -> Path:
         settings = {"algorithm": {"kind": "ppo"}, "critic": {"optim": {"lr": 1e-3}}, "train": SEVERAL_UPDATES} | sections
@@ -77,8 +77,8 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def critic_that_knows(path: Path, **settings):
-    """Its new head is not at 0."""
+def critic_with_random_head(path: Path, **settings):
+    """A critic whose new head is random, not 0."""
     critic = critic_of(path, **settings)
     torch.nn.init.normal_(critic.model.score.weight, generator=torch.Generator().manual_seed(1))  # pyright: ignore
     return critic
@@ -97,19 +97,19 @@ def test_gae_of_three_tokens():
     torch.testing.assert_close(R[0], expected + values[0], rtol=0, atol=1e-15)
 
 
-def test_advantages_of_a_step_are_whitened_gae_and_returns_are_not():
+def test_advantages_are_whitened_and_returns_are_not():
     rewards, values = [tensor(0, 0, 1), tensor(2)], [tensor(0.5, 0.25, 0.75), tensor(1)]
     step = StepRewards(rewards, torch.tensor([1, 1]), values=values)
     A, R = estimate_advantages(step, AlgorithmSettings(kind="ppo"))
     assert R is not None
-    # γ = λ = 1: what was paid less what was expected; the return is what was paid.
+    # γ = λ = 1: the advantage is the reward minus the value, and the return is the reward.
     raw = np.array([0.5, 0.75, 0.25, 1.0])
     np.testing.assert_allclose(np.concatenate(A), (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-12)
     assert [r.tolist() for r in R] == [[1, 1, 1], [2]]
 
 
-def test_kl_in_the_reward_is_part_of_what_the_critic_learns():
-    """log π_old − log ref is 1 and 2, β = 0.1: of the first token −0.1 − 0.2 + 5 is to come, of the second −0.2 + 5."""
+def test_kl_in_the_reward_is_part_of_the_returns():
+    """log π_old − log ref is 1 and 2, β = 0.1: the first token's return is −0.1 − 0.2 + 5, the second's −0.2 + 5."""
     costs, _ = KLPenalty(KLRewardSettings(coefficient=0.1)).costs([np.array([-1.0, -1.0])], [np.array([-2.0, -3.0])])
     step = StepRewards(token_rewards([5.0], [2], costs), torch.tensor([1]), values=[tensor(0, 0)])
     returns = estimate_advantages(step, AlgorithmSettings(kind="ppo")).returns
@@ -118,8 +118,8 @@ def test_kl_in_the_reward_is_part_of_what_the_critic_learns():
 
 
 def test_value_loss_by_hand():
-    """R = 1, V_old = 0, ε = 0.5. V = 0.8 is nearer than the bound lets it: (0.5 − 1)² counts, without gradient. V = −0.2 lies
-    within it: 1.44. V = −0.7 is further off than its bound of −0.5: 2.89, not 2.25."""
+    """R = 1, V_old = 0, ε = 0.5. V = 0.8 lies beyond its bound of 0.5: (0.5 − 1)² counts, without gradient. V = −0.2 lies
+    within bounds: 1.44. V = −0.7 is further off than its bound of −0.5: 2.89 counts, not 2.25."""
     V = tensor(0.8, -0.2, -0.7).requires_grad_()
     token = clipped_value(V, torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), clip=0.5)
     torch.testing.assert_close(token.loss_N.detach(), tensor(0.125, 0.72, 1.445), rtol=0, atol=1e-15)
@@ -145,7 +145,7 @@ def test_value_loss_equals_verl():
 def test_explained_variance_by_hand():
     R = tensor(0, 2, 4)
     assert explained_variance(R, R) == 1
-    assert explained_variance(R + 7, R) == 1, "a constant is no variance"
+    assert explained_variance(R + 7, R) == 1, "a constant offset does not matter"
     assert explained_variance(torch.zeros(3, dtype=torch.float64), R) == 0
     assert explained_variance(tensor(0, 1, 2), R) == pytest.approx(0.75)
     assert math.isnan(explained_variance(R, torch.ones(3, dtype=torch.float64)))
@@ -154,8 +154,8 @@ def test_explained_variance_by_hand():
 # Values of a model ----------------------------------------------------------------------------------------------------
 
 
-def test_a_value_knows_what_stands_before_its_token_and_no_more(tiny_model):
-    critic, samples = critic_that_knows(tiny_model), valued_samples()
+def test_a_value_depends_only_on_what_precedes_its_token(tiny_model):
+    critic, samples = critic_with_random_head(tiny_model), valued_samples()
     critic.model.eval()
     with torch.no_grad():
         packed = target_values(critic.model, pack(samples)).split([s.num_targets for s in samples])
@@ -172,7 +172,7 @@ def test_a_value_knows_what_stands_before_its_token_and_no_more(tiny_model):
 
 
 def gradient_of(modules: Sequence[torch.nn.Module], loss: Loss, samples: list[Experience], budget: int):
-    """Of an update, in micro-batches of so many tokens; and the loss."""
+    """Loss and gradient of an update, in micro-batches of `budget` tokens."""
     total = 0.0
     for module in modules:
         module.zero_grad()
@@ -185,7 +185,7 @@ def gradient_of(modules: Sequence[torch.nn.Module], loss: Loss, samples: list[Ex
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_split_and_order_change_no_update(tiny_model, shared):
+def test_split_and_order_do_not_change_the_update(tiny_model, shared):
     if shared:
         policy, head = shared_of(tiny_model)
         modules, settings = [policy.model, head.model], CriticSettings(shared=True, clip_value=0.2)
@@ -193,7 +193,7 @@ def test_split_and_order_change_no_update(tiny_model, shared):
         def loss_of(samples):
             return shared_loss(policy.model, head, update_of(samples).num_tokens, AlgorithmSettings(kind="ppo"), settings, 0.9)
     else:
-        critic = critic_that_knows(tiny_model)
+        critic = critic_with_random_head(tiny_model)
         modules = [critic.model]
 
         def loss_of(samples):
@@ -204,18 +204,18 @@ def test_split_and_order_change_no_update(tiny_model, shared):
         module.double()
     total, gradient = gradient_of(modules, loss_of(samples), samples, 10_000)
     for others, budget in ((samples, 1), (samples, 20), (samples[::-1], 10_000)):
-        again, of_it = gradient_of(modules, loss_of(others), others, budget)
+        again, other_gradient = gradient_of(modules, loss_of(others), others, budget)
         assert again == pytest.approx(total, rel=1e-7)
         for name, g in gradient.items():
-            assert (of_it[name] - g).norm() <= 1e-6 * g.norm(), name
+            assert (other_gradient[name] - g).norm() <= 1e-6 * g.norm(), name
 
 
-# On the policy's layers -----------------------------------------------------------------------------------------------
+# A critic on the policy's layers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": LoraSettings(rank=2)}], ids=["whole", "lora"])
-def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_model, settings):
-    """∂L = ∂L_policy + c · ∂L_V in the layers, ∂L_V in the head; both losses as they are by themselves."""
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraSettings(rank=2)}], ids=["full", "lora"])
+def test_shared_layers_get_the_weighted_sum_of_both_gradients(tiny_model, settings):
+    """∂L = ∂L_policy + c · ∂L_V in the layers, ∂L_V in the head, each as computed separately."""
     policy, head = shared_of(tiny_model, **settings)
     model, samples, algorithm = policy.model, valued_samples(), AlgorithmSettings(kind="ppo", entropy_coefficient=0.01)
     for module in (model, head.model):
@@ -238,7 +238,7 @@ def test_shared_layers_learn_the_policys_loss_and_so_much_of_the_values(tiny_mod
             assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def test_a_pass_gives_the_log_probs_and_losses_of_two(tiny_model):
+def test_a_shared_pass_gives_the_losses_of_two_separate_ones(tiny_model):
     policy, head = shared_of(tiny_model)
     update, algorithm = update_of(valued_samples()), AlgorithmSettings(kind="ppo")
     [batch], num_tokens = batches_of(update), update.num_tokens
@@ -251,7 +251,7 @@ def test_a_pass_gives_the_log_probs_and_losses_of_two(tiny_model):
     assert all(metrics[name] == plain[name] for name in plain)
 
 
-def test_a_saved_head_beside_the_policy_is_a_reward_model_and_a_start(tiny_model, tmp_path):
+def test_a_saved_shared_head_loads_as_reward_model_and_as_critic(tiny_model, tmp_path):
     policy, head = shared_of(tiny_model)
     policy.save(tmp_path / "model")
     head.save(tmp_path / "critic")
@@ -267,12 +267,12 @@ def test_a_saved_head_beside_the_policy_is_a_reward_model_and_a_start(tiny_model
     assert target_values(own.model, pack([one])).item() == pytest.approx(value, abs=1e-5)
 
 
-def test_a_reward_model_may_be_the_start(tiny_model, tmp_path):
+def test_a_critic_can_start_from_a_reward_model(tiny_model, tmp_path):
     folder = make_classifier(tiny_model, tmp_path / "rm")
     critic = critic_of(folder)
     assert torch.equal(critic.model.score.weight, weights_of(folder)["score.weight"])  # pyright: ignore
     tokens = np.arange(3, 12, dtype=np.int32)
-    # Its score of a text is the value of a token behind it.
+    # Its score of a text is the value of the token that follows.
     scored = load_scalar(RewardModel(path=str(folder), dtype="float32"), CPU).score([tokens.tolist()])
     one = replace(experience(np.random.RandomState(0), 9, 1), tokens=np.append(tokens, 3).astype(np.int32))
     critic.model.eval()
@@ -280,8 +280,8 @@ def test_a_reward_model_may_be_the_start(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_path, kind):
-    critic = critic_that_knows(tiny_models[kind])
+def test_a_saved_critic_loads_in_plaudit_and_in_transformers(tiny_models, tmp_path, kind):
+    critic = critic_with_random_head(tiny_models[kind])
     critic.save(tmp_path / "critic")
     again = critic_of(tmp_path / "critic")
     assert same(critic.model.state_dict(), again.model.state_dict())
@@ -295,8 +295,8 @@ def test_a_saved_critic_loads_again_here_and_in_transformers(tiny_models, tmp_pa
         assert target_values(critic.model, pack([one])).item() == pytest.approx(score.item(), abs=1e-5)
 
 
-def test_what_ends_an_answer_does_not_pad_a_saved_critic(tiny_model, tmp_path):
-    """transformers takes the value from the last token that is not the padding; and the policy's own tokenizer stays as it is."""
+def test_a_saved_critic_does_not_pad_with_the_end_token(tiny_model, tmp_path):
+    """transformers takes the value from the last non-padding token. The policy's own tokenizer is left unchanged."""
     model = ModelSettings(path=str(tiny_model))
     template = load_model_template(model)
     template.tokenizer.pad_token = template.tokenizer.convert_ids_to_tokens(template.end_token)
@@ -307,11 +307,11 @@ def test_what_ends_an_answer_does_not_pad_a_saved_critic(tiny_model, tmp_path):
     assert template.tokenizer.pad_token_id == template.end_token
 
 
-def test_a_new_head_begins_at_zero(tiny_model):
+def test_a_new_head_starts_at_zero(tiny_model):
     assert not target_values(critic_of(tiny_model).model, pack(valued_samples())).any()
 
 
-def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
+def test_the_head_of_a_bf16_critic_is_fp32(tiny_model):
     model = ModelSettings(path=str(tiny_model), dtype="bfloat16")
     critic = load_critic(model, load_model_template(model), CPU)
     assert critic.model.score.weight.dtype == torch.float32  # pyright: ignore
@@ -319,7 +319,7 @@ def test_a_head_is_precise_in_a_half_precision_critic(tiny_model):
     assert target_values(critic.model, pack(valued_samples())).dtype == torch.float32
 
 
-def test_under_lora_adapters_and_head_learn_and_are_saved_merged(tiny_model, tmp_path):
+def test_lora_trains_adapters_and_head_and_saves_them_merged(tiny_model, tmp_path):
     critic = critic_of(tiny_model, lora=LoraSettings(rank=2))
     trained = {name for name, _ in critic.trainable()}
     assert [name for name in trained if "lora_" not in name] == ["score.modules_to_save.default.weight"]
@@ -338,19 +338,19 @@ def test_under_lora_adapters_and_head_learn_and_are_saved_merged(tiny_model, tmp
     torch.testing.assert_close(before, after, rtol=0, atol=1e-5)
 
 
-# It learns ------------------------------------------------------------------------------------------------------------
+# Learning -------------------------------------------------------------------------------------------------------------
 
 
-def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
+def test_it_learns_what_the_prompt_predicts(tiny_model):
     """The reward is a function of the prompt's first token; the responses are noise."""
-    chance = np.random.RandomState(0)
+    rng = np.random.RandomState(0)
     critic = critic_of(tiny_model)
     trainer = Trainer(critic, CriticOptimSettings(lr=2e-3), seed=0, max_skipped_steps=0)
     explained = []
     for _ in range(25):
         samples = []
         for i in range(16):
-            one = experience(chance, 3, 4, reward=float(i % 2))
+            one = experience(rng, 3, 4, reward=float(i % 2))
             samples.append(replace(one, tokens=np.concatenate([[10 + i % 2], one.tokens[1:]]).astype(np.int32)))
         critic.model.eval()
         with torch.no_grad():
@@ -367,7 +367,7 @@ def test_it_learns_what_can_be_told_from_the_prompt(tiny_model):
     assert explained[-1] > 0.9
 
 
-# Through the whole loop -----------------------------------------------------------------------------------------------
+# Through the full loop ------------------------------------------------------------------------------------------------
 
 CRITIC_METRICS = {
     f"critic/{name}"
@@ -413,17 +413,17 @@ def test_two_steps(tmp_path, recipe, tiny_model, settings):
     critic_of(tmp_path / "run/critic")
 
 
-def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tmp_path):
-    """γ = λ = 1 and no KL: every token's return is the sample's reward, and A is the whitened rest."""
-    taken: list[list[Experience]] = []
+def test_the_critic_trains_on_returns_from_its_own_values(recipe, monkeypatch, tmp_path):
+    """γ = λ = 1 and no KL: every token's return is the sample's reward, and A is the whitened reward minus value."""
+    updates: list[list[Experience]] = []
 
     def record(samples, *arguments, **settings):
-        taken.append(samples)
+        updates.append(samples)
         return make_update(samples, *arguments, **settings)
 
     monkeypatch.setattr("plaudit.rl.learner.make_update", record)
     train_rl(recipe(train={"prompts_per_step": 3, "tokens_per_micro_batch": 256}, run={"max_steps": 1}))
-    [samples] = taken
+    [samples] = updates
     raw = np.concatenate([sample.reward - sample.values for sample in samples])  # pyright: ignore
     for sample in samples:
         np.testing.assert_allclose(sample.returns, sample.reward, atol=1e-9)  # pyright: ignore
@@ -431,7 +431,7 @@ def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tm
     [row] = metrics_of(tmp_path / "run")
     returns = np.concatenate([s.returns for s in samples])  # pyright: ignore
     assert row["critic/explained_variance"] == pytest.approx(1 - raw.var() / returns.var(), abs=1e-6)
-    # One update, so V is still V_old: the loss is half the mean square of the rest.
+    # One update, so V is still V_old: the loss is half the mean squared error.
     assert row["critic/loss"] == pytest.approx((raw**2).mean() / 2, rel=1e-4)
     assert row["critic/clip_fraction"] == 0
 
@@ -439,12 +439,12 @@ def test_the_critic_learns_the_returns_of_its_own_values(recipe, monkeypatch, tm
 FAILS_ON_SOME = """
 def compute_score(solution_str):
     if len(solution_str) % 3 == 0:
-        raise ValueError("of this length I cannot tell")
+        raise ValueError("cannot score this length")
     return len(solution_str)
 """
 
 
-def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
+def test_dropped_samples_are_not_trained_on(recipe, tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(FAILS_ON_SOME)
     seen = []
     monkeypatch.setattr("plaudit.rl.learner.value_metrics", lambda samples: seen.extend(samples) or value_metrics(samples))
@@ -462,8 +462,8 @@ def test_dropped_samples_are_not_learnt_from(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model, shared):
-    """To the bit, sampling going on; the third step moves it."""
+def test_warm_up_leaves_the_policy_unchanged(tmp_path, recipe, tiny_model, shared):
+    """Bit for bit, while sampling continues; the third step changes it."""
     file = recipe(critic={"shared": shared, "pretrain_steps": 2, "optim": {"lr": 1e-3}},
                   algorithm={"kind": "ppo", "kl_coefficient": 0.1},
                   run={"max_steps": 3, "save_every": 1, "keep_last": 5})  # fmt: skip
@@ -486,7 +486,7 @@ def test_warm_up_leaves_the_policy_as_it_is(tmp_path, recipe, tiny_model, shared
 
 
 @pytest.mark.parametrize(("warmup", "shared"), [(0, False), (1, True)])
-def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
+def test_a_critic_resumes_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
     settings = {
         "critic": {"shared": shared, "pretrain_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},
         "algorithm": {"kind": "ppo", "gae_lambda": 0.9},
@@ -511,17 +511,17 @@ def test_resumed_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
     assert json.loads((reference / last / "state.json").read_text())["critic"] == {"updates": 8, "skipped_steps": 0}
 
 
-def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(recipe, monkeypatch):
+def test_a_non_finite_critic_loss_stops_the_run(recipe, monkeypatch):
     monkeypatch.setattr("plaudit.rl.learner.target_values", lambda model, batch: target_values(model, batch) * math.nan)
     with pytest.raises(TrainingStopped, match=r"the critic's update 1: .* critic.optim and critic.dtype"):
         train_rl(recipe(train={**SEVERAL_UPDATES, "max_skipped_steps": 0}))
 
 
-# What cannot be -------------------------------------------------------------------------------------------------------
+# Refused settings -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"critic": None}, "ppo, which needs a critic: add the section"),
         ({"algorithm": {"kind": "grpo"}}, "which uses no critic: set it to ppo, or remove critic"),
@@ -537,28 +537,28 @@ def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_fault_it_is(re
         ({"critic": {"shared": True, "dtype": "float32"}}, "critic: dtype has no effect: it applies to a separate critic"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(recipe, sections, told):
+def test_settings_without_effect_are_refused(recipe, sections, message):
     file = recipe(**{name: value for name, value in sections.items() if value is not None})
     tree = json.loads(file.read_text())
     for name in [name for name, value in sections.items() if value is None]:
         del tree[name]
-    with pytest.raises(PlauditError, match=told):
+    with pytest.raises(PlauditError, match=message):
         train_rl(write_recipe(file, tree))
 
 
-def test_models_that_are_no_critic_are_refused(recipe, tiny_model, tmp_path):
+def test_classifiers_with_several_labels_are_refused(recipe, tiny_model, tmp_path):
     with pytest.raises(RecipeError, match="has 3 labels, and a reward model has one, as a critic has"):
-        train_rl(recipe(critic={"path": str(make_classifier(tiny_model, tmp_path / "sorter", labels=3))}))
+        train_rl(recipe(critic={"path": str(make_classifier(tiny_model, tmp_path / "classifier", labels=3))}))
 
 
-def test_a_critic_of_another_tongue_is_refused(recipe, tiny_model, tmp_path):
-    """Same size, same shapes, other tokens: nothing else would tell."""
+def test_a_critic_with_another_tokenizer_is_refused(recipe, tiny_model, tmp_path):
+    """Same size, same shapes, other tokens: nothing else would reveal it."""
     with_other_tokens(tiny_model, tmp_path / "other")
     with pytest.raises(RecipeError, match="its tokenizer differs from the policy's"):
         train_rl(recipe(critic={"path": str(tmp_path / "other")}))
 
 
-def test_the_critic_is_part_of_what_a_run_is(recipe, tmp_path, tiny_model):
+def test_the_critic_is_part_of_a_runs_identity(recipe, tmp_path, tiny_model):
     """Another critic in the same folder is another run."""
     rm = make_classifier(tiny_model, tmp_path / "rm")
     train_rl(recipe(critic={"path": str(rm)}, run={"max_steps": 1}))
@@ -586,7 +586,7 @@ def test_the_saved_tokenizer_is_the_policys(tmp_path, recipe, tiny_model):
 # Doctor ---------------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
+def test_doctor_checks_the_critic(plaudit, recipe, tiny_model, tmp_path):
     code, out, _ = plaudit("doctor", recipe())
     assert code == 0, out
     assert f"{tiny_model} with a new value head" in " ".join(out.split())
@@ -595,15 +595,15 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
 
     rm = make_classifier(tiny_model, tmp_path / "rm")
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(rm), "pretrain_steps": 2}))
-    said = " ".join(out.split())
+    text = " ".join(out.split())
     assert code == 0
-    assert f"{rm} with its own head; the first 2 steps train only the critic" in said
-    assert "critic.pretrain_steps is 2 and run.max_steps 2: the policy never trains" in said
+    assert f"{rm} with its own head; the first 2 steps train only the critic" in text
+    assert "critic.pretrain_steps is 2 and run.max_steps 2: the policy never trains" in text
 
     code, out, _ = plaudit("doctor", recipe(critic={"shared": True, "pretrain_steps": 1}))
-    said = " ".join(out.split())
+    text = " ".join(out.split())
     assert code == 0
-    assert "head on the policy's own layers: value loss coefficient 0.5; the first 1 steps train only the critic" in said
+    assert "head on the policy's own layers: value loss coefficient 0.5; the first 1 steps train only the critic" in text
     assert "critic: weights" not in out
 
     code, out, _ = plaudit("doctor", recipe(critic={"gradient_checkpointing": 99}))
@@ -620,7 +620,7 @@ def test_doctor_knows_the_critic(plaudit, recipe, tiny_model, tmp_path):
     assert "there is no such folder" in " ".join(out.split())
 
 
-def test_doctors_plan_counts_every_weight_of_the_critic(recipe, tiny_model):
+def test_doctors_memory_plan_counts_every_critic_weight(recipe, tiny_model):
     loaded = load(recipe()).recipe
     critic = critic_of(tiny_model)
     needs = {need.name: need.fixed for need in plan_devices(loaded)["cpu"].needs}

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without a signal are replaced by others, in an order that can be repeated, and never without end."""
+"""Dynamic sampling: groups without a signal are replaced by others, reproducibly and in a bounded number of rounds."""
 
 import json
 import re
@@ -15,12 +15,12 @@ from plaudit.rollout.native.engine import NativeEngine
 from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
 from support.rows import prompt_rows, write_jsonl
 
-# Pays for what is written if the answer is odd, and 1 otherwise: about half of the prompts have no signal.
-SOMETIMES = """
+# The response's length if the ground truth is odd, and 1 otherwise: about half of the prompts have no signal.
+SIGNAL_IF_ODD = """
 def compute_score(solution_str, ground_truth):
     return float(len(solution_str)) if int(ground_truth) % 2 else 1.0
 """
-NEVER = """
+NO_SIGNAL = """
 def compute_score(solution_str):
     return 1.0
 """
@@ -35,7 +35,7 @@ def prompts_file(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def recipe(tmp_path, tiny_model, prompts_file):
-    def write(name: str = "run", function: str = SOMETIMES, rounds: int = 8, kind: str = "grpo", **sections) -> Path:
+    def write(name: str = "run", function: str = SIGNAL_IF_ODD, rounds: int = 8, kind: str = "grpo", **sections) -> Path:
         (tmp_path / "reward.py").write_text(function)
         settings = {"train": {"prompts_per_step": 4, "tokens_per_micro_batch": 512}} | sections
         algorithm = {"kind": kind, "dynamic_sampling": {"max_rounds": rounds}}
@@ -46,8 +46,8 @@ def recipe(tmp_path, tiny_model, prompts_file):
 
 
 @pytest.fixture
-def learnt(monkeypatch) -> list[list[str]]:
-    """The prompts that every step has learnt from."""
+def trained_on(monkeypatch) -> list[list[str]]:
+    """The prompts that each step was trained on."""
     steps: list[list[str]] = []
     learn = Learner.learn
 
@@ -76,44 +76,44 @@ def row_of(prompt_id: str) -> int:
     return int(re.findall(r"\d+", prompt_id.partition("#")[0])[-1])
 
 
-def test_steps_are_full_of_groups_with_a_signal_in_the_order_of_prompts(tmp_path, recipe, learnt):
+def test_steps_are_filled_with_signal_groups_in_prompt_order(tmp_path, recipe, trained_on):
     train_rl(recipe(run={"max_steps": 3}))
     run, ids = tmp_path / "run", []
     for step, row in enumerate(metrics_of(run), 1):
         groups = sampled(run, step)
         with_signal = [prompt for prompt, rewards in groups.items() if len(rewards) > 1]
-        assert learnt[step - 1] == with_signal[:4]
-        assert len(learnt[step - 1]) == 4
+        assert trained_on[step - 1] == with_signal[:4]
+        assert len(trained_on[step - 1]) == 4
         assert row["groups"] == len(groups) > 4
         assert row["rounds"] > 1
         assert row["groups_missing"] == 0
         assert row["groups_without_signal"] == pytest.approx(1 - len(with_signal) / len(groups))
         ids += groups
         assert row["epoch"] == pytest.approx(len(ids) / 24)
-    # No prompt twice before all had their turn.
+    # No prompt is repeated before all have been sampled.
     rows = [row_of(prompt) for prompt in ids]
     assert len(set(rows[:24])) == min(24, len(rows))
 
 
-def test_where_there_is_never_a_signal_a_step_ends_after_its_rounds(tmp_path, recipe, learnt, capsys):
-    train_rl(recipe(function=NEVER, rounds=3))
+def test_without_any_signal_a_step_ends_after_max_rounds(tmp_path, recipe, trained_on, capsys):
+    train_rl(recipe(function=NO_SIGNAL, rounds=3))
     rows = metrics_of(tmp_path / "run")
     assert [(row["rounds"], row["groups"], row["groups_missing"]) for row in rows] == [(3, 12, 4), (3, 12, 4)]
-    assert learnt == [[], []]
-    said = capsys.readouterr().err
-    assert "all samples of each group have equal rewards" in " ".join(said.split())
+    assert trained_on == [[], []]
+    output = capsys.readouterr().err
+    assert "all samples of each group have equal rewards" in " ".join(output.split())
 
 
-def test_with_what_there_is_a_step_goes_on_and_says_so(tmp_path, recipe, learnt, capsys):
+def test_a_step_short_of_groups_continues_and_reports_it(tmp_path, recipe, trained_on, capsys):
     train_rl(recipe(rounds=1, run={"max_steps": 1}))
     [row] = metrics_of(tmp_path / "run")
     assert row["rounds"] == 1
-    assert 0 < len(learnt[0]) < 4
-    assert row["groups_missing"] == 4 - len(learnt[0])
+    assert 0 < len(trained_on[0]) < 4
+    assert row["groups_missing"] == 4 - len(trained_on[0])
     assert f"max_rounds, {row['groups_missing']:.0f} groups with a signal are missing" in " ".join(capsys.readouterr().err.split())
 
 
-def test_resumed_exactly(tmp_path, recipe, monkeypatch):
+def test_it_resumes_exactly(tmp_path, recipe, monkeypatch):
     settings = {"run": {"max_steps": 4, "save_every": 1}}
     train_rl(recipe("reference", **settings))
     file = recipe("stopped", **settings)
@@ -129,8 +129,8 @@ def test_resumed_exactly(tmp_path, recipe, monkeypatch):
     assert taken == sum(row["groups"] for row in metrics_of(reference)) > 16
 
 
-def test_a_reward_that_stops_a_later_round_leaves_no_trace_of_the_rounds_before_it(tmp_path, recipe, monkeypatch):
-    """Running means have seen the first round by then; the checkpoint that is saved must not."""
+def test_a_stop_in_a_later_round_discards_the_earlier_rounds(tmp_path, recipe, monkeypatch):
+    """Running means have seen the first round by then; the saved checkpoint must not include it."""
 
     def write(name: str) -> Path:
         file = recipe(name, run={"max_steps": 3})
@@ -158,8 +158,8 @@ def test_a_reward_that_stops_a_later_round_leaves_no_trace_of_the_rounds_before_
     assert (tmp_path / "stopped" / state).read_bytes() == (tmp_path / "reference" / state).read_bytes()
 
 
-def test_without_it_the_order_is_as_it_was(tmp_path, recipe):
-    """Its first round asks the prompts that the step would have asked."""
+def test_the_first_round_takes_the_usual_prompts(tmp_path, recipe):
+    """Those that the step would take without dynamic sampling."""
     order = RowOrder(24, per_step=4, epochs=100, seed=0)
     stream = RowStream(order)
     assert stream.ahead(0, 4) == order.rows(0)
@@ -169,6 +169,6 @@ def test_without_it_the_order_is_as_it_was(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("kind", ["reinforce++", "remax"])
-def test_refused_where_no_groups_are_compared(recipe, kind):
+def test_refused_by_kinds_that_do_not_compare_groups(recipe, kind):
     with pytest.raises(RecipeError, match=r"dynamic_sampling has no effect: .* does not compare groups"):
         train_rl(recipe(kind=kind))

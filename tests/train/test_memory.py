@@ -1,4 +1,4 @@
-"""Settings that save memory: what they leave on the device, and that the numbers stay what they were."""
+"""Settings that save memory: what they leave on the device, and that results do not change."""
 
 import json
 import shutil
@@ -41,8 +41,8 @@ PLACEMENT = {False: "resident", True: "offload"}
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """The CPU as if it were a GPU: state leaves it, and passes through in parts that cut tensors."""
+def cpu_as_gpu(monkeypatch):
+    """Treats the CPU as a GPU: state is offloaded from it, and streamed through in chunks that split tensors."""
     monkeypatch.setattr(optimiser, "has_device_memory", lambda device: True)
     monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, chunk_elements=1024))
 
@@ -57,8 +57,8 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", TRAINED)
-def test_offloaded_state_makes_the_same_steps(tiny_models, apart, how):
-    """Two updates without, then two with it, of Qwen2: matrices, biases and norms."""
+def test_offloaded_state_gives_the_same_updates(tiny_models, cpu_as_gpu, how):
+    """Two updates of Qwen2 (matrices, biases and norms) without offloading and two with it."""
     trainers = []
     for offloaded in (False, True):
         policy = load(tiny_models["qwen2"], **TRAINED[how])
@@ -76,8 +76,8 @@ def test_offloaded_state_makes_the_same_steps(tiny_models, apart, how):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
-    """One update, saved; the next one with the other setting, from the checkpoint, is that of a run that was not interrupted."""
+def test_checkpoints_do_not_depend_on_offload(tiny_model, tmp_path, cpu_as_gpu, first):
+    """One update is saved; the next one, resumed with the other setting, equals that of an uninterrupted run."""
     policy = load(tiny_model, dtype="bfloat16")
     batches = micro_batches(rows_of(policy), 64)
     trainer = make_trainer(policy, placement=PLACEMENT[first])
@@ -94,27 +94,27 @@ def test_checkpoints_do_not_know_of_offload(tiny_model, tmp_path, apart, first):
     assert_same_bits(snapshot(trainer), snapshot(resumed))
 
 
-def test_on_a_cpu_offload_is_nothing(tiny_model):
+def test_on_a_cpu_offload_has_no_effect(tiny_model):
     policy = load(tiny_model, dtype="bfloat16")
     kept = Optimiser(policy.trainable(), OptimSettings(placement="offload")).resident_bytes
     assert kept == Optimiser(policy.trainable(), OptimSettings()).resident_bytes > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
-    """200 and 70 elements begin at 0 and 256, since pieces begin at multiples of 64; parts are of 128."""
+def test_chunks_split_tensors_and_none_is_passed_twice(device):
+    """200 and 70 elements start at 0 and 256, since slices start at multiples of 64; chunks hold 128."""
     shapes = {"a": torch.Size([10, 20]), "b": torch.Size([70])}
     state = HostState({"a": shapes["a"]}, {"b": shapes["b"]}, torch.device(device), chunk_elements=128)
     state.master("a").copy_(torch.arange(200.0).view(10, 20))
     passed = []
 
-    def work(pieces: list[offload.StateSlice]) -> None:
-        for piece in pieces:
-            passed.append((piece.name, piece.at.start, piece.at.stop))
-            piece.exp_avg.add_(1)
-            piece.exp_avg_sq.add_(2)
-            if piece.master is not None:
-                piece.master.mul_(2)
+    def work(slices: list[offload.StateSlice]) -> None:
+        for state_slice in slices:
+            passed.append((state_slice.name, state_slice.at.start, state_slice.at.stop))
+            state_slice.exp_avg.add_(1)
+            state_slice.exp_avg_sq.add_(2)
+            if state_slice.master is not None:
+                state_slice.master.mul_(2)
 
     for _ in range(2):
         state.stream_through_device(work)  # pyright: ignore
@@ -126,20 +126,20 @@ def test_parts_cut_through_tensors_and_none_is_passed_twice(device):
         assert torch.equal(state.moments(name)[1], torch.full(shape, 4.0))
 
 
-def test_a_parameter_without_gradient_is_left_alone(apart):
-    parameters = {name: nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for name in ("learns", "rests")}
+def test_a_parameter_without_gradient_is_left_alone(cpu_as_gpu):
+    parameters = {name: nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for name in ("trained", "unused")}
     optimiser = Optimiser(parameters.items(), OptimSettings(lr=0.1, weight_decay=0.5, placement="offload"))
-    parameters["learns"].sum().backward()
+    parameters["trained"].sum().backward()
     optimiser.step(0.1)
-    assert torch.equal(parameters["rests"], torch.ones(3, 4, dtype=torch.bfloat16))
-    assert not torch.equal(parameters["learns"], parameters["rests"])
-    assert {key for key in optimiser.state() if key.endswith("/rests")} == {"weight/rests"}
+    assert torch.equal(parameters["unused"], torch.ones(3, 4, dtype=torch.bfloat16))
+    assert not torch.equal(parameters["trained"], parameters["unused"])
+    assert {key for key in optimiser.state() if key.endswith("/unused")} == {"weight/unused"}
 
 
 @on_gpu
 @pytest.mark.parametrize("how", TRAINED)
-def test_on_a_gpu_offloaded_state_makes_the_same_steps(tiny_models, monkeypatch, how):
-    """To the bit, with parts that cut tensors and more of them than are under way; nothing is left on the GPU between updates."""
+def test_on_a_gpu_offloaded_state_gives_the_same_updates(tiny_models, monkeypatch, how):
+    """Bit for bit, with chunks that split tensors and more of them than are in flight; nothing stays on the GPU between updates."""
     monkeypatch.setattr(optimiser, "HostState", lambda *shapes: HostState(*shapes, chunk_elements=1024))
     results, kept = [], []
     for offloaded in (False, True):
@@ -157,28 +157,28 @@ def test_on_a_gpu_offloaded_state_makes_the_same_steps(tiny_models, monkeypatch,
     assert kept[1] == 0
 
 
-# A model that is away -------------------------------------------------------------------------------------------------
+# Offloaded models -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_lies_side_by_side_comes_back_so(device):
-    """Or products of it would have to be made one by one, or the whole be made anew."""
+def test_fused_parameters_stay_fused_after_offloading(device):
+    """Otherwise their products would run one by one, or the fused tensor would have to be rebuilt."""
     module = nn.ModuleDict({name: nn.Linear(5, rows) for name, rows in (("a", 3), ("b", 4))}).to(device)
     module.register_buffer("strided", torch.arange(12.0, device=device).view(3, 4).T[1:])
     weights = [module[name].weight for name in "ab"]
-    whole = fuse_parameters(weights).clone()
+    fused = fuse_parameters(weights).clone()
     offloaded = OffloadedModule(module, torch.device(device))
     for times in (1, 2, 4):
         with offloaded.on_device():
             found = fused_view(weights)
-            assert torch.equal(found, whole * times)
+            assert torch.equal(found, fused * times)
             found.mul_(2)
             assert torch.equal(module.strided.cpu(), torch.arange(12.0).view(3, 4).T[1:])
         assert all(parameter.device == CPU for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_visitor_takes_along_what_it_has_learnt(tiny_model, device):
+def test_an_offloaded_model_keeps_its_updates(tiny_model, device):
     policy = load(tiny_model, dtype="bfloat16")
     policy.model.to(device)  # pyright: ignore
     trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64, device)
@@ -214,14 +214,14 @@ def test_any_number_of_checkpointed_layers_gives_the_same_gradients(tiny_models,
         assert_same_bits(without, gradients(checkpointed))
 
 
-def test_more_layers_than_there_are_cannot_be_checkpointed(tiny_model):
+def test_checkpointing_more_layers_than_the_model_has_is_refused(tiny_model):
     with pytest.raises(RecipeError, match=r"gradient_checkpointing is 3, and .* has 2 layers: true stands for all"):
         load(tiny_model, gradient_checkpointing=3)
 
 
 @pytest.fixture
 def large(tmp_path) -> Path:
-    """The config of a model of eight layers; a plan needs nothing else."""
+    """The config of an eight-layer model; a plan needs nothing else."""
     config = AutoConfig.for_model(
         "llama", vocab_size=1000, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=704,
@@ -241,27 +241,27 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
         recipe = sft_of(large, rows_file, tmp_path, gradient_checkpointing=checkpointed)
         return plan_devices(recipe)["cpu"].at("training")
 
-    # Each layer that is checkpointed keeps 4 bytes for each of 256 of 8192 tokens, instead of its share.
-    share = 8192 * 4 * (13 * 256 + 2 * 128 + 4 * 704)
-    assert need(3) - need(False) == 3 * (8192 * 4 * 256 - share)
-    assert need(True) == need(7) + 8192 * 4 * 256, "the last one is there whole, or again"
+    # A checkpointed layer keeps only its input: 8192 tokens of 256 fp32 values, instead of all activations.
+    activations = 8192 * 4 * (13 * 256 + 2 * 128 + 4 * 704)
+    assert need(3) - need(False) == 3 * (8192 * 4 * 256 - activations)
+    assert need(True) == need(7) + 8192 * 4 * 256, "one layer is live in full, kept or recomputed"
 
-    auto, told = sft_of(large, rows_file, tmp_path, gradient_checkpointing="auto"), []
-    for there, expected in ((need(3) / 0.9, 3), (need(3) / 0.9 - 1, 4), (need(False) / 0.9, False), (need(7) / 2, 8)):
-        monkeypatch.setattr(memory_plan, "total_memory", lambda _, there=there: there)
-        assert resolve_checkpointing(auto, told.append).model.gradient_checkpointing == expected
-    assert [line.split(" layers")[0].removeprefix("model.gradient_checkpointing: ") for line in told] == [
+    auto, messages = sft_of(large, rows_file, tmp_path, gradient_checkpointing="auto"), []
+    for available, expected in ((need(3) / 0.9, 3), (need(3) / 0.9 - 1, 4), (need(False) / 0.9, False), (need(7) / 2, 8)):
+        monkeypatch.setattr(memory_plan, "total_memory", lambda _, available=available: available)
+        assert resolve_checkpointing(auto, messages.append).model.gradient_checkpointing == expected
+    assert [line.split(" layers")[0].removeprefix("model.gradient_checkpointing: ") for line in messages] == [
         "3 of 8", "4 of 8", "none of 8", "8 of 8",
     ]  # fmt: skip
-    assert [line.endswith("which may be too much: lower train.tokens_per_micro_batch") for line in told] == [False] * 3 + [True]
+    assert [line.endswith("which may be too much: lower train.tokens_per_micro_batch") for line in messages] == [False] * 3 + [True]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("head_size", [16, 24])
-def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
-    """On a GPU and in half precision, policies and what has a head for scores; with adapters or dropout layers are not fused."""
+def test_fused_layers_keep_fewer_activations(tiny_models, tmp_path, kind, head_size):
+    """On a GPU and in half precision, for policies and scalar models; with adapters or dropout, layers are not fused."""
     config = AutoConfig.from_pretrained(tiny_models[kind])
-    config.head_dim = head_size  # so that queries together may be wider than the residual stream
+    config.head_dim = head_size  # so that the queries may be wider than the residual stream
     config.save_pretrained(tmp_path)
 
     def kept(device: str = "cuda", dtype: Any = "bfloat16", *, scalar: bool = False, **settings: Any) -> float:
@@ -273,42 +273,42 @@ def test_fused_layers_keep_less(tiny_models, tmp_path, kind, head_size):
     q, k = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
     expected = 7 * h + 2 * q + 2 * k + 3 * f + (q + 2 * k if kind == "qwen3" else 0)
     assert kept() == kept(scalar=True) == kept(liger=True) == expected
-    whole = 13 * h + 2 * k + 4 * f
-    assert kept("cpu") == kept(dtype="float32") == kept(lora=LoraSettings(rank=4)) == whole
+    unfused = 13 * h + 2 * k + 4 * f
+    assert kept("cpu") == kept(dtype="float32") == kept(lora=LoraSettings(rank=4)) == unfused
     config.attention_dropout = 0.1
     config.save_pretrained(tmp_path)
-    assert kept() == whole
+    assert kept() == unfused
 
 
-def test_auto_of_policy_and_critic_is_settled_for_both(large, ppo, monkeypatch):
-    """The critic has no head for tokens, so it needs no more layers; while it is unsettled, the policy does not suffer from it."""
+def test_auto_is_resolved_for_policy_and_critic(large, ppo, monkeypatch):
+    """The critic has no LM head, so it checkpoints no more layers. Until it is resolved, it counts as fully checkpointed."""
 
     def recipe(policy: Any, critic: Any) -> Any:
         model = {"path": str(large), "gradient_checkpointing": policy}
-        sections = NOTHING | {"critic": {"gradient_checkpointing": critic}, "train": {"tokens_per_micro_batch": 8192}}
+        sections = ALL_RESIDENT | {"critic": {"gradient_checkpointing": critic}, "train": {"tokens_per_micro_batch": 8192}}
         return load_recipe(ppo("plan", model=model, **sections)).recipe
 
     def need(policy: Any, critic: Any) -> float:
         return plan_devices(recipe(policy, critic))["cpu"].at("training")
 
-    there = need(5, True) / 0.9
-    monkeypatch.setattr(memory_plan, "total_memory", lambda _: there)
-    settled = resolve_checkpointing(recipe("auto", "auto"), report=lambda line: None)
-    assert settled.model.gradient_checkpointing == 5
-    assert need(5, settled.critic.gradient_checkpointing) == need(5, True)
-    assert 0 < settled.critic.gradient_checkpointing <= 5
+    available = need(5, True) / 0.9
+    monkeypatch.setattr(memory_plan, "total_memory", lambda _: available)
+    resolved = resolve_checkpointing(recipe("auto", "auto"), report=lambda line: None)
+    assert resolved.model.gradient_checkpointing == 5
+    assert need(5, resolved.critic.gradient_checkpointing) == need(5, True)
+    assert 0 < resolved.critic.gradient_checkpointing <= 5
     with pytest.raises(RecipeError, match="no is no folder here"):
         resolve_checkpointing(
-            load_recipe(ppo("no", **NOTHING | {"critic": {"path": "no", "gradient_checkpointing": "auto"}})).recipe
+            load_recipe(ppo("no", **ALL_RESIDENT | {"critic": {"path": "no", "gradient_checkpointing": "auto"}})).recipe
         )
 
 
-def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model, rows_file, tmp_path):
+def test_auto_is_resolved_in_training_and_reported_by_doctor(plaudit, tiny_model, rows_file, tmp_path):
     tree = sft_recipe(tiny_model, rows_file, tmp_path / "run", model={"gradient_checkpointing": "auto"}, run={"max_steps": 1})
     file = write_recipe(tmp_path / "auto.yaml", {"stage": "sft", **tree})
-    code, _, said = plaudit("sft", file)
-    assert code == 0, said
-    assert "model.gradient_checkpointing: none of 2 layers, with which training takes about" in " ".join(said.split())
+    code, _, err = plaudit("sft", file)
+    assert code == 0, err
+    assert "model.gradient_checkpointing: none of 2 layers, with which training takes about" in " ".join(err.split())
     code, out, _ = plaudit("doctor", file)
     assert code == 0
     assert "none of 2 layers" in " ".join(out.split())
@@ -322,13 +322,13 @@ def test_auto_is_settled_in_training_and_told_by_the_doctor(plaudit, tiny_model,
 
 # Everything together --------------------------------------------------------------------------------------------------
 
-EVERYTHING = {
+ALL_OFFLOADED = {
     "algorithm": {"kind": "ppo", "kl_coefficient": 0.01},
     "reference": {"placement": "offload"},
     "critic": {"placement": "offload", "optim": {"lr": 1e-3, "placement": "offload"}},
     "optim": {"placement": "offload"},
 }
-NOTHING = {"algorithm": {"kind": "ppo", "kl_coefficient": 0.01}, "critic": {"optim": {"lr": 1e-3}}}
+ALL_RESIDENT = {"algorithm": {"kind": "ppo", "kl_coefficient": 0.01}, "critic": {"optim": {"lr": 1e-3}}}
 
 
 @pytest.fixture
@@ -340,16 +340,16 @@ def ppo(tmp_path, tiny_model, prompts_file, reward_file) -> Callable[..., Path]:
     return write
 
 
-@pytest.mark.usefixtures("apart")
-def test_ppo_with_everything_offloaded_is_ppo(tmp_path, ppo, monkeypatch):
-    """Weights, trainers' states and metrics; and while the policy is sampled, nothing else counts as being there."""
+@pytest.mark.usefixtures("cpu_as_gpu")
+def test_ppo_with_everything_offloaded_gives_the_same_results(tmp_path, ppo, monkeypatch):
+    """Weights, trainer states and metrics; and during sampling, no memory is reserved for anything but the policy."""
     monkeypatch.setattr(learner, "has_device_memory", lambda device: True)
     reserved = []
-    made = NativeEngine.__init__
+    init = NativeEngine.__init__
     monkeypatch.setattr(
-        NativeEngine, "__init__", lambda self, *args, **kw: reserved.append(kw["reserved_bytes"]) or made(self, *args, **kw)
+        NativeEngine, "__init__", lambda self, *args, **kw: reserved.append(kw["reserved_bytes"]) or init(self, *args, **kw)
     )
-    for name, settings in (("resident", NOTHING), ("offloaded", EVERYTHING)):
+    for name, settings in (("resident", ALL_RESIDENT), ("offloaded", ALL_OFFLOADED)):
         train_rl(ppo(name, model={"dtype": "bfloat16"}, **settings))
     files = ["model/model.safetensors", "critic/model.safetensors"]
     files += [f"checkpoints/step_000002/{who}/00000.safetensors" for who in ("trainer", "critic_trainer")]
@@ -369,7 +369,7 @@ def test_ppo_with_everything_offloaded_is_ppo(tmp_path, ppo, monkeypatch):
     assert reserved[1] == 0
 
 
-def test_the_plan_knows_what_is_away(ppo, tiny_model, monkeypatch):
+def test_the_memory_plan_accounts_for_offloading(ppo, tiny_model, monkeypatch):
     monkeypatch.setattr(memory_plan, "resolve_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(memory_plan, "total_memory", lambda _: 1e12)
 
@@ -378,14 +378,14 @@ def test_the_plan_knows_what_is_away(ppo, tiny_model, monkeypatch):
 
     policy = sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
     critic = policy - 320 * 64 + 64 if "lm_head.weight" in load_file(tiny_model / "model.safetensors") else policy + 64
-    resident, away = plans(model={"dtype": "bfloat16"}, **NOTHING), plans(model={"dtype": "bfloat16"}, **EVERYTHING)
+    resident, offloaded = plans(model={"dtype": "bfloat16"}, **ALL_RESIDENT), plans(model={"dtype": "bfloat16"}, **ALL_OFFLOADED)
     assert "cpu" not in resident
-    # bf16: two bytes a weight, twelve of moments and master.
+    # bf16: two bytes per weight, twelve for moments and master.
     assert resident["cuda"].at("sampling", fixed_only=True) == (2 + 2 + 12) * policy + (2 + 12) * critic
-    assert away["cuda"].at("sampling", fixed_only=True) == 2 * policy
-    assert [away["cpu"].at(phase) for phase in ("sampling", "training")] == [(2 + 12) * policy + (2 + 12) * critic] * 2
-    # In training the critic is back; the states of so small models pass through in one part, in their turns.
-    needs = {need.name: need for need in away["cuda"].needs}
+    assert offloaded["cuda"].at("sampling", fixed_only=True) == 2 * policy
+    assert [offloaded["cpu"].at(phase) for phase in ("sampling", "training")] == [(2 + 12) * policy + (2 + 12) * critic] * 2
+    # In training the critic is on device; the states of models this small are streamed in one chunk, one after the other.
+    needs = {need.name: need for need in offloaded["cuda"].needs}
     assert needs["critic: weights"].phases == ("training",)
     assert needs["policy: moments, masters, passing"].fixed == 12 * policy
 
@@ -402,24 +402,24 @@ def test_the_plan_knows_what_is_away(ppo, tiny_model, monkeypatch):
         ({"model": {"gradient_checkpointing": -1}}, "model.gradient_checkpointing"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(ppo, sections, reason):
-    with pytest.raises(RecipeError) as told:
+def test_settings_without_effect_are_refused(ppo, sections, reason):
+    with pytest.raises(RecipeError) as error:
         load_recipe(ppo("wrong", **sections))
-    assert reason in str(told.value)
+    assert reason in str(error.value)
 
 
-def test_offload_may_be_turned_on_in_a_run_that_goes_on(tmp_path, tiny_model, rows_file):
+def test_offload_may_be_turned_on_when_resuming(tmp_path, tiny_model, rows_file):
     def recipe(name: str) -> Path:
         tree = sft_recipe(tiny_model, rows_file, tmp_path / name, run={"max_steps": 3, "save_every": 1})
         return write_recipe(tmp_path / f"{name}.yaml", {"stage": "sft", **tree})
 
-    whole = train_sft(recipe("whole"))
+    uninterrupted = train_sft(recipe("uninterrupted"))
     train_sft(recipe("run"))
     shutil.rmtree(tmp_path / "run/model")
     for step in (2, 3):
         shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:06d}")
     again = train_sft(recipe("run"), "optim.placement=offload")
-    for name, weight in load_file(whole / "model.safetensors").items():
+    for name, weight in load_file(uninterrupted / "model.safetensors").items():
         assert torch.equal(load_file(again / "model.safetensors")[name], weight), name
 
 
@@ -439,8 +439,8 @@ def test_liger_is_refused_where_it_cannot_be_used(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_liger_changes_the_model_at_hand_and_no_other(tiny_models, monkeypatch, kind):
-    """With a stand-in that does to transformers what Liger does; the kernels themselves need a GPU."""
+def test_liger_patches_only_the_given_model(tiny_models, monkeypatch, kind):
+    """With a stub that patches transformers as Liger does; the kernels themselves need a GPU."""
     model = load(tiny_models[kind]).model
     modeling = sys.modules[type(model).__module__]
     norm = type(model.get_decoder().norm)  # pyright: ignore
@@ -450,22 +450,22 @@ def test_liger_changes_the_model_at_hand_and_no_other(tiny_models, monkeypatch, 
         given.append((model, options))
         setattr(modeling, norm.__name__, SimpleNamespace)
 
-    stand_in = ModuleType("liger_kernel.transformers")
-    stand_in._apply_liger_kernel_to_instance = apply  # pyright: ignore
+    stub = ModuleType("liger_kernel.transformers")
+    stub._apply_liger_kernel_to_instance = apply  # pyright: ignore
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stub)
     use_liger(model, torch.device("cuda"))
     [(changed, options)] = given
     assert changed is model.get_decoder()
     assert options == {
         "rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": True, "swiglu": True,
     }  # fmt: skip
-    assert getattr(modeling, norm.__name__) is norm, "models to come are as before"
+    assert getattr(modeling, norm.__name__) is norm, "models created later are not patched"
 
 
 @on_gpu
 @pytest.mark.parametrize("how", ["bf16", "lora"])
-def test_liger_computes_what_the_model_does(tiny_models, how):
+def test_liger_matches_the_unpatched_model(tiny_models, how):
     pytest.importorskip("liger_kernel")
     results = []
     for liger in (False, True):
@@ -486,7 +486,7 @@ def test_liger_computes_what_the_model_does(tiny_models, how):
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_a_lora_is_trained_and_saved_as_a_model_that_loads(tmp_path, tiny_model, rows_file, pairs_file, stage):
+def test_lora_is_saved_as_a_model_that_loads(tmp_path, tiny_model, rows_file, pairs_file, stage):
     settings = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "run": {"max_steps": 2}, "optim": {"lr": 1e-2}}
     if stage == "sft":
         tree, train = sft_recipe(tiny_model, rows_file, tmp_path / "run", **settings), train_sft

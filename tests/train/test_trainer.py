@@ -1,4 +1,4 @@
-"""Steps and what they leave behind: learning rates, AdamW, master weights, skipped steps, saved models, refused models."""
+"""The trainer: learning rates, AdamW, master weights, skipped steps, saved models, refused models."""
 
 import json
 import math
@@ -35,7 +35,7 @@ TRAINED = {
 
 
 def with_weights(model: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """The model folder again, with its weights changed."""
+    """A copy of the model folder with changed weights."""
     copy = shutil.copytree(model, folder / "model")
     weights = load_file(copy / "model.safetensors")
     change(weights)
@@ -43,8 +43,8 @@ def with_weights(model: Path, folder: Path, change: Callable[[dict[str, Tensor]]
     return copy
 
 
-def away_from_start(policy: TrainableModel) -> TrainableModel:
-    """Adapters start with B = 0 and change nothing; here they do."""
+def with_active_adapters(policy: TrainableModel) -> TrainableModel:
+    """Adapters start with B = 0 and have no effect; here they have one."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.trainable():
@@ -56,8 +56,8 @@ def away_from_start(policy: TrainableModel) -> TrainableModel:
 # Schedules -----------------------------------------------------------------------------------------------------------
 
 
-def shares(total_steps: int, **optim) -> list[float]:
-    """The learning rate of every step, in parts of the peak."""
+def lr_shares(total_steps: int, **optim) -> list[float]:
+    """The learning rate of every step as a share of the peak."""
     settings = OptimSettings(lr=2e-4, **optim)
     return [lr_at(step, total_steps, settings) / 2e-4 for step in range(total_steps)]
 
@@ -74,7 +74,7 @@ COS = [(1 + math.cos(math.pi * t)) / 2 for t in (0, 1 / 4, 1 / 2, 3 / 4)]  # 1, 
         (4, {"schedule": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
         (4, {"schedule": "cosine", "min_lr_ratio": 0.5}, [0.5 + c / 2 for c in COS]),
         (4, {"schedule": "linear", "min_lr_ratio": 1.0}, [1, 1, 1, 1]),
-        # The first step of a warm-up already moves; the last one is at the peak, and so is the step after it.
+        # The first step of a warm-up is already above 0; its last one is at the peak, and so is the step after it.
         (6, {"schedule": "constant", "warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1]),
         (6, {"schedule": "linear", "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
         (6, {"schedule": "cosine", "warmup_steps": 2}, [0.5, 1, *COS]),
@@ -86,7 +86,7 @@ COS = [(1 + math.cos(math.pi * t)) / 2 for t in (0, 1 / 4, 1 / 2, 3 / 4)]  # 1, 
         (10, {"schedule": "wsd", "decay_ratio": 0.2, "warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
         (5, {"schedule": "wsd", "decay_ratio": 0.8, "min_lr_ratio": 0.2}, [1, 1, 0.8, 0.6, 0.4]),
         (3, {"schedule": "wsd", "decay_ratio": 0.0}, [1, 1, 1]),
-        # A warm-up longer than the run never arrives; one as long as the run arrives with its last step.
+        # A warm-up longer than the run never reaches the peak; one as long as the run reaches it at the last step.
         (3, {"schedule": "cosine", "warmup_steps": 10}, [0.1, 0.2, 0.3]),
         (4, {"schedule": "linear", "warmup_ratio": 1.0}, [0.25, 0.5, 0.75, 1]),
         *((1, {"schedule": schedule}, [1]) for schedule in ("constant", "linear", "cosine", "wsd")),
@@ -94,15 +94,15 @@ COS = [(1 + math.cos(math.pi * t)) / 2 for t in (0, 1 / 4, 1 / 2, 3 / 4)]  # 1, 
     ],
 )
 def test_schedule(total_steps, optim, expected):
-    assert shares(total_steps, **optim) == pytest.approx(expected, abs=1e-12)
+    assert lr_shares(total_steps, **optim) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("ratio", "total_steps", "steps"), [(0.07, 100, 7), (0.1, 70, 7), (0.03, 1000, 30), (0.03, 50, 2)])
-def test_a_ratio_counts_steps_as_a_person_would(ratio, total_steps, steps):
-    """0.07 · 100 is 7.000000000000001 in floats, and no reason for an eighth step. What is left over does count."""
-    warm = shares(total_steps, schedule="constant", warmup_ratio=ratio)
+def test_ratios_are_not_affected_by_float_rounding(ratio, total_steps, steps):
+    """0.07 · 100 is 7.000000000000001 in floats, which must not add an eighth step. Real fractions are rounded up."""
+    warm = lr_shares(total_steps, schedule="constant", warmup_ratio=ratio)
     assert sum(share < 1 for share in warm) == steps - 1
-    decaying = shares(total_steps, schedule="wsd", decay_ratio=ratio)
+    decaying = lr_shares(total_steps, schedule="wsd", decay_ratio=ratio)
     assert sum(share < 1 for share in decaying) == steps - 1
     assert [warm[0], decaying[-1]] == pytest.approx([1 / steps, 1 / steps])
 
@@ -111,7 +111,7 @@ def test_a_ratio_counts_steps_as_a_person_would(ratio, total_steps, steps):
 
 
 def test_adamw_by_hand():
-    """Three steps of the formula in doubles; the matrix is decayed, the bias is not."""
+    """Three steps of the formula in float64; the matrix is decayed, the bias is not."""
     torch.manual_seed(0)
     parameters = {"matrix": nn.Parameter(torch.randn(3, 4)), "bias": nn.Parameter(torch.randn(4))}
     expected = {name: p.detach().double() for name, p in parameters.items()}
@@ -134,15 +134,15 @@ def test_adamw_by_hand():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weight_decay_shrinks_matrices_and_nothing_else(tiny_models, dtype):
+def test_weight_decay_applies_only_to_matrices(tiny_models, dtype):
     """With a gradient of 0 a step is only the decay: 1 − lr · weight_decay = 0.5. Qwen2 has biases and norms."""
     policy = load(tiny_models["qwen2"], dtype=dtype)
     trainer = make_trainer(policy, lr=0.5, weight_decay=1.0)
     before = {name: p.detach().clone() for name, p in policy.trainable()}
     trainer.update([pack(rows_of(policy))], lambda batch: 0.0 * sum(p.float().sum() for _, p in policy.trainable()))
     for name, parameter in policy.trainable():
-        whole = name.endswith("bias") or "norm" in name
-        assert torch.equal(parameter, before[name] * (1.0 if whole else 0.5)), name
+        undecayed = name.endswith("bias") or "norm" in name
+        assert torch.equal(parameter, before[name] * (1.0 if undecayed else 0.5)), name
 
 
 def test_clipping():
@@ -187,7 +187,7 @@ def test_model_weights_are_the_masters_in_bf16(tiny_models):
 
 
 def test_small_updates_add_up():
-    """Below 1, bf16 numbers are 1/256 apart: a step of 1e-4 is lost on them, twenty of them in the master are not."""
+    """Below 1, bf16 values are 1/256 apart: a step of 1e-4 is rounded away, but twenty of them in the fp32 master are not."""
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     assert torch.equal(parameter - 1e-4, parameter)
     optimiser = Optimiser([("w", parameter)], OptimSettings(lr=1e-4, max_grad_norm=None))
@@ -197,13 +197,13 @@ def test_small_updates_add_up():
         optimiser.step(1e-4)
         optimiser.clear_gradients()
         values.append(parameter.flatten()[0].item())
-    # Steps of 1e-4 reach 1 − 1/512 = 0.998046875, where bf16 rounds to its next number, with the twentieth.
+    # The twentieth step of 1e-4 passes 1 − 1/512 = 0.998046875, where bf16 rounds down to its next value.
     assert values == [1.0] * 19 + [1 - 1 / 256] * 6
     assert optimiser.state()["weight/w"].flatten()[0].item() == pytest.approx(1 - 25e-4, rel=1e-6)
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32():
-    """1 and 256 times 1/512 are 1.5; in bf16 each of those would be lost on the 1."""
+    """1 plus 256 times 1/512 is 1.5; in bf16 each of those additions would be rounded away."""
     parameter = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
     optimiser = Optimiser([("w", parameter)], OptimSettings(max_grad_norm=None))
     for slope in (1.0, *[1 / 512] * 256):
@@ -213,7 +213,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
 
 
 @pytest.mark.parametrize("how", TRAINED)
-def test_weights_stay_where_they_are(tiny_model, how):
+def test_weights_are_updated_in_place(tiny_model, how):
     policy = load(tiny_model, **TRAINED[how])
     trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64)
     addresses = {name: p.data_ptr() for name, p in policy.model.named_parameters()}
@@ -240,7 +240,7 @@ def nan_loss(loss: Tensor, policy: TrainableModel) -> Tensor:
 
 
 def nan_gradient(loss: Tensor, policy: TrainableModel) -> Tensor:
-    """√0 is finite and its slope is not."""
+    """√0 is finite, but its gradient is not."""
     return loss + (0.0 * sum(p.float().sum() for _, p in policy.trainable())).sqrt()
 
 
@@ -258,7 +258,7 @@ def test_a_non_finite_step_is_skipped(tiny_model, how, broken):
     metrics = trainer.update(batches, lambda batch: broken(loss(batch), policy) if batch is batches[-1] else loss(batch))
     assert_same_bits(before, snapshot(trainer))
     assert metrics["skipped_steps"] == trainer.skipped_steps == 1
-    assert trainer.updates == 2, "a skipped step is a step: the schedule goes on"
+    assert trainer.updates == 2, "a skipped step counts: the schedule continues"
 
     after = trainer.update(batches, loss)
     assert math.isfinite(after["loss"])
@@ -268,7 +268,7 @@ def test_a_non_finite_step_is_skipped(tiny_model, how, broken):
         assert tensor.isfinite().all(), name
 
 
-def test_a_skipped_step_leaves_nothing_in_the_next_one(tiny_model):
+def test_a_skipped_step_does_not_affect_the_next_one(tiny_model):
     """Two runs, one with a broken step in between: the step after it is the same to the last bit."""
     states = []
     for broken in (False, True):
@@ -299,11 +299,11 @@ def test_too_many_skipped_steps_stop_the_run(tiny_model):
 
 
 @pytest.mark.parametrize("how", TRAINED)
-def test_learns_a_few_rows_by_heart(tiny_model, tmp_path, how):
+def test_it_memorises_a_few_rows(tiny_model, tmp_path, how):
     """From about log 320 ≈ 5.8, a random model's loss, to almost nothing.
 
-    The random head is made ten times larger: adapters leave it as it is, and with numbers as small as new models have
-    there no hidden state could be sure of a token.
+    The random head is scaled up ten times: adapters do not train it, and with weights as small as a new model's no hidden state
+    could predict a token with confidence.
     """
     folder = with_weights(tiny_model, tmp_path, lambda weights: weights["lm_head.weight"].mul_(10))
     policy = load(folder, **TRAINED[how])
@@ -315,8 +315,8 @@ def test_learns_a_few_rows_by_heart(tiny_model, tmp_path, how):
 
 
 def test_dropout_is_keyed_by_the_step(tiny_model):
-    """A repeated step draws what it drew before, whatever was drawn in between; another step draws something else."""
-    policy = away_from_start(load(tiny_model, lora=LoraSettings(rank=8, alpha=64.0, dropout=0.5)))
+    """A repeated step draws the same masks, whatever was drawn in between; another step draws others."""
+    policy = with_active_adapters(load(tiny_model, lora=LoraSettings(rank=8, alpha=64.0, dropout=0.5)))
     trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64)
     loss = nll_of(policy, batches)
     trainer.update(batches, loss)
@@ -345,7 +345,7 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @pytest.fixture
 def base_model(tiny_models, tmp_path) -> Callable[[str], Path]:
-    """A model folder as base models have it: what ends a text is not what ends a turn."""
+    """A model folder like a base model's: its end-of-text token is not its end-of-turn token."""
 
     def make(kind: str) -> Path:
         folder = shutil.copytree(tiny_models[kind], tmp_path / f"base-{kind}")
@@ -356,19 +356,19 @@ def base_model(tiny_models, tmp_path) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"], ids=["own head", "tied head"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"], ids=["untied head", "tied head"])
 @pytest.mark.parametrize("how", ["fp32", "bf16", "lora"])
-def test_a_saved_model_is_a_plain_one(base_model, tmp_path, kind, how):
-    policy = away_from_start(load(base_model(kind), **TRAINED[how]))
+def test_a_saved_model_is_a_plain_transformers_model(base_model, tmp_path, kind, how):
+    policy = with_active_adapters(load(base_model(kind), **TRAINED[how]))
     batches = [pack(rows_of(policy))]
     make_trainer(policy).update(batches, nll_of(policy, batches))
     policy.save(tmp_path / "saved")
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    keep_residual_fp32(saved)  # as ours is: nothing of that is in the files
+    keep_residual_fp32(saved)  # as in ours: the files do not record it
     ours, theirs = (logits_of(model, batches[0].tokens_T[None]) for model in (policy.model, saved))
     assert saved.dtype == policy.model.dtype
-    if how == "lora":  # W + ΔW once, instead of two products
+    if how == "lora":  # merged W + ΔW, instead of two products
         assert (ours - theirs).abs().max() < 1e-5
         with_adapters_off = AutoModelForCausalLM.from_pretrained(policy.model.name_or_path)
         assert (ours - logits_of(with_adapters_off, batches[0].tokens_T[None])).abs().max() > 1e-2
@@ -387,8 +387,8 @@ def test_a_saved_model_is_a_plain_one(base_model, tmp_path, kind, how):
     assert list((tmp_path / "saved").glob("*.bin")) == []
 
 
-def test_saving_does_not_change_what_is_trained(tiny_model, tmp_path):
-    policy = away_from_start(load(tiny_model, lora=LoraSettings(rank=4)))
+def test_saving_does_not_change_the_trained_weights(tiny_model, tmp_path):
+    policy = with_active_adapters(load(tiny_model, lora=LoraSettings(rank=4)))
     trainer, batches = make_trainer(policy), [pack(rows_of(policy))]
     before = snapshot(trainer)
     policy.save(tmp_path / "saved")
@@ -396,10 +396,10 @@ def test_saving_does_not_change_what_is_trained(tiny_model, tmp_path):
     trainer.update(batches, nll_of(policy, batches))
 
 
-def test_an_adapter_saved_alone_is_one_that_peft_loads(tiny_model, tmp_path):
+def test_an_adapter_saved_alone_loads_in_peft(tiny_model, tmp_path):
     from peft import PeftModel
 
-    policy = away_from_start(load(tiny_model, lora=LoraSettings(rank=4, merge_on_save=False)))
+    policy = with_active_adapters(load(tiny_model, lora=LoraSettings(rank=4, merge_on_save=False)))
     policy.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "saved" / "model.safetensors").exists()
@@ -420,13 +420,13 @@ def test_pickled_weights_are_refused(tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "pickled")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    AutoModelForCausalLM.from_pretrained(folder)  # transformers would take it
+    AutoModelForCausalLM.from_pretrained(folder)  # transformers would load it
     with pytest.raises(RecipeError, match="no model could be loaded from"):
         load(folder)
 
 
 def test_incomplete_weights_are_refused(tiny_model, tmp_path):
-    """transformers would fill them in at random and say so in a log."""
+    """transformers would initialise them at random and only log a warning."""
     with pytest.raises(RecipeError, match=r"weights are missing.*: lm_head\.weight$"):
         load(with_weights(tiny_model, tmp_path / "1", lambda weights: weights.pop("lm_head.weight")))
     with pytest.raises(RecipeError, match=r"of another shape.*: lm_head\.weight$"):
@@ -472,7 +472,7 @@ def small_model(kind: str, **settings) -> PreTrainedModel:
         ("cohere", {"logit_scale": 0.0625}, "logit_scale"),
     ],
 )
-def test_models_with_another_head_are_refused(tiny_model, tmp_path, kind, settings, named):
+def test_models_with_scaled_or_capped_logits_are_refused(tiny_model, tmp_path, kind, settings, named):
     folder = tmp_path / kind
     small_model(kind, **settings).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
@@ -480,8 +480,8 @@ def test_models_with_another_head_are_refused(tiny_model, tmp_path, kind, settin
         load(folder)
 
 
-def test_the_probe_accepts_what_is_the_same(tiny_models):
-    """Nothing of the probe is left behind: attention, training mode and weights are as they were."""
+def test_the_probe_accepts_an_equivalent_model(tiny_models):
+    """The probe leaves attention, training mode and weights unchanged."""
     for training in (False, True):
         model = small_model("granite", logits_scaling=1.0).train(training)
         before = {name: p.clone() for name, p in model.named_parameters()}
@@ -514,20 +514,20 @@ def test_the_probe_finds_a_model_that_loses_sequence_starts():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_probe_finds_a_model_whose_sequences_see_each_other(tiny_models, monkeypatch, kind):
-    right = logprobs.packed_arguments
+    original = logprobs.packed_arguments
 
     def one_sequence(batch: Batch) -> dict:
         starts = torch.tensor([0, batch.num_tokens], dtype=torch.int32)
-        whole = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-        return {**right(batch), **whole, "max_length_q": batch.num_tokens, "max_length_k": batch.num_tokens}
+        bounds = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        return {**original(batch), **bounds, "max_length_q": batch.num_tokens, "max_length_k": batch.num_tokens}
 
     monkeypatch.setattr(logprobs, "packed_arguments", one_sequence)
     with pytest.raises(RecipeError, match="computes other log-probs on packed batches"):
         load(tiny_models[kind])
 
 
-def test_a_generation_config_that_transformers_would_not_save_is_mended(tmp_path, tiny_model):
-    """Published models set a temperature and no sampling; training must not find that out at its first checkpoint."""
+def test_a_generation_config_that_cannot_be_saved_is_fixed(tmp_path, tiny_model):
+    """Published models set a temperature without do_sample; training must not fail on that at its first checkpoint."""
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**config, "do_sample": False, "temperature": 0.6, "top_p": 0.9}))
@@ -546,7 +546,7 @@ def test_positions_that_depend_on_the_batch_are_refused(tmp_path, tiny_model):
 
 
 def test_a_deep_model_with_large_logits_in_bf16_is_not_refused(tmp_path, rows_file):
-    """There two right ways to compute log-probs lie far apart; what counts is how far, on that model."""
+    """On such a model two correct ways to compute log-probs differ a lot, so the tolerance depends on the model."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     make_tiny_model([rows_file], tmp_path / "deep", kind="qwen2", hidden_size=64, layers=24, vocabulary=320)
