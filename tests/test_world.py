@@ -28,11 +28,11 @@ def two_processes(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, d
 def test_two_processes_make_the_same_update_as_one(tiny_models, pairs_file, two_processes, name):
     alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, World.alone())
     one, other = (result[name] for result in two_processes)
-    assert one["told"] == other["told"]
+    assert one["metrics"] == other["metrics"]
     for parameter, weight in one["weights"].items():
         assert torch.equal(weight, other["weights"][parameter]), parameter
     assert alone["micro_batches"] == 1 if "one micro-batch" in name else alone["micro_batches"] > 2
-    updates = list(zip(one["told"], alone["told"], strict=True))
+    updates = list(zip(one["metrics"], alone["metrics"], strict=True))
     for ours, expected in updates[: len(updates) // UPDATES]:
         assert ours == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for ours, expected in updates[len(updates) // UPDATES :]:

@@ -31,7 +31,7 @@ from plaudit.objectives.preference import (
 from plaudit.preference.losses import answer_logprobs, answer_scores, dpo_loss, measure, reward_model_loss
 from plaudit.recipe import DPOLossSettings, LoraSettings, RewardModelLossSettings
 from plaudit.types import Pair
-from support.preferences import LOSSES, loaded, make_pairs
+from support.preferences import LOSSES, load_model, make_pairs
 from support.rows import pair_rows, write_jsonl
 
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def step(policy, pairs: list[Pair], settings, batches) -> tuple[float, dict[str,
 def test_splitting_a_step_changes_nothing(tiny_models, pairs_file, name):
     """All pairs in one batch, one by one, within a token budget, and reversed: the same loss, metrics and gradients."""
     scalar = isinstance(LOSSES[name], RewardModelLossSettings)
-    policy, pairs = loaded(tiny_models["qwen2"], scalar=scalar), make_pairs(tiny_models["qwen2"], pairs_file, scalar=scalar)
+    policy, pairs = load_model(tiny_models["qwen2"], scalar=scalar), make_pairs(tiny_models["qwen2"], pairs_file, scalar=scalar)
     full = step(policy, pairs, LOSSES[name], [pack_pairs(pairs)])
     splits = {
         "one by one": [pack_pairs([pair]) for pair in pairs],
@@ -158,7 +158,7 @@ def test_pairs_are_never_split(tiny_model, pairs_file):
 
 
 def test_log_probs_match_transformers(tiny_model, pairs_file):
-    policy, pairs = loaded(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
+    policy, pairs = load_model(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
     chosen, rejected = measure(policy.model, pairs, answer_logprobs, 150)
     policy.model.set_attn_implementation("eager")
     for values, side in ((chosen, "chosen"), (rejected, "rejected")):
@@ -174,7 +174,7 @@ def test_log_probs_match_transformers(tiny_model, pairs_file):
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
 def test_losses_of_a_policy_equal_to_its_reference(tiny_model, pairs_file, kind):
     """The losses are log 2, (1 / 2β)² and a hinge of 1; every reward is 0, and accuracy is that of a coin flip."""
-    policy, pairs = loaded(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
+    policy, pairs = load_model(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
     batch = pack_pairs(pairs)
     chosen, rejected = (values.detach().tolist() for values in answer_logprobs(policy.model, batch))
     pairs = [replace(p, ref_chosen=c, ref_rejected=r) for p, c, r in zip(pairs, chosen, rejected, strict=True)]
@@ -184,7 +184,7 @@ def test_losses_of_a_policy_equal_to_its_reference(tiny_model, pairs_file, kind)
 
 
 def test_dpo_by_hand_from_log_probs(tiny_model, pairs_file):
-    policy, pairs = loaded(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
+    policy, pairs = load_model(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
     chosen, rejected = measure(policy.model, pairs, answer_logprobs, 10_000)
     loss, metrics, _ = step(policy, pairs, DPOLossSettings(beta=0.3, label_smoothing=0.1, nll_coefficient=0.5), [pack_pairs(pairs)])
     ratios = [(c - p.ref_chosen, r - p.ref_rejected) for c, r, p in zip(chosen.tolist(), rejected.tolist(), pairs, strict=True)]
@@ -199,7 +199,7 @@ def test_dpo_by_hand_from_log_probs(tiny_model, pairs_file):
 
 
 def test_equal_scores_give_a_loss_of_log_2(tiny_model, pairs_file):
-    policy, pairs = loaded(tiny_model, scalar=True), make_pairs(tiny_model, pairs_file, scalar=True)
+    policy, pairs = load_model(tiny_model, scalar=True), make_pairs(tiny_model, pairs_file, scalar=True)
     twins = [replace(pair, rejected=pair.chosen, margin=0.0) for pair in pairs]
     loss, metrics, _ = step(policy, twins, RewardModelLossSettings(), [pack_pairs(twins)])
     assert loss == pytest.approx(math.log(2), abs=1e-6)
@@ -208,7 +208,7 @@ def test_equal_scores_give_a_loss_of_log_2(tiny_model, pairs_file):
 
 def test_lora_trains_the_full_head_and_starts_from_the_same_scores(tiny_model, pairs_file):
     pairs = make_pairs(tiny_model, pairs_file, scalar=True)
-    full, lora = loaded(tiny_model, scalar=True), loaded(tiny_model, scalar=True, lora=LoraSettings(rank=4))
+    full, lora = load_model(tiny_model, scalar=True), load_model(tiny_model, scalar=True, lora=LoraSettings(rank=4))
     for a, b in zip(measure(full.model, pairs, answer_scores, 500), measure(lora.model, pairs, answer_scores, 500), strict=True):
         torch.testing.assert_close(a, b)
     names = [name for name, _ in lora.trainable()]

@@ -81,7 +81,7 @@ def test_prompts_match_those_of_judge(tmp_path, rule, own_template):
     reward = make("judge", answer, parser=PARSERS[rule], template=None if template is None else str(template), **scale)
     task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
     collect(reward, replace(group(*GROUP["mt_texts"]), prompt=Prompt("0", task)))
-    questions = {text for text, _ in backend_of(reward).asked}
+    questions = {text for text, _ in backend_of(reward).calls}
     prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", rule=rule, template=template)
     assert questions == {prompt.messages[0]["content"] for prompt in prompts}
 

@@ -67,7 +67,7 @@ def test_prompts_match_those_of_group_judge(tmp_path, template):
     reward = make("group_judge", "Ranking:\nA > B\nScores:\nA: 7, B: 3", template=None if template is None else str(template))
     task = [{"role": "user", "content": "Translate from English into German:\n\nGood morning."}]
     collect(reward, replace(group(*GROUP["mt_texts"][:2]), prompt=Prompt("0", task)))
-    [(question, _)] = backend_of(reward).asked
+    [(question, _)] = backend_of(reward).calls
     prompts = rl(groups(tmp_path), tmp_path / "rl.parquet", subgroup_augment=99, shuffle_augment=1, template=template)
     assert question in [prompt.messages[0]["content"] for prompt in prompts]
 

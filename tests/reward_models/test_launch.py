@@ -1,4 +1,4 @@
-"""Servers that are started for a judge: waited for, restarted once, and gone when we are, whatever happens."""
+"""Servers launched for a judge: waited for, restarted once, and always gone after we exit."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from support.paths import TESTS
 from support.processes import gone
 from support.servers import launched
 
-# Behaves like a server, as its arguments say: starts slowly, has a child, ignores SIGTERM, dies after some calls.
+# A fake server. Its arguments make it start slowly, have a child, ignore SIGTERM, or die after some calls.
 PROGRAM = """
 import http.server, json, os, signal, subprocess, sys, time
 given = sys.argv[1:]
@@ -68,30 +68,30 @@ def starts(program: Path) -> list[dict]:
     return [json.loads(line) for line in (program.parent / "starts.jsonl").read_text().splitlines()]
 
 
-def ask(server: LaunchedServer, *contents: str) -> list[Answer]:
+def generate(server: LaunchedServer, *contents: str) -> list[Answer]:
     async def run() -> list[Answer]:
         try:
             await server.open()
-            questions = [GenerationRequest([{"role": "user", "content": content}]) for content in contents]
-            return [(await server.generate([question], SamplingParams(16)))[0] for question in questions]
+            requests = [GenerationRequest([{"role": "user", "content": content}]) for content in contents]
+            return [(await server.generate([request], SamplingParams(16)))[0] for request in requests]
         finally:
             await server.close()
 
     return asyncio.run(run())
 
 
-def test_started_waited_for_asked_and_stopped(program, capsys):
-    answers = ask(launched(program, "--takes 0.5", "--child"), "a", "b")
+def test_a_server_is_started_used_and_stopped(program, capsys):
+    answers = generate(launched(program, "--takes 0.5", "--child"), "a", "b")
     [start] = starts(program)
     assert [answer.text for answer in answers] == [f"{start['pid']} a", f"{start['pid']} b"]
     assert gone(start["pid"], start["child"])
-    said = capsys.readouterr().err
-    assert "starting a server for models/judge on port" in said
-    assert "is ready after" in said
+    output = capsys.readouterr().err
+    assert "starting a server for models/judge on port" in output
+    assert "is ready after" in output
     assert (program.parent / "server.log").read_text() == "loading the weights\n"
 
 
-def test_the_users_arguments_are_passed_on_and_win(program):
+def test_user_arguments_are_passed_on_and_take_precedence(program):
     server = launched(
         program, "--tensor-parallel-size 2", "--max-model-len=4096", "--dtype half", tokenizer="models/t", dtype="bfloat16"
     )
@@ -122,46 +122,46 @@ def test_which_vllm_is_started(program, words):
     assert command == [*words, "--host", "127.0.0.1", "--port", "0"]
 
 
-def test_where_there_is_no_vllm_it_says_what_to_set(tmp_path):
+def test_without_vllm_the_error_says_what_to_set(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\"; exit 1\n")
     python.chmod(0o755)
     server = LaunchedServer(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
     with pytest.raises(RecipeError, match="Install it, or set program to a vllm installed elsewhere"):
-        ask(server, "a")
+        generate(server, "a")
 
 
-def test_one_that_cannot_start_says_why(program):
+def test_a_server_that_cannot_start_says_why(program):
     server = launched(program, "--broken")
     with pytest.raises(RecipeError, match=r"ended before it was ready \(exit code 1, after printing 'ValueError: no such model'\)"):
-        ask(server, "a")
-    assert len(starts(program)) == 1  # what is wrong once is wrong twice
+        generate(server, "a")
+    assert len(starts(program)) == 1  # not retried
     nothing = LaunchedServer(server.model, program=["/no/such/python"], log=program.parent / "other.log")
     with pytest.raises(RecipeError, match="/no/such/python cannot be started: No such file"):
-        ask(nothing, "a")
+        generate(nothing, "a")
 
 
-def test_one_that_takes_too_long_is_stopped(program):
+def test_a_server_that_takes_too_long_to_start_is_stopped(program):
     server = launched(program, "--takes 1000", "--child", limits=ModelLimits(start_timeout_s=5.0))
     with pytest.raises(RecipeError, match=r"within limits.start_timeout_s, 5 s \(its last line: 'loading the weights'\)"):
-        ask(server, "a")
+        generate(server, "a")
     assert gone(*(starts(program)[0][name] for name in ("pid", "child")))
 
 
-def test_a_port_that_is_taken(program):
+def test_a_port_in_use_is_rejected(program):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         for settings in ({"port": port}, {"arguments": [f"--port={port}"]}):
             with pytest.raises(RecipeError, match=f"port {port} cannot be used"):
-                ask(launched(program, **settings), "a")
+                generate(launched(program, **settings), "a")
     assert not (program.parent / "starts.jsonl").exists()
 
 
-def test_one_that_dies_is_restarted_once(program, capsys):
+def test_a_server_that_dies_is_restarted_once(program, capsys):
     server = launched(program, "--dies-after 3", "--child")
-    answers = ask(server, *"abcdefgh")
+    answers = generate(server, *"abcdefgh")
     first, second = starts(program)
     texts = [*(f"{first['pid']} {letter}" for letter in "abc"), *(f"{second['pid']} {letter}" for letter in "def"), None, None]
     assert [answer.text for answer in answers] == texts
@@ -177,7 +177,7 @@ def test_one_that_dies_is_restarted_once(program, capsys):
     assert gone(*(start[name] for start in (first, second) for name in ("pid", "child")))
 
 
-def test_many_who_ask_wait_for_the_same_restart(program):
+def test_concurrent_requests_wait_for_the_same_restart(program):
     server = launched(program, "--dies-after 30", limits=ModelLimits(max_concurrent_calls=8, retries=0, backoff_s=0.01))
 
     async def run() -> list[Answer]:
@@ -197,8 +197,8 @@ def test_many_who_ask_wait_for_the_same_restart(program):
     assert len(starts(program)) == 2
 
 
-def test_one_that_ignores_the_polite_signal_is_killed(program):
-    ask(launched(program, "--stubborn", "--child", stop_s=0.5), "a")
+def test_a_server_that_ignores_sigterm_is_killed(program):
+    generate(launched(program, "--stubborn", "--child", stop_s=0.5), "a")
     assert gone(*(starts(program)[0][name] for name in ("pid", "child")))
 
 
@@ -216,8 +216,8 @@ asyncio.run(run())
 """
 
 
-@pytest.mark.parametrize("takes", ["--takes 0", "--takes 1000"], ids=["when it serves", "when it starts"])
-def test_killed_with_9_we_leave_no_process(program, takes):
+@pytest.mark.parametrize("takes", ["--takes 0", "--takes 1000"], ids=["while serving", "while starting"])
+def test_kill_9_leaves_no_process(program, takes):
     script = program.parent / "ours.py"
     script.write_text(dedent(OURS.format(tests=str(TESTS), program=str(program), takes=takes)))
     ours = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Reward models in this process: what they say is what transformers says, however they are asked; and they leave when told to."""
+"""Reward models in this process: results match transformers however requests are batched, and models unload on request."""
 
 import asyncio
 import gc
@@ -57,7 +57,7 @@ async def opened(folder: Path, *, scalar: bool, **settings) -> LocalModel:
 
 
 def with_model(folder: Path, use: Callable[[LocalModel], Coroutine[Any, Any, Any]], *, scalar: bool, **settings) -> Any:
-    """What `use` makes of the opened model, which is closed behind it."""
+    """The result of `use` with the opened model, which is closed afterwards."""
 
     async def go() -> Any:
         model = await opened(folder, scalar=scalar, **settings)
@@ -69,19 +69,19 @@ def with_model(folder: Path, use: Callable[[LocalModel], Coroutine[Any, Any, Any
     return run(go())
 
 
-def judge(folder: Path, conversations: Sequence[list[Message]], **settings) -> list[ScalarScore]:
+def score_all(folder: Path, conversations: Sequence[list[Message]], **settings) -> list[ScalarScore]:
     return with_model(folder, lambda model: model.score(conversations), scalar=True, **settings)
 
 
-def write(folder: Path, questions: Sequence[GenerationRequest], writing: SamplingParams, **settings) -> list[Answer]:
-    return with_model(folder, lambda model: model.generate(questions, writing), scalar=False, **settings)
+def generate_all(folder: Path, questions: Sequence[GenerationRequest], params: SamplingParams, **settings) -> list[Answer]:
+    return with_model(folder, lambda model: model.generate(questions, params), scalar=False, **settings)
 
 
 def talk(i: int) -> list[Message]:
     """Conversations of different lengths."""
-    asked = {"role": "user", "content": f"What is {i} + {3 * i}?" + " Think well." * (i % 4)}
-    said = {"role": "assistant", "content": f"{4 * i}" if i % 2 else f"{i} + {3 * i} makes {4 * i}. " * (1 + i % 5)}
-    return [asked, said, asked, said] if i % 3 == 0 else [asked, said]
+    user = {"role": "user", "content": f"What is {i} + {3 * i}?" + " Think well." * (i % 4)}
+    assistant = {"role": "assistant", "content": f"{4 * i}" if i % 2 else f"{i} + {3 * i} makes {4 * i}. " * (1 + i % 5)}
+    return [user, assistant, user, assistant] if i % 3 == 0 else [user, assistant]
 
 
 def question(i: int, **settings) -> GenerationRequest:
@@ -102,7 +102,7 @@ def classifier(tiny_models, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def writer(tiny_models, tmp_path_factory) -> Path:
-    """A judge that writes different things for different prompts, and ends now and then."""
+    """A generative judge whose answers depend on the prompt and sometimes end."""
     folder = tmp_path_factory.mktemp("writer") / "judge"
     sharpen(AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float32)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_models["qwen2"]).save_pretrained(folder)
@@ -110,16 +110,16 @@ def writer(tiny_models, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def quick_collections():
-    """Unloading collects garbage, which takes its time where torch and transformers are in memory; they stay anyway."""
+def fast_gc():
+    """Unloading runs the garbage collector, which is slow with torch and transformers in memory; freezing skips them."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-def test_models_that_load_side_by_side_do_not_disturb_each_other(tiny_models):
-    """transformers replaces methods of all models while it loads one: tied weights of another would be missing."""
+def test_models_can_be_loaded_concurrently(tiny_models):
+    """transformers patches methods of all models while it loads one, so tied weights of another could go missing."""
 
     async def go() -> None:
         for _ in range(4):
@@ -134,7 +134,7 @@ def test_models_that_load_side_by_side_do_not_disturb_each_other(tiny_models):
 
 @torch.no_grad()
 def plain_scores(folder: Path, conversations: Sequence[list[Message]]) -> list[float]:
-    """What transformers says of each alone, by its own template and its own head."""
+    """The scores of transformers, one conversation at a time, with its own template and head."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoded = [tokenizer.apply_chat_template(c, return_tensors="pt", return_dict=True)["input_ids"] for c in conversations]
@@ -144,16 +144,16 @@ def plain_scores(folder: Path, conversations: Sequence[list[Message]]) -> list[f
 # Scalar models -------------------------------------------------------------------------------------------------------
 
 
-def test_packed_scores_are_those_of_transformers(any_classifier):
+def test_packed_scores_match_transformers(any_classifier):
     conversations = [talk(i) for i in range(12)]
     expected = plain_scores(any_classifier, conversations)
     assert np.ptp(expected) > 0.1
-    scores = [verdict.value for verdict in judge(any_classifier, conversations)]
+    scores = [verdict.value for verdict in score_all(any_classifier, conversations)]
     np.testing.assert_allclose(scores, expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("prefix", ["v_head.summary.", "summary.", ""])
-def test_a_value_head_beside_a_causal_model(tiny_models, tmp_path, prefix):
+def test_a_value_head_next_to_a_causal_model(tiny_models, tmp_path, prefix):
     folder = shutil.copytree(tiny_models["qwen3"], tmp_path / "rm")
     torch.manual_seed(2)
     weight, bias = torch.randn(1, 64), torch.randn(1)
@@ -166,7 +166,7 @@ def test_a_value_head_beside_a_causal_model(tiny_models, tmp_path, prefix):
         with torch.no_grad():
             hidden = model(input_ids=tokens, output_hidden_states=True).hidden_states[-1][0, -1]
         by_hand.append((weight[0] @ hidden + bias[0]).item())
-    scores = [verdict.value for verdict in judge(folder, [talk(i) for i in range(5)])]
+    scores = [verdict.value for verdict in score_all(folder, [talk(i) for i in range(5)])]
     np.testing.assert_allclose(scores, by_hand, rtol=0, atol=CLOSE)
 
 
@@ -177,7 +177,7 @@ def test_scores_do_not_depend_on_order_or_batch(classifier):
     assert together.dtype == np.float32
     order = np.random.RandomState(0).permutation(len(sequences))
     np.testing.assert_allclose(model.score([sequences[i] for i in order]), together[order], rtol=0, atol=CLOSE)
-    for budget in (1, 100, 250):  # alone; a few; some
+    for budget in (1, 100, 250):  # one, a few, or several per pass
         np.testing.assert_allclose(model.score(sequences, tokens_per_pass=budget), together, rtol=0, atol=CLOSE)
     assert len(list(model.score_in_passes(sequences))) == 1
     passes = list(model.score_in_passes(sequences, tokens_per_pass=250))
@@ -185,15 +185,15 @@ def test_scores_do_not_depend_on_order_or_batch(classifier):
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_equal_conversations_have_equal_scores_to_the_bit(classifier):
-    """Or a group of equal answers would have a spread."""
+def test_equal_conversations_have_bitwise_equal_scores(classifier):
+    """Otherwise the scores of equal answers would have a spread."""
     conversations = [talk(i % 7) for i in range(140)]
-    values = [verdict.value for verdict in judge(classifier, conversations)]
+    values = [verdict.value for verdict in score_all(classifier, conversations)]
     assert len(set(values)) == 7
     assert values == values[:7] * 20
 
 
-def test_in_bf16_the_sum_of_layers_stays_in_fp32(any_classifier):
+def test_in_bf16_the_residual_stream_stays_in_fp32(any_classifier):
     conversations = [talk(i) for i in range(8)]
     model, transcript = load_scalar(settings_of(any_classifier, dtype="bfloat16"), CPU), transcript_of(settings_of(any_classifier))
     assert has_fp32_residual(model.decoder)
@@ -203,22 +203,22 @@ def test_in_bf16_the_sum_of_layers_stays_in_fp32(any_classifier):
     assert np.abs(scores - expected).max() < 0.1 * np.ptp(expected)
 
 
-def test_too_long_is_said_and_not_scored(classifier):
+def test_conversations_that_are_too_long_are_marked_and_not_scored(classifier):
     transcript = transcript_of(settings_of(classifier))
     lengths = [len(transcript.tokens(talk(i))) for i in range(6)]
     limit = sorted(lengths)[2]
-    verdicts = judge(classifier, [talk(i) for i in range(6)], max_prompt_tokens=limit)
+    verdicts = score_all(classifier, [talk(i) for i in range(6)], max_prompt_tokens=limit)
     assert [v.too_long for v in verdicts] == [n > limit for n in lengths]
     assert [v.prompt_tokens for v in verdicts] == lengths
     for verdict in verdicts:
         assert verdict.failure is None
         assert (verdict.value is None) == verdict.too_long
-    # Without a limit it is the model's context.
-    (verdict,) = judge(classifier, [[{"role": "user", "content": "1 " * 3000}, {"role": "assistant", "content": "?"}]])
+    # The default limit is the model's context.
+    (verdict,) = score_all(classifier, [[{"role": "user", "content": "1 " * 3000}, {"role": "assistant", "content": "?"}]])
     assert verdict.too_long
 
 
-def test_a_template_that_writes_its_bos_gets_no_second_one(classifier, tmp_path):
+def test_a_template_with_a_bos_gets_no_second_one(classifier, tmp_path):
     folder = shutil.copytree(classifier, tmp_path / "rm")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", BOS_TEMPLATE
@@ -227,37 +227,37 @@ def test_a_template_that_writes_its_bos_gets_no_second_one(classifier, tmp_path)
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
     )
     tokenizer.save_pretrained(folder)
-    assert AutoTokenizer.from_pretrained(folder)("1")["input_ids"][0] == bos, "it adds one by itself"
+    assert AutoTokenizer.from_pretrained(folder)("1")["input_ids"][0] == bos, "the tokenizer adds one by itself"
     tokens = transcript_of(settings_of(folder)).tokens(talk(1))
     assert tokens.count(bos) == 1
     assert tokens[0] == bos
     assert tokens == tokenizer.apply_chat_template(talk(1), return_dict=True)["input_ids"]
-    np.testing.assert_allclose([v.value for v in judge(folder, [talk(1)])], plain_scores(folder, [talk(1)]), rtol=0, atol=CLOSE)
+    np.testing.assert_allclose([v.value for v in score_all(folder, [talk(1)])], plain_scores(folder, [talk(1)]), rtol=0, atol=CLOSE)
 
 
-def test_a_template_for_reading_needs_no_generation_prompt(classifier, tmp_path):
+def test_a_scoring_template_needs_no_generation_prompt(classifier, tmp_path):
     template = tmp_path / "read.jinja"
     template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
-    assert judge(classifier, [talk(1)], chat_template=str(template))[0].value is not None
+    assert score_all(classifier, [talk(1)], chat_template=str(template))[0].value is not None
 
 
-# One bad question ----------------------------------------------------------------------------------------------------
+# Failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_rendered_fails_alone(classifier, tmp_path):
+def test_a_conversation_that_cannot_be_rendered_fails_alone(classifier, tmp_path):
     template = tmp_path / "strict.jinja"
     template.write_text(STRICT + BOS_TEMPLATE)
     bad: list[Message] = [{"role": "narrator", "content": "Then"}, {"role": "assistant", "content": "?"}]
-    verdicts = judge(classifier, [talk(1), bad, talk(2)], chat_template=str(template))
-    alone = judge(classifier, [talk(1), talk(2)], chat_template=str(template))
+    verdicts = score_all(classifier, [talk(1), bad, talk(2)], chat_template=str(template))
+    alone = score_all(classifier, [talk(1), talk(2)], chat_template=str(template))
     assert [v.value for v in (verdicts[0], verdicts[2])] == [v.value for v in alone]
     assert "no narrator" in str(verdicts[1].failure)
     assert verdicts[1].failure is not None
     assert verdicts[1].failure.cause == "render"
 
 
-def test_what_breaks_a_pass_fails_alone(classifier, monkeypatch):
-    """A pass that raises is repeated in halves; what is left alone with the error fails with its cause."""
+def test_a_conversation_that_breaks_a_pass_fails_alone(classifier, monkeypatch):
+    """A pass that raises is bisected; the one conversation that still raises fails with its cause."""
     forward, marked = ScalarModel.forward, transcript_of(settings_of(classifier)).tokens(talk(11))
     culprit = torch.tensor(marked[-40:])
 
@@ -267,16 +267,16 @@ def test_what_breaks_a_pass_fails_alone(classifier, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return forward(self, batch)
 
-    expected = [v.value for v in judge(classifier, [talk(i) for i in range(20)])]
+    expected = [v.value for v in score_all(classifier, [talk(i) for i in range(20)])]
     monkeypatch.setattr(ScalarModel, "forward", breaks)
-    verdicts = judge(classifier, [talk(i) for i in range(20)])
+    verdicts = score_all(classifier, [talk(i) for i in range(20)])
     assert [i for i, v in enumerate(verdicts) if v.failure is not None] == [11]
     assert verdicts[11].failure is not None
     assert verdicts[11].failure.cause == "out_of_memory"
     np.testing.assert_allclose([v.value for i, v in enumerate(verdicts) if i != 11], expected[:11] + expected[12:], atol=CLOSE)
 
 
-def test_a_model_that_always_fails_is_not_asked_for_ever():
+def test_a_model_that_always_fails_is_not_called_forever():
     calls = []
 
     def compute(items):
@@ -290,20 +290,20 @@ def test_a_model_that_always_fails_is_not_asked_for_ever():
     assert len(calls) <= 2 * batch_bisection.MAX_FAILURES
 
 
-def test_scores_that_are_no_numbers_are_failures(classifier, monkeypatch):
+def test_nan_scores_are_failures(classifier, monkeypatch):
     def scores(self, batch):
         return torch.full((len(batch.starts_S1) - 1,), float("nan"))
 
     monkeypatch.setattr(ScalarModel, "forward", scores)
-    (verdict,) = judge(classifier, [talk(1)])
+    (verdict,) = score_all(classifier, [talk(1)])
     assert verdict.failure is not None
     assert verdict.failure.cause == "not_a_number"
 
 
-# A judge that writes -------------------------------------------------------------------------------------------------
+# Generative judges ---------------------------------------------------------------------------------------------------
 
 
-def greedy_of_transformers(folder: Path, questions: Sequence[GenerationRequest], max_new_tokens: int) -> list[tuple[str, int]]:
+def transformers_greedy(folder: Path, questions: Sequence[GenerationRequest], max_new_tokens: int) -> list[tuple[str, int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result = []
@@ -314,35 +314,35 @@ def greedy_of_transformers(folder: Path, questions: Sequence[GenerationRequest],
     return result
 
 
-def test_greedy_answers_are_those_of_transformers(writer):
+def test_greedy_answers_match_transformers(writer):
     questions = [question(i) for i in range(8)]
-    answers = write(writer, questions, SamplingParams(24))
-    assert [(a.text, a.new_tokens) for a in answers] == greedy_of_transformers(writer, questions, 24)
+    answers = generate_all(writer, questions, SamplingParams(24))
+    assert [(a.text, a.new_tokens) for a in answers] == transformers_greedy(writer, questions, 24)
     assert len({a.text for a in answers}) > 4
     assert {a.truncated for a in answers} == {True, False}
     assert all(a.failure is None and a.prompt_tokens > 10 for a in answers)
 
 
-def test_what_is_drawn_depends_on_the_key_and_the_seed_only(writer):
-    writing = SamplingParams(16, temperature=1.0, top_p=0.95, seed=3)
+def test_samples_depend_on_the_key_and_the_seed_only(writer):
+    params = SamplingParams(16, temperature=1.0, top_p=0.95, seed=3)
 
-    async def ask(model: LocalModel) -> None:
-        together = await model.generate([question(i) for i in range(10)], writing)
-        backwards = await model.generate([question(i) for i in reversed(range(10))], writing)
-        alone = [(await model.generate([question(i)], writing))[0] for i in range(10)]
-        apart = await asyncio.gather(*(model.generate([question(i)], writing) for i in range(10)))
+    async def query(model: LocalModel) -> None:
+        together = await model.generate([question(i) for i in range(10)], params)
+        backwards = await model.generate([question(i) for i in reversed(range(10))], params)
+        alone = [(await model.generate([question(i)], params))[0] for i in range(10)]
+        apart = await asyncio.gather(*(model.generate([question(i)], params) for i in range(10)))
         texts = [a.text for a in together]
         assert texts == [a.text for a in reversed(backwards)] == [a.text for a in alone] == [a.text for (a,) in apart]
-        same = await model.generate([question(0, key="a"), question(0, key="b"), question(0, key="a")], writing)
+        same = await model.generate([question(0, key="a"), question(0, key="b"), question(0, key="a")], params)
         assert same[0] == same[2] != same[1]
         (other,) = await model.generate([question(0)], SamplingParams(16, temperature=1.0, top_p=0.95, seed=4))
         assert other != together[0]
 
-    with_model(writer, ask, scalar=False)
+    with_model(writer, query, scalar=False)
 
 
-def test_questions_of_different_kinds_at_once(writer):
-    """Each is written as it asks to be, with its own limit; those that may be are written together."""
+def test_concurrent_requests_with_different_sampling(writer):
+    """Each uses its own sampling parameters and limit; compatible ones are batched together."""
     kinds = [
         SamplingParams(5),
         SamplingParams(12),
@@ -351,7 +351,7 @@ def test_questions_of_different_kinds_at_once(writer):
         SamplingParams(12, stop=("e",)),
     ]
 
-    async def ask(model: LocalModel) -> None:
+    async def query(model: LocalModel) -> None:
         alone = [await model.generate([question(i) for i in range(4)], kind) for kind in kinds]
         together = await asyncio.gather(*(model.generate([question(i) for i in range(4)], kind) for kind in kinds))
         assert list(together) == alone
@@ -359,13 +359,13 @@ def test_questions_of_different_kinds_at_once(writer):
         assert all("e" not in (a.text or "") for a in alone[4])
         assert any(a.new_tokens < 12 and not a.truncated for a in alone[4])
 
-    with_model(writer, ask, scalar=False)
+    with_model(writer, query, scalar=False)
 
 
-def test_a_prompt_given_as_text_is_taken_as_it_is(writer):
+def test_a_prompt_given_as_text_is_used_verbatim(writer):
     tokenizer = AutoTokenizer.from_pretrained(writer)
     rendered = tokenizer.apply_chat_template(question(5).messages, add_generation_prompt=True, tokenize=False)
-    by_messages, by_text = write(writer, [question(5), GenerationRequest([], text=rendered)], SamplingParams(16))
+    by_messages, by_text = generate_all(writer, [question(5), GenerationRequest([], text=rendered)], SamplingParams(16))
     assert by_text == by_messages
 
 
@@ -374,8 +374,8 @@ def test_prompts_that_are_too_long_or_empty_fail_alone(writer, tmp_path):
     template.write_text(STRICT + BOS_TEMPLATE)
     long = GenerationRequest([{"role": "user", "content": "1 " * 3000}])
     odd = GenerationRequest([{"role": "narrator", "content": "Then"}])
-    asked = [question(1), long, GenerationRequest([], text=""), odd, question(2)]
-    answers = write(writer, asked, SamplingParams(8), chat_template=str(template))
+    requests = [question(1), long, GenerationRequest([], text=""), odd, question(2)]
+    answers = generate_all(writer, requests, SamplingParams(8), chat_template=str(template))
     assert [(a.too_long, a.failure and a.failure.cause) for a in answers] == [
         (False, None),
         (True, None),
@@ -384,14 +384,14 @@ def test_prompts_that_are_too_long_or_empty_fail_alone(writer, tmp_path):
         (False, None),
     ]
     limits = {"max_prompt_tokens": answers[0].prompt_tokens, "chat_template": str(template)}
-    answers = write(writer, [question(1), question(2)], SamplingParams(8), **limits)
+    answers = generate_all(writer, [question(1), question(2)], SamplingParams(8), **limits)
     assert [a.too_long for a in answers] == [False, True]
-    (answer,) = write(writer, [question(1)], SamplingParams(4000))
+    (answer,) = generate_all(writer, [question(1)], SamplingParams(4000))
     assert answer.failure is not None
     assert "leaves no room for a prompt in a context of 2,048" in answer.failure.message
 
 
-def test_an_engine_that_breaks_is_a_failure_of_its_questions(writer, monkeypatch):
+def test_an_engine_error_fails_only_its_requests(writer, monkeypatch):
     generate = NativeEngine.generate
 
     def breaks(self, requests, sampling):
@@ -401,7 +401,7 @@ def test_an_engine_that_breaks_is_a_failure_of_its_questions(writer, monkeypatch
 
     monkeypatch.setattr(NativeEngine, "generate", breaks)
 
-    async def ask(model: LocalModel) -> None:
+    async def query(model: LocalModel) -> None:
         kinds = (SamplingParams(6), SamplingParams(6, temperature=0.5))
         good, bad = await asyncio.gather(*(model.generate([question(i) for i in range(3)], kind) for kind in kinds))
         assert all(a.failure is None for a in good)
@@ -410,52 +410,52 @@ def test_an_engine_that_breaks_is_a_failure_of_its_questions(writer, monkeypatch
         assert model.usage.calls == 6
         assert model.usage.new_tokens == sum(a.new_tokens for a in good)
 
-    with_model(writer, ask, scalar=False)
+    with_model(writer, query, scalar=False)
 
 
-# Many at once --------------------------------------------------------------------------------------------------------
+# Concurrency ---------------------------------------------------------------------------------------------------------
 
 
-def test_many_small_asks_become_few_batches(classifier, writer, monkeypatch):
-    """Those who come while the model computes for the first are asked together."""
-    all_are_there = threading.Event()
+def test_many_small_requests_become_few_batches(classifier, writer, monkeypatch):
+    """Requests that arrive while the model is busy are batched together."""
+    all_submitted = threading.Event()
     generate, forward = NativeEngine.generate, ScalarModel.forward
 
     def generate_later(self, *given):
-        assert all_are_there.wait(100)
+        assert all_submitted.wait(100)
         return generate(self, *given)
 
     def forward_later(self, batch):
-        assert all_are_there.wait(100)
+        assert all_submitted.wait(100)
         return forward(self, batch)
 
     monkeypatch.setattr(NativeEngine, "generate", generate_later)
     monkeypatch.setattr(ScalarModel, "forward", forward_later)
 
-    async def together(asks: Iterable[Coroutine[Any, Any, list]]) -> list[list]:
-        all_are_there.clear()
-        tasks = [asyncio.create_task(ask) for ask in asks]
+    async def together(calls: Iterable[Coroutine[Any, Any, list]]) -> list[list]:
+        all_submitted.clear()
+        tasks = [asyncio.create_task(call) for call in calls]
         for _ in range(10):
             await asyncio.sleep(0)
-        all_are_there.set()
+        all_submitted.set()
         return await asyncio.gather(*tasks)
 
-    async def ask_scores(model: LocalModel) -> None:
+    async def check_scores(model: LocalModel) -> None:
         verdicts = await together(model.score([talk(i)]) for i in range(200))
         assert [v.value for (v,) in verdicts] == pytest.approx([v.value for v in await model.score([talk(i) for i in range(200)])])
         assert model.batches <= 8
 
-    async def ask_answers(model: LocalModel) -> None:
+    async def check_answers(model: LocalModel) -> None:
         answers = await together(model.generate([question(i)], SamplingParams(4)) for i in range(200))
         assert all(a.failure is None for (a,) in answers)
         assert model.batches <= 2
 
-    with_model(classifier, ask_scores, scalar=True)
-    with_model(writer, ask_answers, scalar=False)
+    with_model(classifier, check_scores, scalar=True)
+    with_model(writer, check_answers, scalar=False)
 
 
-def test_the_event_loop_goes_on_while_a_model_computes(classifier, monkeypatch):
-    """A pass that does not end before the loop has moved on."""
+def test_the_event_loop_is_not_blocked_while_a_model_computes(classifier, monkeypatch):
+    """The pass does not end before the loop has moved on."""
     moved_on, forward = threading.Event(), ScalarModel.forward
 
     def waits(self, batch):
@@ -464,26 +464,26 @@ def test_the_event_loop_goes_on_while_a_model_computes(classifier, monkeypatch):
 
     monkeypatch.setattr(ScalarModel, "forward", waits)
 
-    async def ask(model: LocalModel) -> None:
-        asked = asyncio.create_task(model.score([talk(1)]))
+    async def query(model: LocalModel) -> None:
+        pending = asyncio.create_task(model.score([talk(1)]))
         await asyncio.sleep(0.05)
-        assert not asked.done()
+        assert not pending.done()
         moved_on.set()
-        assert (await asked)[0].failure is None
+        assert (await pending)[0].failure is None
 
-    with_model(classifier, ask, scalar=True)
+    with_model(classifier, query, scalar=True)
 
 
-def test_whoever_stops_waiting_is_not_computed_for():
-    begun, go_on, seen = threading.Event(), threading.Event(), []
+def test_cancelled_requests_are_not_computed():
+    begun, proceed, seen = threading.Event(), threading.Event(), []
 
     def compute(items):
         seen.extend(items)
         begun.set()
-        assert go_on.wait(30)
+        assert proceed.wait(30)
         return items
 
-    async def ask() -> None:
+    async def query() -> None:
         thread = ModelThread("test", compute, CPU)
         first = asyncio.create_task(thread.compute(["first"]))
         await asyncio.to_thread(begun.wait)
@@ -491,24 +491,24 @@ def test_whoever_stops_waiting_is_not_computed_for():
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.sleep(0)
-        go_on.set()
+        proceed.set()
         assert (await first, await third) == (["first"], ["third"])
         await thread.close(lambda: None)
         with pytest.raises(Closed):
             await thread.compute(["fourth"])
 
-    run(ask())
+    run(query())
     assert seen == ["first", "third"]
 
 
-def test_closing_answers_whoever_still_waits(classifier):
-    async def ask() -> None:
+def test_closing_answers_pending_requests(classifier):
+    async def query() -> None:
         model = await opened(classifier, scalar=True)
-        asked = [asyncio.create_task(model.score([talk(i)])) for i in range(20)]
+        pending = [asyncio.create_task(model.score([talk(i)])) for i in range(20)]
         await asyncio.sleep(0)
         await model.close()
         await model.close()
-        causes = {v.failure and v.failure.cause for (v,) in await asyncio.gather(*asked)}
+        causes = {v.failure and v.failure.cause for (v,) in await asyncio.gather(*pending)}
         assert causes <= {None, "closed"}
         assert (await model.score([talk(1)]))[0].failure == Failure("closed", "the model has been closed")
         await model.open()
@@ -516,15 +516,15 @@ def test_closing_answers_whoever_still_waits(classifier):
         await model.close()
         await LocalModel(settings_of(classifier), scalar=True).close()  # never opened
 
-    run(ask())
+    run(query())
 
 
-# Coming and going ----------------------------------------------------------------------------------------------------
+# Loading and unloading -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-@pytest.mark.usefixtures("quick_collections")
-def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scalar):
+@pytest.mark.usefixtures("fast_gc")
+def test_loading_and_unloading_leaks_no_memory(tmp_path, rows_file, scalar):
     from plaudit.prepare.tiny_model import make_tiny_model
 
     make_tiny_model([rows_file], tmp_path / "large", kind="llama", hidden_size=512, layers=3, vocabulary=320)
@@ -532,12 +532,12 @@ def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scala
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     assert size > 20e6
 
-    async def ask(model: LocalModel) -> list[Any]:
+    async def query(model: LocalModel) -> list[Any]:
         return await (model.score([talk(1), talk(2)]) if scalar else model.generate([question(1)], SamplingParams(12)))
 
     async def go(model: LocalModel) -> None:
         assert RESIDENT_MODELS.models() == []
-        assert {a.failure and a.failure.cause for a in await ask(model)} == {"not_loaded"}
+        assert {a.failure and a.failure.cause for a in await query(model)} == {"not_loaded"}
         answers, memory, survivors = [], [], []
         for _ in range(8):
             await model.load()
@@ -545,7 +545,7 @@ def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scala
             assert (alive.name, alive.device, alive.offload) == (str(folder), "cpu", True)
             assert alive.bytes == pytest.approx(size, rel=0.01)
             assert RESIDENT_MODELS.bytes("cpu") == alive.bytes
-            answers.append(await ask(model))
+            answers.append(await query(model))
             assert model._weights is not None
             parameters = [weakref.ref(p) for p in model._weights.model.parameters()]
             await model.unload()
@@ -556,7 +556,7 @@ def test_offloaded_weights_come_and_go_without_growth(tmp_path, rows_file, scala
         assert survivors == [0] * 8
         assert all(answer == answers[0] for answer in answers)
         assert all(a.failure is None for a in answers[0])
-        # Growth from cycle to cycle would be the weights, five times over; one of them is far more than what is tolerated.
+        # A leak would add the weights in each of five cycles; one copy is already far above the tolerance.
         assert max(memory[3:]) - min(memory[1:3]) < 0.5 * size
 
     with_model(folder, go, scalar=scalar, placement="offload")
@@ -583,7 +583,7 @@ def test_one_offloaded_model_at_a_time(classifier, writer):
     run(go())
 
 
-def test_a_resident_model_stays(classifier):
+def test_a_resident_model_is_not_unloaded(classifier):
     async def go(model: LocalModel) -> None:
         (alive,) = RESIDENT_MODELS.models()
         assert not alive.offload
@@ -596,18 +596,18 @@ def test_a_resident_model_stays(classifier):
     assert RESIDENT_MODELS.models() == []
 
 
-def test_what_was_asked_before_unloading_is_answered(classifier):
+def test_requests_made_before_unloading_are_answered(classifier):
     async def go(model: LocalModel) -> None:
         await model.load()
-        asked = [asyncio.create_task(model.score([talk(i)])) for i in range(10)]
+        pending = [asyncio.create_task(model.score([talk(i)])) for i in range(10)]
         await asyncio.sleep(0)
         await model.unload()
-        assert all(v.failure is None for (v,) in await asyncio.gather(*asked))
+        assert all(v.failure is None for (v,) in await asyncio.gather(*pending))
 
     with_model(classifier, go, scalar=True, placement="offload")
 
 
-def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier, monkeypatch):
+def test_a_model_that_cannot_be_loaded_fails_its_requests(classifier, monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -626,11 +626,11 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_of_its_questions(classifier,
     with_model(classifier, go, scalar=True, placement="offload")
     monkeypatch.setattr(scalar_inference, "load_scalar", out_of_memory)
     with pytest.raises(RecipeError, match=r"does not fit into the free part of memory.*placement: offload"):
-        judge(classifier, [])
+        score_all(classifier, [])
 
 
-def test_copies_of_the_host_bring_a_model_back(classifier):
-    """What a GPU's weights go through, here from the CPU to the CPU."""
+def test_host_copies_restore_a_model(classifier):
+    """The round trip of a GPU's weights, here from CPU to CPU."""
     model, transcript = load_scalar(settings_of(classifier), CPU), transcript_of(settings_of(classifier))
     tokens = [transcript.tokens(talk(i)) for i in range(4)]
     before = model.score(tokens)
@@ -644,63 +644,63 @@ def test_copies_of_the_host_bring_a_model_back(classifier):
     np.testing.assert_array_equal(model.score(tokens), before)
 
 
-# Folders that will not do --------------------------------------------------------------------------------------------
+# Invalid folders -----------------------------------------------------------------------------------------------------
 
 
-def why_not(folder: Path, *, scalar: bool = True, **settings) -> str:
-    with pytest.raises(RecipeError) as told:
+def error_for(folder: Path, *, scalar: bool = True, **settings) -> str:
+    with pytest.raises(RecipeError) as error:
         with_model(folder, lambda model: model.score([]), scalar=scalar, placement="offload", **settings)
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-def test_bad_folders_are_told_before_weights_are_read(classifier, tiny_models, tmp_path, monkeypatch):
+def test_bad_folders_are_rejected_before_weights_are_read(classifier, tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr(scalar_inference, "load_scalar", None)
     near = classifier.with_name("rmm")
-    assert why_not(near) == f"{near}: there is no such folder. Did you mean {classifier}?"
+    assert error_for(near) == f"{near}: there is no such folder. Did you mean {classifier}?"
     (tmp_path / "empty").mkdir()
-    assert "no config.json (found: nothing)" in why_not(tmp_path / "empty")
+    assert "no config.json (found: nothing)" in error_for(tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").touch()
-    assert "this is a LoRA adapter" in why_not(tmp_path / "empty")
-    assert "is a file" in why_not(classifier / "config.json")
+    assert "this is a LoRA adapter" in error_for(tmp_path / "empty")
+    assert "is a file" in error_for(classifier / "config.json")
 
     bare = shutil.copytree(classifier, tmp_path / "bare")
     (bare / "model.safetensors").unlink()
-    assert "incomplete weights: model.safetensors missing" in why_not(bare)
+    assert "incomplete weights: model.safetensors missing" in error_for(bare)
     (bare / "pytorch_model.bin").touch()
-    assert "its weights are pickled" in why_not(bare)
+    assert "its weights are pickled" in error_for(bare)
 
     silent = shutil.copytree(classifier, tmp_path / "silent")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         if (silent / name).exists() and name.endswith("jinja"):
             (silent / name).unlink()
-    told = why_not(silent)
-    assert "the tokenizer has no chat template" in told
-    assert "model.chat_template: chatml" in told
-    assert "max_prompt_tokens is 9,999" in why_not(classifier, max_prompt_tokens=9999)
+    error = error_for(silent)
+    assert "the tokenizer has no chat template" in error
+    assert "model.chat_template: chatml" in error
+    assert "max_prompt_tokens is 9,999" in error_for(classifier, max_prompt_tokens=9999)
 
 
-def test_wrong_architectures_are_told(classifier, tiny_models, tmp_path):
+def test_wrong_architectures_are_rejected(classifier, tiny_models, tmp_path):
     causal = tiny_models["qwen2"]
-    assert "Qwen2ForCausalLM has no score" in why_not(causal)
-    assert "value_head.safetensors" in why_not(causal)
-    assert "LlamaForSequenceClassification scores and does not generate" in why_not(classifier, scalar=False)
+    assert "Qwen2ForCausalLM has no score" in error_for(causal)
+    assert "value_head.safetensors" in error_for(causal)
+    assert "LlamaForSequenceClassification scores and does not generate" in error_for(classifier, scalar=False)
     three = make_classifier(causal, tmp_path / "three", labels=3)
-    assert "Qwen2ForSequenceClassification has 3 labels, and a reward model has one" in why_not(three)
+    assert "Qwen2ForSequenceClassification has 3 labels, and a reward model has one" in error_for(three)
     AutoConfig.for_model("t5").save_pretrained(shutil.copytree(causal, tmp_path / "t5"))
-    assert "is not a causal language model" in why_not(tmp_path / "t5", scalar=False)
+    assert "is not a causal language model" in error_for(tmp_path / "t5", scalar=False)
 
 
-def test_a_value_head_that_does_not_fit_is_told(tiny_models, tmp_path):
+def test_a_value_head_that_does_not_fit_is_rejected(tiny_models, tmp_path):
     folder = shutil.copytree(tiny_models["llama"], tmp_path / "rm")
     save_file({"v_head.summary.weight": torch.zeros(1, 32), "other": torch.zeros(2)}, folder / "value_head.safetensors")
     with pytest.raises(RecipeError, match=r"v_head.summary.weight \[1, 64\].*found: other \[2\], v_head.summary.weight \[1, 32\]"):
         load_scalar(settings_of(folder), CPU)
     (folder / "value_head.safetensors").rename(folder / "value_head.bin")
-    assert "value_head.bin is pickled" in why_not(folder)
+    assert "value_head.bin is pickled" in error_for(folder)
 
 
-def test_weights_that_lack_the_head_are_told(classifier, tiny_models, tmp_path):
+def test_weights_without_the_head_are_rejected(classifier, tiny_models, tmp_path):
     folder = shutil.copytree(tiny_models["llama"], tmp_path / "rm")
     config = json.loads((classifier / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config))
@@ -708,9 +708,9 @@ def test_weights_that_lack_the_head_are_told(classifier, tiny_models, tmp_path):
         load_scalar(settings_of(folder), CPU)
 
 
-def test_no_gpu_is_told():
+def test_a_missing_gpu_is_reported():
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     model = LocalModel(RewardModel(path="x", device="cuda"), scalar=True)
     with pytest.raises(RecipeError, match=r"model\.device is cuda, but torch sees no GPU here"):
         run(model.open())

@@ -1,5 +1,5 @@
-"""Several reward models in one run: who shares a model, who is on the device when, what it all costs, and what becomes of a run
-whose judge dies. The models are real ones, tiny, on the CPU; servers are real HTTP servers."""
+"""Several reward models in one run: which rewards share a model, which model is on the device when, what they cost, and what
+happens to a run whose judge dies. The models are real but tiny, on the CPU; the servers are real HTTP servers."""
 
 import asyncio
 import gc
@@ -50,8 +50,8 @@ PLUGIN = dedent("""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Unloading collects garbage, which takes its time where torch and transformers are in memory; they stay anyway."""
+def fast_gc() -> Iterator[None]:
+    """Unloading runs the garbage collector, which is slow with torch and transformers in memory; freezing skips them."""
     gc.collect()
     gc.freeze()
     yield
@@ -59,7 +59,7 @@ def quick_collections() -> Iterator[None]:
 
 
 def make_grader(source: Path, folder: Path, seed: int) -> Path:
-    """A judge whose whole answer is a digit, which depends on what it reads."""
+    """A judge that answers with a single digit, which depends on the prompt."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
     sharpen(model)
     digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
@@ -69,7 +69,7 @@ def make_grader(source: Path, folder: Path, seed: int) -> Path:
     head.zero_()
     head[digits] = 3.0 * torch.randn(10, head.shape[1])
     head[:, 0] = 0.0
-    head[end, 0] = 5.0  # behind a digit, and only there, the first dimension is large: the end follows
+    head[end, 0] = 5.0  # the first dimension is large after a digit, and only there, so that the answer ends
     embeddings[:, 0] = 0.0
     embeddings[digits, 0] = 200.0
     model.save_pretrained(folder)
@@ -79,7 +79,7 @@ def make_grader(source: Path, folder: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tiny_models, tmp_path_factory) -> dict[str, Path]:
-    """Two scalar models, and two that write."""
+    """Two scalar models and two generative ones."""
     root = tmp_path_factory.mktemp("reward_models")
     return {
         "kind": make_classifier(tiny_models["llama"], root / "kind"),
@@ -91,7 +91,7 @@ def folders(tiny_models, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def loads(monkeypatch) -> list[str]:
-    """The models whose weights came to the device, in order."""
+    """The models whose weights were loaded onto the device, in order."""
     loaded, load = [], OffloadableWeights.load
     assert RESIDENT_MODELS.models() == []
     RESIDENT_MODELS.max_offloaded = 0
@@ -133,7 +133,7 @@ def test_rewards_with_the_same_model_share_it(folders, loads):
     with runner_of(*rewards) as runner:
         first, second = by_reward(runner.collect(GROUPS)), by_reward(runner.collect(GROUPS))
         counts = runner.counts()
-    assert loads == ["kind", "grader"] * 2, "each once in a scoring phase"
+    assert loads == ["kind", "grader"] * 2, "each once per scoring phase"
     assert RESIDENT_MODELS.max_offloaded == 1
     assert RESIDENT_MODELS.models() == []
     assert first == second
@@ -147,7 +147,7 @@ def test_rewards_with_the_same_model_share_it(folders, loads):
     assert counts["judge/kind/all/prompt_tokens"] + counts["judge/kind/line/prompt_tokens"] == counts["judge/kind/prompt_tokens"]
 
 
-def test_a_resident_model_is_there_once_until_the_last_reward_closes(folders, loads):
+def test_a_resident_model_is_loaded_once_until_the_last_reward_closes(folders, loads):
     critique = {"kind": "critique_then_score", "model": model(folders["grader"], "resident"), "sampling": {"max_new_tokens": 4}}
     rewards = [
         {**JUDGING, "model": model(folders["grader"], "resident")},
@@ -158,22 +158,22 @@ def test_a_resident_model_is_there_once_until_the_last_reward_closes(folders, lo
         runner.collect(GROUPS)
         [judge, *_] = runner.live
         asyncio.run_coroutine_threadsafe(judge.close(), runner._loop).result()
-        assert len(RESIDENT_MODELS.models()) == 1, "the other reward still has it"
+        assert len(RESIDENT_MODELS.models()) == 1, "the other reward still uses it"
     assert RESIDENT_MODELS.models() == []
     assert loads == ["grader"]
 
 
-@pytest.mark.parametrize("criticised", [False, True], ids=["scalar_model", "critique_then_score"])
+@pytest.mark.parametrize("with_critique", [False, True], ids=["scalar_model", "critique_then_score"])
 @pytest.mark.parametrize("placement", ["resident", "offload"])
-def test_repeatable_scores_do_not_depend_on_what_is_scored_beside_them(folders, tmp_path, placement, criticised):
-    """To the bit: whoever waits at the same moment, and whatever of a group is known from another one with the same prompt."""
+def test_repeatable_scores_do_not_depend_on_the_batch(folders, tmp_path, placement, with_critique):
+    """Bitwise: whatever else is pending, and whatever part of a group is cached from another with the same prompt."""
     reward = {"kind": "scalar_model", "model": model(folders["kind"], placement)}
-    if criticised:
+    if with_critique:
         critic = {"model": model(folders["grader"], placement), "sampling": {"max_new_tokens": 4}}
         reward = {"kind": "critique_then_score", **critic, "scorer": reward}
     responses = [f"{i} and {3 * i}, which makes {4 * i}." * (1 + i % 3) for i in range(12)]
     ours = group(*responses[4:9], responses[4], id="ours")
-    company = [group(*responses[i : i + 6], id=f"beside {i}") for i in range(7)]  # the same prompt, and some of the same responses
+    others = [group(*responses[i : i + 6], id=f"beside {i}") for i in range(7)]  # the same prompt, and some of the same responses
 
     def scores(name: str, *steps: list[Group]) -> list[float | None]:
         with runner_of(reward, cache=tmp_path / name, repeatable=True) as runner:
@@ -182,12 +182,12 @@ def test_repeatable_scores_do_not_depend_on_what_is_scored_beside_them(folders, 
 
     alone = scores("alone", [ours])
     assert len(set(alone)) == 5
-    assert scores("beside others", [*company, ours]) == alone
-    assert scores("behind others", company, [ours]) == alone
+    assert scores("with others", [*others, ours]) == alone
+    assert scores("after others", others, [ours]) == alone
     assert scores("alone", [ours]) == alone, "now from the cache"
 
 
-def test_models_that_differ_in_anything_are_not_shared(folders, loads):
+def test_models_with_different_settings_are_not_shared(folders, loads):
     first = {"kind": "scalar_model", "name": "first", "model": model(folders["kind"], "resident")}
     second = {**first, "name": "second", "model": model(folders["kind"], "resident", max_prompt_tokens=8)}
     with runner_of(first, second) as runner:
@@ -197,7 +197,7 @@ def test_models_that_differ_in_anything_are_not_shared(folders, loads):
     assert {name for name in counts if name.endswith("calls")} == {"judge/calls", "judge/kind/calls", "judge/kind-2/calls"}
 
 
-def test_a_model_that_cannot_be_opened_is_told_once(tmp_path):
+def test_a_model_that_cannot_be_opened_is_reported_once(tmp_path):
     nowhere = model(tmp_path / "none", "resident")
     with pytest.raises(RecipeError, match="there is no such folder") as caught:
         runner_of({**JUDGING, "name": "a", "model": nowhere}, {**JUDGING, "name": "b", "model": nowhere}).__enter__()
@@ -217,7 +217,7 @@ def critique_of(folders: dict[str, Path], placement: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_concurrent_groups": 1}])
-def test_all_critiques_are_written_before_the_scorer_comes(folders, loads, tmp_path, limits):
+def test_all_critiques_are_written_before_the_scorer_is_loaded(folders, loads, tmp_path, limits):
     reward = {**critique_of(folders, "offload"), "limits": limits}
     with runner_of(reward, cache=tmp_path / "scores.sqlite") as runner:
         offloaded = runner.collect(GROUPS)
@@ -244,12 +244,12 @@ def test_critic_and_scorer_are_shared_with_other_rewards(folders, loads):
     with runner_of(*rewards) as runner:
         runner.collect(GROUPS)
     assert sorted(loads) == ["grader", "kind", "short"]
-    assert loads.index("grader") < loads.index("kind"), "the one that is needed twice waits until both need it"
+    assert loads.index("grader") < loads.index("kind"), "a model for two rewards is loaded when both need it"
     assert RESIDENT_MODELS.max_offloaded == 1
 
 
-def test_a_critic_that_fails_fails_its_samples(folders, loads):
-    sampling = {"max_new_tokens": 2048}  # the whole context: there is no room for a prompt
+def test_a_failing_critic_fails_its_samples(folders, loads):
+    sampling = {"max_new_tokens": 2048}  # the full context: no room for a prompt
     limits = {"unreadable_retries": 0, "group_retries": 1, "backoff_s": 0.0}
     reward = critique_of(folders, "offload") | {"sampling": sampling, "limits": limits}
     with runner_of(reward, tolerant=True) as runner:
@@ -257,7 +257,7 @@ def test_a_critic_that_fails_fails_its_samples(folders, loads):
         counts = runner.counts()
     causes = {score.failure.cause for one in scored for score in one.by_reward["critique_then_score"] if score.failure}
     assert causes == {"context"}
-    assert counts["retries/critique_then_score"] == 9, "while the critic is there"
+    assert counts["retries/critique_then_score"] == 9, "while the critic is loaded"
     assert counts["judge/kind/calls"] == 0
 
 
@@ -278,11 +278,11 @@ def test_a_cascade_of_two_offloaded_models(folders, loads):
     assert [values(one) for one in offloaded] == [pytest.approx(values(one), abs=1e-5) for one in kept]
 
 
-# What is known already -----------------------------------------------------------------------------------------------
+# Cached scores -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["scalar_model", "critique_then_score", "cascade"])
-def test_scores_of_a_model_that_was_overwritten_are_not_used(folders, tiny_models, tmp_path, kind):
+def test_scores_of_an_overwritten_model_are_not_reused(folders, tiny_models, tmp_path, kind):
     folder = shutil.copytree(folders["kind"], tmp_path / "rm")
     scalar = {"kind": "scalar_model", "model": model(folder, "resident")}
     reward = {
@@ -306,7 +306,7 @@ def test_scores_of_a_model_that_was_overwritten_are_not_used(folders, tiny_model
     assert changed != pytest.approx(first[0])
 
 
-def test_what_a_model_is_known_by(folders, tmp_path):
+def test_a_model_is_identified_by_its_files_and_settings(folders, tmp_path):
     folder, digests = shutil.copytree(folders["kind"], tmp_path / "rm"), []
 
     def digest(path: Path | str, **settings) -> str:
@@ -316,7 +316,7 @@ def test_what_a_model_is_known_by(folders, tmp_path):
         return reward_digest(reward)
 
     digests.append(digest(folder))
-    assert digest(shutil.copytree(folder, tmp_path / "moved")) == digests[0], "not by where it lies"
+    assert digest(shutil.copytree(folder, tmp_path / "moved")) == digests[0], "not by its path"
     for name in ("chat_template.jinja", "tokenizer_config.json", "config.json"):
         (folder / name).write_text((folder / name).read_text() + " ")
         digests.append(digest(folder))
@@ -334,10 +334,10 @@ def test_what_a_model_is_known_by(folders, tmp_path):
     )
     before = digest("judge", **server, tokenizer=str(folder))
     (folder / "tokenizer_config.json").write_text("{}")
-    assert digest("judge", **server, tokenizer=str(folder)) != before, "the conversations are rendered with it here"
+    assert digest("judge", **server, tokenizer=str(folder)) != before, "conversations are rendered with it in this process"
 
 
-def test_a_server_s_model_is_known_by_the_name_it_has_there(tmp_path):
+def test_a_served_model_is_identified_by_its_name_on_the_server(tmp_path):
     def requests(name: str) -> int:
         with Grader(model=name) as server:
             reward = {**JUDGING, "model": {"placement": "server", "url": server.url}}
@@ -348,7 +348,7 @@ def test_a_server_s_model_is_known_by_the_name_it_has_there(tmp_path):
     assert [requests(name) for name in ("judge-1", "judge-1", "judge-2")] == [9, 0, 9]
 
 
-# What it costs -------------------------------------------------------------------------------------------------------
+# Cost ----------------------------------------------------------------------------------------------------------------
 
 
 class Grader(FaultServer):
@@ -365,7 +365,7 @@ class Grader(FaultServer):
         return {"choices": [{"index": 0, "finish_reason": "stop", **choice}], "usage": usage}
 
 
-def test_calls_retries_tokens_and_cost_are_told(tmp_path, plaudit):
+def test_calls_retries_tokens_and_cost_are_reported(tmp_path, plaudit):
     rows = [{"prompt": f"{i}?", "response": "503:1 times"} for i in range(5)]
     template = tmp_path / "prompt.jinja"
     template.write_text("{{ response }} {{ question }}")
@@ -404,10 +404,8 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 64])
-def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
-    tmp_path, tiny_model, plaudit, monkeypatch, concurrency
-):
-    monkeypatch.chdir(tmp_path)  # prompts have their file in their id, and so in what is drawn
+def test_a_run_whose_judge_dies_stops_with_one_line_and_can_resume(tmp_path, tiny_model, plaudit, monkeypatch, concurrency):
+    monkeypatch.chdir(tmp_path)  # prompt ids contain the file, so sampling depends on it
     prompts = write_jsonl(Path("prompts.jsonl"), prompt_rows())
 
     def recipe(name: str, server: Grader) -> Path:
@@ -418,14 +416,14 @@ def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
         return write_recipe(tmp_path / f"{name}.yaml", tree)
 
     with Grader() as server:
-        train_rl(recipe("whole", server))
-        whole = Counter(server.answered)
+        train_rl(recipe("uninterrupted", server))
+        uninterrupted = Counter(server.answered)
     with Grader() as server:
-        server.dies_after = len(whole) // 2 + 1  # in the second step
+        server.dies_after = len(uninterrupted) // 2 + 1  # in the second step
         file = recipe("run", server)
         began = time.monotonic()
         code, _, err = plaudit("rl", file)
-        assert time.monotonic() - began < 100.0, "nobody waits until an answer's 120 s are over"
+        assert time.monotonic() - began < 100.0, "nothing waits for the answer timeout of 120 s"
         assert code == 2
         stopped = [line for line in err.splitlines() if "reward 'judge' failed" in line]
         assert len(stopped) == 1
@@ -435,21 +433,21 @@ def test_a_run_whose_judge_dies_stops_with_one_line_and_goes_on_when_it_is_back(
         assert "run the same command to resume" in stopped[0]
         assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
         code, _, err = plaudit("rl", file)
-        assert (code, "nothing listens there" in err) == (2, True), "still dead, and told before anything is sampled"
+        assert (code, "nothing listens there" in err) == (2, True), "still dead, and reported before anything is sampled"
         before, server.dies_after = len(server.answered), None
-        assert 12 < before < whole.total()
+        assert 12 < before < uninterrupted.total()
         server.live()
         assert plaudit("rl", file, "rewards.0.limits.retries=3", "rewards.0.model.prompt_price=1")[0] == 0
-        # What was under way for a group of which nothing was known yet may be asked again; what was scored is not.
-        assert set(server.answered) == set(whole)
-        assert len(server.answered) - before <= whole.total() - 12
-        assert concurrency > 1 or Counter(server.answered) == whole, "nothing is asked twice"
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
-    last = (tmp_path / name / "model/model.safetensors" for name in ("run", "whole"))
+        # Calls in flight for a group without any score may be repeated; scored samples are not.
+        assert set(server.answered) == set(uninterrupted)
+        assert len(server.answered) - before <= uninterrupted.total() - 12
+        assert concurrency > 1 or Counter(server.answered) == uninterrupted, "nothing is scored twice"
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "uninterrupted")
+    last = (tmp_path / name / "model/model.safetensors" for name in ("run", "uninterrupted"))
     assert len({file.read_bytes() for file in last}) == 1
 
 
-# All kinds at once ---------------------------------------------------------------------------------------------------
+# All kinds of rewards together ---------------------------------------------------------------------------------------
 
 
 class ModelServer:
@@ -478,8 +476,8 @@ class ModelServer:
         await self._model.open()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._write)
-        app.router.add_post("/v1/completions", self._write)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/classify", self._classify)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
@@ -493,14 +491,14 @@ class ModelServer:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.name, "max_model_len": 2048}]})
 
-    async def _write(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         question = GenerationRequest(body.get("messages", []), body.get("prompt"))
         [answer] = await self._model.generate([question], SamplingParams(body["max_tokens"], body["temperature"], body["top_p"]))
-        said = {"message": {"role": "assistant", "content": answer.text}, "text": answer.text}
+        reply = {"message": {"role": "assistant", "content": answer.text}, "text": answer.text}
         reason = "length" if answer.truncated else "stop"
         usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.new_tokens}
-        return web.json_response({"choices": [{"index": 0, "finish_reason": reason, **said}], "usage": usage})
+        return web.json_response({"choices": [{"index": 0, "finish_reason": reason, **reply}], "usage": usage})
 
     async def _classify(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -543,7 +541,7 @@ def test_models_judges_a_plugin_and_rules_in_one_run(folders, tiny_model, tmp_pa
         assert {f"judge/{name}/calls" for name in folders} <= set(row)
         assert row["judge/calls"] == sum(row[f"judge/{name}/calls"] for name in folders)
     for part in ("kind", "short", "judge", "plugin"):
-        assert len({sample[f"part/{part}"] for sample in samples}) > 1, f"{part} says the same of everything"
+        assert len({sample[f"part/{part}"] for sample in samples}) > 1, f"{part} gives everything the same score"
 
     with ExitStack() as stack:
         served = {}

@@ -1,4 +1,4 @@
-"""Judges behind URLs: what goes wrong on the way is tried again, counted, or said; and never touches another question's answer."""
+"""Judges behind URLs: faults are retried, counted and reported, and never affect the answers to other requests."""
 
 import asyncio
 import time
@@ -41,30 +41,30 @@ def question(content: str, **fields) -> GenerationRequest:
     return GenerationRequest([{"role": "user", "content": content}], key=content, **fields)
 
 
-def ask(
-    settings: RewardModel, *contents: str, writing: SamplingParams | None = None, limits: ModelLimits = QUICK
+def generate(
+    settings: RewardModel, *contents: str, params: SamplingParams | None = None, limits: ModelLimits = QUICK
 ) -> tuple[list[Answer], Usage]:
-    return write(settings, [question(content) for content in contents], writing, limits)
+    return send(settings, [question(content) for content in contents], params, limits)
 
 
-def write(
+def send(
     settings: RewardModel,
-    questions: Sequence[GenerationRequest],
-    writing: SamplingParams | None = None,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams | None = None,
     limits: ModelLimits = QUICK,
 ) -> tuple[list[Answer], Usage]:
     async def run() -> tuple[list[Answer], Usage]:
         client = ServerClient(settings, limits=limits)
         try:
             await client.open()
-            return await client.generate(questions, writing or SamplingParams(16)), client.usage
+            return await client.generate(requests, params or SamplingParams(16)), client.usage
         finally:
             await client.close()
 
     return asyncio.run(run())
 
 
-def judge(settings: RewardModel, *answers: str, limits: ModelLimits = QUICK) -> list[ScalarScore]:
+def score(settings: RewardModel, *answers: str, limits: ModelLimits = QUICK) -> list[ScalarScore]:
     async def run() -> list[ScalarScore]:
         client = ServerClient(settings, scalar=True, limits=limits)
         try:
@@ -89,114 +89,114 @@ def check_counts(usage: Usage, questions: int) -> None:
     assert sum(usage.faults.values()) == usage.retries + sum(usage.failures.values())
 
 
-# What is sent and read -----------------------------------------------------------------------------------------------
+# Requests and answers ------------------------------------------------------------------------------------------------
 
 
-def test_answers_come_in_order_with_their_tokens(server):
-    answers, usage = ask(model(server), "a", "long one", "ccc")
+def test_answers_come_in_order_with_token_counts(server):
+    answers, usage = generate(model(server), "a", "long one", "ccc")
     assert [answer.text for answer in answers] == ["answer to a", "answer to long one", "answer to ccc"]
     assert [answer.truncated for answer in answers] == [False, True, False]
     assert [answer.prompt_tokens for answer in answers] == [1, 8, 3]
     assert (usage.calls, usage.retries, usage.prompt_tokens, usage.new_tokens, usage.failures) == (3, 0, 12, 6, {})
 
 
-def test_how_it_is_asked(server):
-    write(model(server), [question("hi")], SamplingParams(7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",)))
-    write(model(server, dialect="openai"), [question("hi")], SamplingParams(7))
-    write(model(server), [GenerationRequest([], text="<s>hi")], SamplingParams(7))
+def test_request_bodies(server):
+    send(model(server), [question("hi")], SamplingParams(7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",)))
+    send(model(server, dialect="openai"), [question("hi")], SamplingParams(7))
+    send(model(server), [GenerationRequest([], text="<s>hi")], SamplingParams(7))
     chat, plain, ready = server.requests
     assert chat.path == "/v1/chat/completions"
     assert {**chat.body, "seed": 0} == {
         "model": "judge", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7, "temperature": 0.5, "top_p": 0.9,
         "seed": 0, "stop": ["\n"], "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
-    assert not {"top_k", "min_p", "repetition_penalty", "stop"} & set(plain.body)  # which others do not know
+    assert not {"top_k", "min_p", "repetition_penalty", "stop"} & set(plain.body)  # which other servers do not know
     assert (ready.path, ready.body["prompt"], ready.body["add_special_tokens"]) == ("/v1/completions", "<s>hi", False)
 
 
-def test_the_same_key_and_seed_have_the_same_randomness(server):
+def test_the_same_key_and_seed_send_the_same_seed(server):
     for seed in (0, 0, 1):
-        write(
+        send(
             model(server),
             [question("a"), question("b")],
             SamplingParams(7, temperature=1.0, seed=seed),
             ModelLimits(max_concurrent_calls=1),
         )
-    seeds = [asked.body["seed"] for asked in server.requests]
+    seeds = [request.body["seed"] for request in server.requests]
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_broken_characters_do_not_stop_a_question(server):
-    answers, _ = ask(model(server), "ä\ud800中")
+def test_an_unpaired_surrogate_is_replaced(server):
+    answers, _ = generate(model(server), "ä\ud800中")
     assert answers[0].text == "answer to ä?中"
 
 
-def test_rendered_here_if_the_recipe_names_a_tokenizer(server, tiny_model):
+def test_prompts_are_rendered_locally_if_the_recipe_names_a_tokenizer(server, tiny_model):
     from plaudit.data.templates import load_template, load_tokenizer
 
     template = load_template(load_tokenizer(str(tiny_model)), None)
     expected = template.prompt_tokens([{"role": "user", "content": "What is 1 + 2?"}])
     settings = model(server, tokenizer=str(tiny_model), max_prompt_tokens=len(expected))
-    answers, usage = ask(settings, "What is 1 + 2?", "What is 1 + 2? And what is that?")
+    answers, usage = generate(settings, "What is 1 + 2?", "What is 1 + 2? And what is that?")
     assert [answer.too_long for answer in answers] == [False, True]
-    assert [asked.body["prompt"] for asked in server.requests] == [expected]
+    assert [request.body["prompt"] for request in server.requests] == [expected]
     assert usage.calls == 1
 
 
-def test_prompts_that_are_too_long_are_no_failure(server):
-    answers, usage = ask(model(server, max_prompt_tokens=8), "toolong", "more than eight", "short")
+def test_prompts_that_are_too_long_are_not_failures(server):
+    answers, usage = generate(model(server, max_prompt_tokens=8), "toolong", "more than eight", "short")
     assert [(answer.too_long, answer.text, answer.failure) for answer in answers[:2]] == [(True, None, None)] * 2
     assert answers[2].text == "answer to short"
     assert (usage.failures, usage.retries) == ({}, 0)
 
 
-def test_answers_that_leave_no_room_for_a_prompt_are_not_taken_for_long_prompts(server):
+def test_no_room_for_any_prompt_is_not_reported_as_a_long_prompt(server):
     server.max_model_len = 16
-    [answer], _ = ask(model(server), "toolong", writing=SamplingParams(16))
+    [answer], _ = generate(model(server), "toolong", params=SamplingParams(16))
     assert (cause(answer), answer.too_long, server.requests) == ("context", False, [])
 
 
-# Numbers -------------------------------------------------------------------------------------------------------------
+# Scalar models -------------------------------------------------------------------------------------------------------
 
 
-def test_scalar_models_of_vllm_get_the_tokens_of_their_own_template(server, tiny_model):
+def test_vllm_scalar_models_get_tokens_of_their_own_template(server, tiny_model):
     from plaudit.data.templates import load_template, load_tokenizer
 
     template = load_template(load_tokenizer(str(tiny_model)), None)
-    verdicts = judge(model(server, tokenizer=str(tiny_model)), "3", "4")
-    probe, *asked = server.requests
+    verdicts = score(model(server, tokenizer=str(tiny_model)), "3", "4")
+    probe, *requests = server.requests
     assert probe.path == "/classify"
-    for one, answer in zip(asked, "34", strict=True):
+    for one, answer in zip(requests, "34", strict=True):
         ids = one.body["input"]
         assert template.tokenizer.decode(ids) == template.render(conversation(answer))  # with one BOS token, if it has any
         assert one.body["use_activation"] is False
-    assert [verdict.value for verdict in verdicts] == [len(" ".join(map(str, one.body["input"]))) / 4 for one in asked]
+    assert [verdict.value for verdict in verdicts] == [len(" ".join(map(str, one.body["input"]))) / 4 for one in requests]
 
 
-def test_scalar_models_of_sglang(server, tiny_model):
-    verdicts = judge(model(server, tokenizer=str(tiny_model), dialect="sglang"), "3")
+def test_sglang_scalar_models(server, tiny_model):
+    verdicts = score(model(server, tokenizer=str(tiny_model), dialect="sglang"), "3")
     ids = server.requests[-1].body["input_ids"]
     assert verdicts[0].value == len(" ".join(map(str, ids))) / 4
 
 
-def test_without_a_tokenizer_vllm_renders(server, capsys):
-    verdicts = judge(model(server), "3", "toolong", "500:1 x", "nan", "notext")
+def test_without_a_tokenizer_vllm_renders_conversations(server, capsys):
+    verdicts = score(model(server), "3", "toolong", "500:1 x", "nan", "notext")
     assert [verdict.value for verdict in verdicts] == [0.25, None, 1.75, None, None]
     assert [verdict.too_long for verdict in verdicts] == [False, True, False, False, False]
     assert [cause(verdict) for verdict in verdicts] == [None, None, None, "garbage", "garbage"]
     assert "renders the conversations instead" in capsys.readouterr().err
 
 
-def test_a_scalar_model_that_cannot_work_is_said_before_the_run(server, tiny_model):
+def test_an_unusable_scalar_model_is_reported_before_the_run(server, tiny_model):
     with pytest.raises(RecipeError, match="use dialect: vllm or sglang"):
-        judge(model(server, dialect="openai"), "3")
+        score(model(server, dialect="openai"), "3")
     with pytest.raises(RecipeError, match="set tokenizer to the model's folder"):
-        judge(model(server, dialect="sglang"), "3")
+        score(model(server, dialect="sglang"), "3")
     server.fault_for_all = "notext"
     with pytest.raises(RecipeError, match="0 numbers instead of one"):
-        judge(model(server, tokenizer=str(tiny_model)), "3")
+        score(model(server, tokenizer=str(tiny_model)), "3")
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -206,9 +206,9 @@ CAUSES = {"500": "http", "503": "http", "429": "http", "half": "half", "reset": 
 
 
 @pytest.mark.parametrize("fault", CAUSES)
-def test_what_may_pass_is_tried_again(server, fault):
+def test_transient_faults_are_retried(server, fault):
     limits = ModelLimits(backoff_s=0.001, retries=2, attempt_timeout_s=1.5 if fault == "hang" else None)
-    answers, usage = ask(model(server), f"{fault}:2 a", f"{fault} b", "c", limits=limits)
+    answers, usage = generate(model(server), f"{fault}:2 a", f"{fault} b", "c", limits=limits)
     assert [answer.text for answer in answers] == [f"answer to {fault}:2 a", None, "answer to c"]
     failure = answers[1].failure
     assert failure is not None
@@ -220,33 +220,33 @@ def test_what_may_pass_is_tried_again(server, fault):
 
 
 @pytest.mark.parametrize(("fault", "hint"), [("400", "temperature must not be negative"), ("401", "credential")])
-def test_what_will_not_pass_is_not(server, fault, hint):
-    answers, usage = ask(model(server), f"{fault} a", "b")
+def test_permanent_faults_are_not_retried(server, fault, hint):
+    answers, usage = generate(model(server), f"{fault} a", "b")
     assert [cause(answer) for answer in answers] == ["http", None]
     assert answers[0].failure is not None
     assert hint in answers[0].failure.message
     assert usage.calls == 2
 
 
-def test_a_server_says_how_long_to_wait():
+def test_retry_after_is_respected():
     with FaultServer(retry_after="0.4") as server:
         began = time.monotonic()
-        answers, _ = ask(model(server), "429:1 a")
+        answers, _ = generate(model(server), "429:1 a")
         assert (answers[0].failure, time.monotonic() - began >= 0.4) == (None, True)
         server.retry_after = "3600"
-        answers, usage = ask(model(server), "429:1 b")
-    assert (cause(answers[0]), usage.retries) == ("http", 0)  # beyond the deadline: said at once
+        answers, usage = generate(model(server), "429:1 b")
+    assert (cause(answers[0]), usage.retries) == ("http", 0)  # beyond the deadline, so it fails at once
 
 
 def test_a_deadline_ends_all_attempts(server, monkeypatch):
     monkeypatch.setattr("plaudit.reward_models.connection.random.uniform", lambda low, high: high)  # attempts at 0, 0.3, 0.9, 2.1 s
     began = time.monotonic()
-    answers, usage = ask(
+    answers, usage = generate(
         model(server),
         "hang a",
         "500 b",
         "c",
-        writing=SamplingParams(16, timeout_s=3.0),
+        params=SamplingParams(16, timeout_s=3.0),
         limits=ModelLimits(retries=1000, backoff_s=0.3),
     )
     assert time.monotonic() - began < 60
@@ -254,31 +254,31 @@ def test_a_deadline_ends_all_attempts(server, monkeypatch):
     check_counts(usage, 3)
 
 
-def test_waiting_for_a_turn_is_not_held_against_a_question():
+def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
     with FaultServer(latency_s=0.1) as server:
-        answers, _ = ask(
-            model(server), *"abcdefgh", writing=SamplingParams(16, timeout_s=5.0), limits=ModelLimits(max_concurrent_calls=1)
+        answers, _ = generate(
+            model(server), *"abcdefgh", params=SamplingParams(16, timeout_s=5.0), limits=ModelLimits(max_concurrent_calls=1)
         )
         assert [cause(answer) for answer in answers] == [None] * 8
-        assert server.most_under_way == 1
+        assert server.max_in_flight == 1
 
 
-def test_no_more_calls_under_way_than_allowed_and_no_fewer():
+def test_concurrent_calls_reach_the_limit_but_not_more():
     with FaultServer(latency_s=0.3) as server:
-        ask(model(server), *map(str, range(250)), limits=ModelLimits(max_concurrent_calls=120))
-        assert 100 < server.most_under_way <= 120  # aiohttp's own limit would be 100
+        generate(model(server), *map(str, range(250)), limits=ModelLimits(max_concurrent_calls=120))
+        assert 100 < server.max_in_flight <= 120  # aiohttp's own limit would be 100
 
 
-def test_one_who_gives_up_waiting_leaves_nothing_behind(server):
+def test_a_cancelled_request_leaves_no_calls_in_flight(server):
     async def run() -> int:
         client = ServerClient(model(server), limits=QUICK)
         await client.open()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await client.generate([question(f"hang {i}") for i in range(5)], SamplingParams(16))
-        under_way = client._connection.replicas.all[0].in_flight
+        in_flight_calls = client._connection.replicas.all[0].in_flight
         await client.close()
-        return under_way
+        return in_flight_calls
 
     assert asyncio.run(run()) == 0
 
@@ -297,15 +297,15 @@ def test_errors_have_a_cause():
 # Opening -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there(server):
+def test_a_server_that_is_not_running(server):
     server.die()
     began = time.monotonic()
     with pytest.raises(RecipeError, match=rf"^{server.url}/v1/models: nothing listens there \(.*\)\. Is the server still running"):
-        ask(model(server), "a")
+        generate(model(server), "a")
     assert time.monotonic() - began < 60
 
 
-def test_one_that_comes_later_is_waited_for(server):
+def test_a_server_that_starts_later_is_waited_for(server):
     server.die()
 
     async def run() -> Answer:
@@ -319,48 +319,48 @@ def test_one_that_comes_later_is_waited_for(server):
     assert asyncio.run(run()).text == "answer to a"
 
 
-def test_the_models_name(server):
-    assert ask(model(server, path="judge"), "a")[0][0].text == "answer to a"
+def test_the_model_name(server):
+    assert generate(model(server, path="judge"), "a")[0][0].text == "answer to a"
     with pytest.raises(RecipeError, match=r"no model judgee \(it serves: judge\)\. Did you mean judge\?"):
-        ask(model(server, path="judgee"), "a")
-    ask(model(server, path="gpt-x", dialect="openai"), "a")  # gateways do not list all that they serve
-    assert [asked.body["model"] for asked in server.requests] == ["judge", "gpt-x"]
+        generate(model(server, path="judgee"), "a")
+    generate(model(server, path="gpt-x", dialect="openai"), "a")  # gateways do not list every model they serve
+    assert [request.body["model"] for request in server.requests] == ["judge", "gpt-x"]
 
 
 def test_one_of_several_models_has_to_be_named(server):
     server.others = ["dall-e", "embedder"]
     with pytest.raises(RecipeError, match=r"it serves several models; set model\.path to one of judge, dall-e, embedder"):
-        ask(model(server), "a")
-    assert ask(model(server, path="judge"), "a")[0][0].text == "answer to a"
+        generate(model(server), "a")
+    assert generate(model(server, path="judge"), "a")[0][0].text == "answer to a"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:port", "ftp://host", "http://", "http://host:0", "judge"])
-def test_urls_that_lead_nowhere(url):
+def test_invalid_urls_are_rejected(url):
     with pytest.raises(ValidationError, match=r"should look like http://127\.0\.0\.1:8000"):
         model(url)
 
 
-def test_arguments_hold_no_key():
+def test_api_keys_in_arguments_are_rejected():
     with pytest.raises(ValidationError, match="set VLLM_API_KEY in the environment"):
         RewardModel(path="judge", placement="launch", arguments=("--api-key", "sesame"))
 
 
-def test_a_server_whose_context_nobody_knows(server):
-    """If it refuses everything, it is not the policy's fault."""
+def test_a_server_with_an_unknown_context_length(server):
+    """If it rejects every prompt, these are failures and not the policy's fault."""
     server.max_model_len = None
-    answers, _ = ask(model(server, dialect="openai", path="judge"), "toolong", "toolong too")
+    answers, _ = generate(model(server, dialect="openai", path="judge"), "toolong", "toolong too")
     assert [cause(answer) for answer in answers] == ["context"] * 2
-    answers, _ = ask(model(server, dialect="openai", path="judge"), "toolong", "short")
+    answers, _ = generate(model(server, dialect="openai", path="judge"), "toolong", "short")
     assert [(answer.too_long, answer.refused) for answer in answers] == [(True, True), (False, False)]
 
 
-def test_replicas_of_different_names_and_of_different_models(server):
+def test_replicas_with_different_model_names(server):
     with FaultServer(model="other") as other:
-        ask(model(server, other), *"abcd")
-        assert {asked.body["model"] for asked in server.requests} == {"judge"}
-        assert {asked.body["model"] for asked in other.requests} == {"other"}
-        with pytest.raises(RecipeError, match="no model judge"):  # a mistake, not a server that may come later
-            ask(model(server, other, path="judge"), "a")
+        generate(model(server, other), *"abcd")
+        assert {request.body["model"] for request in server.requests} == {"judge"}
+        assert {request.body["model"] for request in other.requests} == {"other"}
+        with pytest.raises(RecipeError, match="no model judge"):  # a mistake, not a server that may start later
+            generate(model(server, other, path="judge"), "a")
 
 
 def test_urls_with_and_without_a_version():
@@ -376,18 +376,18 @@ def test_urls_with_and_without_a_version():
 def test_keys_come_from_the_environment_and_are_never_shown(monkeypatch):
     with FaultServer(key="velvet-hammer") as server:
         with pytest.raises(RecipeError, match=r"HTTP 401\. Set credential to the NAME"):
-            ask(model(server), "a")
+            generate(model(server), "a")
         with pytest.raises(RecipeError, match="environment variable JUDGE_PASS, which should hold its key, is not set"):
-            ask(model(server, credential="JUDGE_PASS"), "a")
+            generate(model(server, credential="JUDGE_PASS"), "a")
         monkeypatch.setenv("JUDGE_PASS", "velvet-hammer")
-        assert ask(model(server, credential="JUDGE_PASS"), "a")[0][0].text == "answer to a"
-        [answer], _ = ask(model(server, credential="JUDGE_PASS"), "401 a")  # its message repeats the key
+        assert generate(model(server, credential="JUDGE_PASS"), "a")[0][0].text == "answer to a"
+        [answer], _ = generate(model(server, credential="JUDGE_PASS"), "401 a")  # its message repeats the key
         assert answer.failure is not None
         assert "velvet-hammer" not in answer.failure.message
         assert "(got $JUDGE_PASS)" in answer.failure.message
 
 
-def test_a_client_for_text_gives_no_numbers(server):
+def test_a_text_client_gives_no_scores(server):
     async def run() -> None:
         client = ServerClient(model(server))
         await client.score([conversation("3")])
@@ -399,7 +399,7 @@ def test_a_client_for_text_gives_no_numbers(server):
 # Replicas ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_loaded_is_asked():
+def test_the_least_loaded_replica_is_chosen():
     replicas = Replicas(["http://a", "http://b", "http://c"])
     a, b, c = replicas.all
     a.in_flight, b.in_flight, c.in_flight = 2, 1, 3
@@ -409,7 +409,7 @@ def test_the_least_loaded_is_asked():
     assert replicas.choose(avoid=a) is c
 
 
-def test_what_belongs_together_stays_together_while_its_server_works():
+def test_requests_with_one_affinity_stay_on_one_replica_while_it_works():
     replicas = Replicas(["http://a", "http://b"])
     a, b = replicas.all
     assert replicas.choose("x") is a
@@ -418,12 +418,12 @@ def test_what_belongs_together_stays_together_while_its_server_works():
     assert replicas.choose("x", avoid=a) is b  # a fault moves one call …
     assert replicas.choose("x") is a
     a.failed(gone=True)
-    assert replicas.choose("x") is b  # … a server that is gone all of them, for good
+    assert replicas.choose("x") is b  # … a dead server moves all of them, for good
     a.answered()
     assert replicas.choose("x") is b
 
 
-def test_a_server_that_fails_rests_and_is_tried_by_one_call(monkeypatch):
+def test_a_failing_replica_is_paused_and_probed_by_one_call(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     replicas = Replicas(["http://a", "http://b"])
@@ -445,19 +445,19 @@ def test_a_server_that_fails_rests_and_is_tried_by_one_call(monkeypatch):
     assert replicas.choose() is a
     for one in (a, b):
         one.failed(gone=True)
-    assert replicas.choose() in (a, b)  # none works: somebody has to be asked
+    assert replicas.choose() in (a, b)  # none works, but one has to be chosen
 
 
-def test_a_dead_replica_is_left_alone(capsys):
+def test_a_dead_replica_is_not_used(capsys):
     with FaultServer() as one, FaultServer() as other:
         other.die()
-        answers, usage = ask(model(one, other), *map(str, range(100)))
+        answers, usage = generate(model(one, other), *map(str, range(100)))
         assert {cause(answer) for answer in answers} == {None}
         assert (len(one.requests), usage.failures) == (100, {})
         assert f"warning: {other.url}/v1/models: nothing listens there" in capsys.readouterr().err
 
 
-def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
+def test_a_replica_that_dies_and_comes_back(monkeypatch):
     monkeypatch.setattr("plaudit.reward_models.replicas.PAUSE_S", 0.05)
     with FaultServer(latency_s=0.005) as one, FaultServer(latency_s=0.005) as other:
         other.dies_after = 20
@@ -482,9 +482,9 @@ def test_a_replica_that_dies_in_the_middle_and_comes_back(monkeypatch):
         assert sum(content.startswith("b") for content in other.contents()) > 50
 
 
-def test_groups_keep_to_one_replica():
+def test_groups_stay_on_one_replica():
     with FaultServer() as one, FaultServer() as other:
-        write(model(one, other), [question(f"{i} {k}", affinity=f"g{i}") for i in range(20) for k in range(4)])
+        send(model(one, other), [question(f"{i} {k}", affinity=f"g{i}") for i in range(20) for k in range(4)])
         groups = [{content.split()[0] for content in server.contents()} for server in (one, other)]
         assert not groups[0] & groups[1]
         assert [len(found) for found in groups] == [10, 10]
@@ -494,7 +494,7 @@ def test_groups_keep_to_one_replica():
 
 
 def test_2000_questions_with_30_percent_faults():
-    """Of every ten three go wrong: one for good, two once or twice."""
+    """Three of every ten fail: one permanently, two once or twice."""
     kinds = [kind for kind in CAUSES if kind != "hang"]
 
     def content(i: int) -> str:
@@ -509,14 +509,14 @@ def test_2000_questions_with_30_percent_faults():
     # Two servers count attempts separately, so a fault may take four attempts to pass.
     limits = ModelLimits(max_concurrent_calls=128, backoff_s=0.002, retries=5, attempt_timeout_s=4.0)
     with FaultServer() as one, FaultServer() as other:
-        answers, usage = ask(model(one, other), *contents, limits=limits)
+        answers, usage = generate(model(one, other), *contents, limits=limits)
         requests = len(one.requests) + len(other.requests)
-    for asked, answer in zip(contents, answers, strict=True):
-        kind = asked.split()[0]
+    for prompt, answer in zip(contents, answers, strict=True):
+        kind = prompt.split()[0]
         if kind in CAUSES:
-            assert (answer.text, cause(answer)) == (None, CAUSES[kind]), asked
+            assert (answer.text, cause(answer)) == (None, CAUSES[kind]), prompt
         else:
-            assert (answer.text, answer.failure) == (f"answer to {asked}", None), asked
+            assert (answer.text, answer.failure) == (f"answer to {prompt}", None), prompt
     assert usage.failures == Counter(CAUSES[one.split()[0]] for one in contents if one.split()[0] in CAUSES)
     check_counts(usage, 2000)
     assert requests == usage.calls
@@ -528,30 +528,30 @@ def test_2000_questions_with_30_percent_faults():
 
 def test_concurrent_calls_are_limited(server):
     server.latency_s = 0.1
-    ask(model(server), *map(str, range(12)), limits=ModelLimits(max_concurrent_calls=3))
-    assert server.most_under_way == 3
+    generate(model(server), *map(str, range(12)), limits=ModelLimits(max_concurrent_calls=3))
+    assert server.max_in_flight == 3
 
 
 def test_calls_per_second_are_limited(server):
     began = time.monotonic()
-    ask(model(server), *map(str, range(6)), limits=ModelLimits(calls_per_s=50))
-    assert all(asked.at - began >= 0.02 * i - 1e-3 for i, asked in enumerate(server.requests))
+    generate(model(server), *map(str, range(6)), limits=ModelLimits(calls_per_s=50))
+    assert all(request.at - began >= 0.02 * i - 1e-3 for i, request in enumerate(server.requests))
 
 
 def test_waiting_for_the_rate_limit_does_not_count_towards_the_timeout(server):
-    answers, _ = ask(model(server), *"abcd", writing=SamplingParams(16, timeout_s=2.0), limits=ModelLimits(calls_per_s=1))
+    answers, _ = generate(model(server), *"abcd", params=SamplingParams(16, timeout_s=2.0), limits=ModelLimits(calls_per_s=1))
     assert [cause(answer) for answer in answers] == [None] * 4
 
 
 def test_attempts_have_a_timeout_and_are_retried(server):
     limits = ModelLimits(attempt_timeout_s=0.1, retries=1, backoff_s=0.0)
-    [answer], usage = ask(model(server), "hang a", limits=limits)
+    [answer], usage = generate(model(server), "hang a", limits=limits)
     assert answer.failure is not None
     assert (answer.failure.cause, usage.calls) == ("timeout", 2)
     assert "no answer within 0.1 s" in answer.failure.message
 
 
-def test_tokens_of_a_minute_are_shared_out(monkeypatch):
+def test_tokens_per_minute_are_limited(monkeypatch):
     now = [0.0]
 
     async def sleep(seconds: float) -> None:
@@ -567,14 +567,14 @@ def test_tokens_of_a_minute_are_shared_out(monkeypatch):
             begun.append(now[0])
             limited.release(reserved)
             limited.spend(100)
-        await rate_limit.RateLimiter().begin(guess=1e9)  # without a rate nobody waits
+        await rate_limit.RateLimiter().begin(guess=1e9)  # without a rate there is no wait
         return begun
 
     # Six calls use up the first minute's tokens; then there are 100 every ten seconds.
     assert asyncio.run(run()) == pytest.approx([0, 0, 0, 0, 0, 0, 10, 20, 30, 40])
 
 
-def test_calls_under_way_have_their_tokens_reserved():
+def test_calls_in_flight_have_their_tokens_reserved():
     async def run() -> int:
         limited, begun = rate_limit.RateLimiter(tokens_per_minute=600), []
 
@@ -609,7 +609,7 @@ def test_limits_without_effect_are_refused(settings, message):
         ScoreRecipe.model_validate({"rewards": [{"kind": "judge", **settings}]})
 
 
-def test_rewards_that_share_a_model_agree_in_the_limits_of_its_connections():
+def test_rewards_that_share_a_model_must_agree_on_connection_limits():
     def rewards(**limits: Any) -> list[dict[str, Any]]:
         first = {"kind": "judge", "model": SERVED, "limits": {"calls_per_s": 20, "timeout_s": 5}}
         return [first, {"kind": "group_judge", "model": SERVED, "limits": limits}]
@@ -639,7 +639,7 @@ def test_an_unknown_setting_of_a_judge_suggests_the_right_one(tmp_path, setting,
         load(recipe)
 
 
-def test_what_a_model_costs():
+def test_cost_of_tokens():
     priced = RewardModel(path="m", prompt_price=2.0, answer_price=10.0)
     assert priced.cost(1_000_000, 100_000) == pytest.approx(3.0)
     assert RewardModel(path="m", answer_price=1.0).cost(10**9, 500_000) == pytest.approx(0.5)

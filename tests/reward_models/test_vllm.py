@@ -1,7 +1,7 @@
 """Against a real vLLM on the CPU (its own environment: make .venv-vllm/installed).
 
-A judge that was taught what to say, and a scalar model with random weights: behind a URL, and in a server that a recipe starts,
-they say what they say in this process. And what is started is gone afterwards, whoever was killed.
+A judge trained on fixed answers and a scalar model with random weights give the same results behind a URL, and in a server that a
+recipe starts, as in this process. Servers that are started are gone afterwards, whichever process was killed.
 """
 
 import asyncio
@@ -69,10 +69,10 @@ def worth(task: str, response: str) -> int:
 
 
 class Teacher(Backend):
-    """Answers as the judge should, and keeps what it was asked and said."""
+    """Answers as the judge should, and records the conversations as training examples."""
 
     def __init__(self):
-        self.usage, self.lessons = Usage(), []
+        self.usage, self.examples = Usage(), []
 
     async def open(self) -> None: ...
 
@@ -82,18 +82,18 @@ class Teacher(Backend):
         raise NotImplementedError
 
     async def generate(self, questions: Sequence[GenerationRequest], writing: SamplingParams) -> list[Answer]:
-        return [Answer(self._said(question)) for question in questions]
+        return [Answer(self._reply(question)) for question in questions]
 
-    def _said(self, question: GenerationRequest) -> str:
+    def _reply(self, question: GenerationRequest) -> str:
         kind, task, *rest = question.messages[-1]["content"].strip().split("\n")
         if kind == "Grade.":
-            said = f"It is worth\n{worth(task, rest[0])}"
+            reply = f"It is worth\n{worth(task, rest[0])}"
         else:
             scores = {line[1]: worth(task, line[4:]) for line in rest}
             order = sorted(scores, key=lambda letter: -scores[letter])
-            said = f"Ranking:\n{' > '.join(order)}\nScores:\n" + ", ".join(f"{letter}: {scores[letter]}" for letter in order)
-        self.lessons.append({"messages": [*question.messages, {"role": "assistant", "content": said}]})
-        return said
+            reply = f"Ranking:\n{' > '.join(order)}\nScores:\n" + ", ".join(f"{letter}: {scores[letter]}" for letter in order)
+        self.examples.append({"messages": [*question.messages, {"role": "assistant", "content": reply}]})
+        return reply
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class Models:
     judge: Path
     scalar: Path
     expected: list[dict]
-    """Of ROWS, by the teacher."""
+    """The teacher's results for ROWS."""
     rewards: Callable[..., list[dict]]
-    """The judges' settings, with the settings given for their model."""
+    """The settings of the judges, from those of their model."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Models:
-    """With heads of 32: vLLM's attention on the CPU takes no smaller ones."""
+    """With heads of 32, the smallest that vLLM's attention on the CPU supports."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     folder = tmp_path_factory.mktemp("models")
@@ -123,18 +123,18 @@ def models(tmp_path_factory) -> Models:
         ]
 
     teacher = Teacher()
-    taught = [build(reward) for reward in ScoreRecipe.model_validate({"rewards": rewards(path="nowhere")}).rewards]
-    for live in taught:
+    teacher_rewards = [build(reward) for reward in ScoreRecipe.model_validate({"rewards": rewards(path="nowhere")}).rewards]
+    for live in teacher_rewards:
         assert isinstance(live, LiveModelReward)
         live.use(teacher)
-    with RewardRunner(taught, tolerant=True) as runner:
+    with RewardRunner(teacher_rewards, tolerant=True) as runner:
         groups = [parse_group(row, str(i), f"row {i}") for i, row in enumerate(ROWS)]
         expected = [result_of(one, many=True) for one in runner.collect(groups)]
-    lessons = write_jsonl(folder / "lessons.jsonl", teacher.lessons)
-    make_tiny_model([lessons], folder / "random", kind="llama", hidden_size=128, layers=2, vocabulary=320)
+    examples = write_jsonl(folder / "examples.jsonl", teacher.examples)
+    make_tiny_model([examples], folder / "random", kind="llama", hidden_size=128, layers=2, vocabulary=320)
     recipe = sft_recipe(
-        folder / "random", lessons, folder / "run",
-        train={"rows_per_step": len(teacher.lessons), "tokens_per_micro_batch": 4096},
+        folder / "random", examples, folder / "run",
+        train={"rows_per_step": len(teacher.examples), "tokens_per_micro_batch": 4096},
         optim={"lr": 3e-3, "warmup_steps": 5},
         run={"max_steps": 150, "epochs": 1000},
     )  # fmt: skip
@@ -151,7 +151,7 @@ def make_scalar(source: Path, folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(source)
     config.pad_token_id = tokenizer.pad_token_id
     model = LlamaForSequenceClassification(config)
-    torch.nn.init.normal_(model.score.weight, std=2.0)  # numbers that a sigmoid would show
+    torch.nn.init.normal_(model.score.weight, std=2.0)  # so large that a sigmoid would show
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -162,14 +162,14 @@ def make_scalar(source: Path, folder: Path) -> Path:
 
 @contextmanager
 def served(path: Path, log: Path, *, scalar: bool) -> Iterator[str]:
-    """The URL of a server that somebody else has started."""
+    """The URL of a server that was started independently."""
     model = RewardModel(path=str(path), placement="launch", program=str(PYTHON), arguments=tuple(ARGUMENTS))
     launched = LaunchedServer(model, scalar=scalar)
     launched.port = free_port()
     server = ServerProcess(launched.command, log, {**os.environ, **ENVIRONMENT})
     try:
         url = f"http://127.0.0.1:{launched.port}"
-        wait_for(lambda: answers(url) or not server.alive, "a server")
+        wait_for(lambda: is_healthy(url) or not server.alive, "a server")
         assert server.alive, log.read_text()[-3000:]
         yield url
     finally:
@@ -182,7 +182,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def answers(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return response.status == 200
@@ -228,7 +228,7 @@ def conversation(answer: str) -> list[dict]:
     return [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": answer}]
 
 
-def test_a_scalar_model_gives_the_numbers_that_transformers_gives(models, scalar_url):
+def test_scalar_scores_match_transformers(models, scalar_url):
     import torch
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
@@ -241,18 +241,18 @@ def test_a_scalar_model_gives_the_numbers_that_transformers_gives(models, scalar
         with torch.no_grad():
             expected.append(scorer(ids).logits.item())
 
-    async def ask(client: ServerClient) -> tuple[list[ScalarScore], list[ScalarScore]]:
+    async def query(client: ServerClient) -> tuple[list[ScalarScore], list[ScalarScore]]:
         rendered_here = await client.score([*conversations, conversation(LONG)])
-        client._template = None  # as if its tokenizer could not be had
+        client._template = None  # as if its tokenizer were unavailable
         return rendered_here, await client.score([*conversations, conversation(LONG)])
 
-    for verdicts in with_client(ask, scalar_url, scalar=True):
+    for verdicts in with_client(query, scalar_url, scalar=True):
         assert [verdict.value for verdict in verdicts[:3]] == pytest.approx(expected, abs=1e-4)
         assert (verdicts[3].too_long, verdicts[3].failure) == (True, None)
     assert max(map(abs, expected)) > 1.0
 
 
-def test_a_judge_writes_what_transformers_writes(models, judge_url):
+def test_judge_answers_match_transformers(models, judge_url):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -264,7 +264,7 @@ def test_a_judge_writes_what_transformers_writes(models, judge_url):
     written = policy.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
     expected = tokenizer.decode(written, skip_special_tokens=True)
 
-    async def ask(client: ServerClient) -> tuple[list[Answer], list[Answer]]:
+    async def query(client: ServerClient) -> tuple[list[Answer], list[Answer]]:
         long = GenerationRequest([{"role": "user", "content": LONG}])
         greedy = await client.generate([GenerationRequest(messages), GenerationRequest([], text=text), long], SamplingParams(32))
         drawn = [
@@ -272,7 +272,7 @@ def test_a_judge_writes_what_transformers_writes(models, judge_url):
         ]
         return greedy, [answer for [answer] in drawn]
 
-    greedy, drawn = with_client(ask, judge_url, scalar=False)
+    greedy, drawn = with_client(query, judge_url, scalar=False)
     assert [answer.text for answer in greedy] == [expected, expected, None]
     assert greedy[0].prompt_tokens == greedy[1].prompt_tokens == ids.shape[1]  # no second BOS token
     assert [answer.too_long for answer in greedy] == [False, False, True]
@@ -280,18 +280,18 @@ def test_a_judge_writes_what_transformers_writes(models, judge_url):
     assert len({answer.text for answer in drawn} - {None}) > 1
 
 
-# The same recipe, wherever its models are ----------------------------------------------------------------------------
+# The same recipe with models in different places ---------------------------------------------------------------------
 
 
 def scored(rewards: list[dict], rows: list[dict] = ROWS) -> tuple[list[dict], list[tuple[int, int, int]]]:
-    """What the rows are worth; and what each model was asked and said: calls, tokens read, tokens written."""
+    """The results for the rows, and the usage of each model: calls, prompt tokens, new tokens."""
     with Scorer(rewards) as scorer:
         results = scorer.score(rows)
         usages = [live.backend.usage for live in scorer.runner.live if isinstance(live, LiveModelReward)]
         return results, [(usage.calls, usage.prompt_tokens, usage.new_tokens) for usage in usages]
 
 
-def same_values(found: list[dict], expected: list[dict]) -> None:
+def assert_same_values(found: list[dict], expected: list[dict]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one["failure"] == other["failure"] == [None] * len(one["reward"])
         assert one["reward"] == pytest.approx(other["reward"], abs=1e-4)
@@ -299,39 +299,39 @@ def same_values(found: list[dict], expected: list[dict]) -> None:
             assert parts == pytest.approx(others, abs=1e-4)
 
 
-def test_judges_say_the_same_behind_a_url_as_in_this_process(models, judge_url):
+def test_judges_agree_behind_a_url_and_in_this_process(models, judge_url):
     in_this_process = {"path": str(models.judge), "dtype": "float32", "device": "cpu"}
-    here, asked_here = scored(models.rewards(**in_this_process))
-    same_values(here, models.expected)  # it has learnt its lessons, so there is something to compare
-    assert [calls for calls, _, _ in asked_here] == [4 * len(ROWS), len(ROWS)]
+    here, usage_here = scored(models.rewards(**in_this_process))
+    assert_same_values(here, models.expected)  # it reproduces its training examples, so there is something to compare
+    assert [calls for calls, _, _ in usage_here] == [4 * len(ROWS), len(ROWS)]
     other_name = judge_url.replace("127.0.0.1", "localhost")
     for model in (
         {"url": judge_url},
         {"url": [judge_url, f"{other_name}/v1"], "path": str(models.judge)},
         {"url": judge_url, "tokenizer": str(models.judge)},  # rendered here, sent as tokens
     ):
-        there, asked_there = scored(models.rewards(placement="server", **model))
-        same_values(there, here)
-        assert asked_there == asked_here
+        there, usage_there = scored(models.rewards(placement="server", **model))
+        assert_same_values(there, here)
+        assert usage_there == usage_here
     [[calls, read, _]] = scored(models.rewards(**in_this_process)[:1], ODD)[1]
     [[calls_there, read_there, _]] = scored(models.rewards(placement="server", url=judge_url)[:1], ODD)[1]
     assert (calls_there, read_there) == (calls, read)
 
 
-def test_a_scalar_model_says_the_same_behind_a_url_as_in_this_process(models, scalar_url):
+def test_scalar_models_agree_behind_a_url_and_in_this_process(models, scalar_url):
     def reward(**model) -> list[dict]:
         return [{"kind": "scalar_model", "model": model}]
 
-    here, asked_here = scored(reward(path=str(models.scalar), dtype="float32", device="cpu"), ROWS + ODD)
-    there, asked_there = scored(reward(placement="server", url=scalar_url), ROWS + ODD)
-    same_values(there, here)
-    assert asked_there == asked_here
+    here, usage_here = scored(reward(path=str(models.scalar), dtype="float32", device="cpu"), ROWS + ODD)
+    there, usage_there = scored(reward(placement="server", url=scalar_url), ROWS + ODD)
+    assert_same_values(there, here)
+    assert usage_there == usage_here
     values = [value for one in here for value in one["reward"]]
     assert max(values) - min(values) > 0.1
 
 
-def test_a_trained_reward_model_says_the_same_in_vllm(tmp_path, models, pairs_file):
-    """`plaudit reward-model`, full and with LoRA merged: what it saves is served as it is."""
+def test_a_trained_reward_model_scores_the_same_in_vllm(tmp_path, models, pairs_file):
+    """`plaudit reward-model`, full and with LoRA merged: its saved model is served unchanged."""
     for name, lora in (("full", None), ("lora", {"rank": 4})):
         recipe = pair_recipe(models.judge, pairs_file, tmp_path / name, model={"dtype": "float32", "lora": lora})
         folder = train_reward_model(write_recipe(tmp_path / f"{name}.yaml", recipe))
@@ -355,8 +355,8 @@ class Scoring:
     port: int
 
     @property
-    def kept(self) -> int:
-        """How many scores it has so far."""
+    def saved_scores(self) -> int:
+        """The number of scores saved so far."""
         file = self.out.with_name(f"{self.out.name}.scores.sqlite")
         try:
             with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
@@ -364,11 +364,11 @@ class Scoring:
         except sqlite3.Error:
             return 0
 
-    def wait_until_in_the_middle(self) -> None:
-        wait_for(lambda: self.kept >= 8 or self.process.poll() is not None, "scores")
+    def wait_until_scoring(self) -> None:
+        wait_for(lambda: self.saved_scores >= 8 or self.process.poll() is not None, "scores")
         assert self.process.poll() is None, self.log.read_text()
 
-    def family(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
@@ -378,7 +378,7 @@ def scoring(models, tmp_path) -> Iterator[Scoring]:
     model = {"path": str(models.judge), "placement": "launch", "program": str(PYTHON), "port": port, "arguments": ARGUMENTS}
     [reward, _] = models.rewards(**model)
     recipe = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{**reward, "limits": {"max_concurrent_groups": 2}}]})
-    # More of the same, so that it lasts; told apart, or the cache would answer.
+    # Repeated rows, so that scoring takes a while; made distinct, or the cache would answer.
     rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(20) for row in ROWS])
     command = [sys.executable, "-m", "plaudit", "score", rows, "--rewards", recipe, "--out", tmp_path / "scored.jsonl"]
     log = tmp_path / "log"
@@ -390,19 +390,19 @@ def scoring(models, tmp_path) -> Iterator[Scoring]:
     process.wait()
 
 
-def test_one_that_dies_is_restarted_and_in_the_end_it_is_gone(models, scoring):
-    scoring.wait_until_in_the_middle()
-    before = scoring.family()
-    # What a machine without memory kills: the child that has the weights.
+def test_a_server_that_dies_is_restarted_and_finally_stopped(models, scoring):
+    scoring.wait_until_scoring()
+    before = scoring.descendants()
+    # What the OOM killer would kill: the child that holds the weights.
     [engine] = [process for process in before if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())]
     engine.kill()
-    wait_for(lambda: not answers(f"http://127.0.0.1:{scoring.port}"), "end of the server", within_s=60)
-    wait_for(lambda: answers(f"http://127.0.0.1:{scoring.port}"), "second server")
-    after = scoring.family()
+    wait_for(lambda: not is_healthy(f"http://127.0.0.1:{scoring.port}"), "end of the server", within_s=60)
+    wait_for(lambda: is_healthy(f"http://127.0.0.1:{scoring.port}"), "second server")
+    after = scoring.descendants()
     assert scoring.process.wait(120) == 0, scoring.log.read_text()
-    said = " ".join(scoring.log.read_text().split())
-    assert "starting it once more" in said
-    assert KEY not in said
+    output = " ".join(scoring.log.read_text().split())
+    assert "starting it once more" in output
+    assert KEY not in output
     lines = [json.loads(line) for line in scoring.out.read_text().splitlines()]
     assert len(lines) == 20 * len(ROWS)
     for i, line in enumerate(lines):
@@ -412,13 +412,13 @@ def test_one_that_dies_is_restarted_and_in_the_end_it_is_gone(models, scoring):
     assert port_is_free(scoring.port)
 
 
-def test_killed_with_9_we_leave_no_server(scoring):
-    scoring.wait_until_in_the_middle()
-    family = [process.pid for process in scoring.family()]
-    assert len(family) >= 3  # the guard, vLLM, its engine
+def test_kill_9_leaves_no_server(scoring):
+    scoring.wait_until_scoring()
+    descendants = [process.pid for process in scoring.descendants()]
+    assert len(descendants) >= 3  # the guard, vLLM, its engine
     os.kill(scoring.process.pid, signal.SIGKILL)
     scoring.process.wait()
-    assert gone(*family, within_s=60.0)
+    assert gone(*descendants, within_s=60.0)
     assert port_is_free(scoring.port)
 
 

@@ -1,4 +1,4 @@
-"""How rewards are asked: limits, retries, giving up, the cache; and a long run with faults of every kind."""
+"""Calls to rewards: limits, retries, giving up, the cache; and a long run with faults of every kind."""
 
 import asyncio
 import json
@@ -25,10 +25,10 @@ from support.rewards import group, values, write_function
 
 
 class Busy(Reward):
-    """Takes a moment, counts how many calls are under way, and fails as often as its responses say: 'f2' fails twice."""
+    """Takes a moment, counts the calls in flight, and fails as often as the response says: 'f2' fails twice."""
 
     kind: Literal["busy"] = "busy"
-    takes_s: float = 0.01
+    duration_s: float = 0.01
 
     def build(self) -> "LiveBusy":
         return LiveBusy(self)
@@ -38,15 +38,15 @@ class LiveBusy(LiveReward[Busy]):
     def __init__(self, settings: Busy):
         super().__init__(settings)
         self.tries: Counter[str] = Counter()
-        self.under_way = self.most = 0
-        self.began: list[float] = []
+        self.in_flight = self.max_in_flight = 0
+        self.started: list[float] = []
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        self.began.append(time.monotonic())
-        await asyncio.sleep(self.settings.takes_s)
-        self.under_way -= 1
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        self.started.append(time.monotonic())
+        await asyncio.sleep(self.settings.duration_s)
+        self.in_flight -= 1
         return [[self.one(sample.text) for sample in one.samples] for one in groups]
 
     def one(self, text: str) -> Score:
@@ -56,49 +56,49 @@ class LiveBusy(LiveReward[Busy]):
         return Score(1.0)
 
 
-class Together(Busy):
+class Comparative(Busy):
     """Compares the samples of a group."""
 
     scores_alone = False
 
 
-def ask(reward: Reward | LiveReward, *groups: Group, **settings) -> list[list[float | None]]:
+def score(reward: Reward | LiveReward, *groups: Group, **settings) -> list[list[float | None]]:
     with RewardRunner([reward], tolerant=True, **settings) as runner:
         return [values(one) for one in runner.collect(groups)]
 
 
-def test_no_more_calls_at_once_than_allowed():
-    reward = Busy(takes_s=0.1, limits={"max_concurrent_groups": 3}).build()
-    ask(reward, *(group("a", id=str(i)) for i in range(12)))
-    assert (reward.most, len(reward.began)) == (3, 12)
+def test_max_concurrent_groups_limits_calls_in_flight():
+    reward = Busy(duration_s=0.1, limits={"max_concurrent_groups": 3}).build()
+    score(reward, *(group("a", id=str(i)) for i in range(12)))
+    assert (reward.max_in_flight, len(reward.started)) == (3, 12)
 
 
-def test_no_more_calls_a_second_than_allowed():
-    reward, began = Busy(takes_s=0.0, limits={"groups_per_s": 100}).build(), time.monotonic()
-    ask(reward, *(group("a", id=str(i)) for i in range(6)))
-    assert all(call - began >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward.began)))
+def test_groups_per_s_limits_the_call_rate():
+    reward, started = Busy(duration_s=0.0, limits={"groups_per_s": 100}).build(), time.monotonic()
+    score(reward, *(group("a", id=str(i)) for i in range(6)))
+    assert all(call - started >= 0.01 * i - 1e-3 for i, call in enumerate(sorted(reward.started)))
 
 
-def test_a_call_that_takes_too_long_fails_with_its_cause():
-    with RewardRunner([Busy(takes_s=30, limits={"group_timeout_s": 0.05})], tolerant=True) as runner:
+def test_a_call_that_times_out_fails_with_that_cause():
+    with RewardRunner([Busy(duration_s=30, limits={"group_timeout_s": 0.05})], tolerant=True) as runner:
         [scored] = runner.collect([group("a", "b")])
     assert [score.failure.cause for score in scored.scores if score.failure] == ["timeout", "timeout"]
 
 
-def test_what_failed_is_asked_for_again_and_nothing_else():
+def test_only_failed_samples_are_retried():
     reward = Busy(limits={"group_retries": 2, "backoff_s": 0.001}).build()
-    assert ask(reward, group("a", "f1", "f2", "f3")) == [[1.0, 1.0, 1.0, None]]
+    assert score(reward, group("a", "f1", "f2", "f3")) == [[1.0, 1.0, 1.0, None]]
     assert reward.tries == {"a": 1, "f1": 2, "f2": 3, "f3": 3}
 
 
-def test_a_reward_that_compares_samples_is_asked_about_the_whole_group_again():
-    reward = Together(limits={"group_retries": 1, "backoff_s": 0.001}).build()
-    assert ask(reward, group("a", "f1")) == [[1.0, 1.0]]
+def test_a_comparative_reward_retries_the_full_group():
+    reward = Comparative(limits={"group_retries": 1, "backoff_s": 0.001}).build()
+    assert score(reward, group("a", "f1")) == [[1.0, 1.0]]
     assert reward.tries == {"a": 2, "f1": 2}
 
 
-def test_a_dead_reward_is_given_up_and_tried_again_later():
-    reward = Busy(takes_s=0.0, limits={"max_concurrent_groups": 1, "give_up_after": 3, "pause_s": 60})
+def test_a_failing_reward_is_given_up_and_retried_after_a_pause():
+    reward = Busy(duration_s=0.0, limits={"max_concurrent_groups": 1, "give_up_after": 3, "pause_s": 60})
     with RewardRunner([reward], tolerant=True) as runner:
         scored = runner.collect([group(f"f{9 + i}", id=str(i)) for i in range(8)])
         causes = [one.scores[0].failure.cause for one in scored if one.scores[0].failure]
@@ -106,38 +106,38 @@ def test_a_dead_reward_is_given_up_and_tried_again_later():
         assert "3 calls in a row had failed, the last with http: try 1" in scored[-1].scores[0].failure.message
         runner.clients[0]._given_up_until = 0.0  # a minute later
         again = runner.collect([group("a", id=str(i)) for i in range(4)])
-        assert [values(one) for one in again] == [[1.0]] * 4  # one call found that it works again
+        assert [values(one) for one in again] == [[1.0]] * 4  # one trial call found it working again
 
 
-def test_rows_that_lack_something_do_not_count_as_a_dead_reward():
-    class Lacking(LiveBusy):
+def test_rows_without_a_ground_truth_do_not_count_towards_giving_up():
+    class WithoutTruth(LiveBusy):
         def one(self, text: str) -> Score:
             return failed("no_ground_truth", "none") if text == "none" else Score(1.0)
 
-    reward = Lacking(Busy(takes_s=0.0, limits={"max_concurrent_groups": 1, "give_up_after": 2}))
-    assert ask(reward, *(group("none", id=str(i)) for i in range(5)), group("a")) == [[None]] * 5 + [[1.0]]
+    reward = WithoutTruth(Busy(duration_s=0.0, limits={"max_concurrent_groups": 1, "give_up_after": 2}))
+    assert score(reward, *(group("none", id=str(i)) for i in range(5)), group("a")) == [[None]] * 5 + [[1.0]]
 
 
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_scored_is_not_scored_again(tmp_path):
+def test_cached_scores_are_reused(tmp_path):
     first, second = Busy().build(), Busy().build()
     rows = [group("a", "f1", id="1"), group("b", id="2")]
-    assert ask(first, *rows, cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0]]
-    assert ask(second, *rows, group("a", id="1", truth="another"), cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0], [1.0]]
-    assert second.tries == {"f1": 1, "a": 1}  # a failure, and the same answer to another question
+    assert score(first, *rows, cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0]]
+    assert score(second, *rows, group("a", id="1", truth="another"), cache=tmp_path / "c.sqlite") == [[1.0, None], [1.0], [1.0]]
+    assert second.tries == {"f1": 1, "a": 1}  # the failure, and the same response for another ground truth
 
 
-def test_a_group_that_is_compared_is_known_as_a_whole_or_not_at_all(tmp_path):
-    assert ask(Together(), group("a", "b"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0]]
-    same, other = Together().build(), Together().build()
-    ask(same, group("a", "b"), cache=tmp_path / "c.sqlite")
-    ask(other, group("a", "c"), cache=tmp_path / "c.sqlite")
+def test_comparative_scores_are_cached_per_group(tmp_path):
+    assert score(Comparative(), group("a", "b"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0]]
+    same, other = Comparative().build(), Comparative().build()
+    score(same, group("a", "b"), cache=tmp_path / "c.sqlite")
+    score(other, group("a", "c"), cache=tmp_path / "c.sqlite")
     assert (same.tries, other.tries) == ({}, {"a": 1, "c": 1})
 
 
-def test_parts_views_and_traces_are_kept(tmp_path):
+def test_parts_views_and_traces_are_cached(tmp_path):
     path = write_function(
         tmp_path, "def compute_score(solution_str): return {'score': 1, 'part': 2.0, 'why': 'so', 'malformed': True}"
     )
@@ -151,7 +151,7 @@ def test_parts_views_and_traces_are_kept(tmp_path):
     assert counts["cached"] == 1
 
 
-def test_scores_belong_to_settings_and_files_not_to_how_they_are_used(tmp_path):
+def test_the_cache_key_covers_settings_and_files_but_not_weight_or_limits(tmp_path):
     path = write_function(tmp_path, "def compute_score(solution_str): return 1")
     base = Function(kind="function", path=str(path))
     digest = reward_digest(base)
@@ -172,17 +172,17 @@ def test_scores_belong_to_settings_and_files_not_to_how_they_are_used(tmp_path):
     )
 
 
-def test_a_quick_rule_keeps_nothing_unless_asked_to(tmp_path):
+def test_rules_are_cached_only_on_request(tmp_path):
     from plaudit.rewards.rules.exact import Exact
 
     for setting, kept in ((None, 0), (True, 1)):
         file = tmp_path / f"{setting}.sqlite"
-        ask(Exact(kind="exact", cache=setting), group("4"), cache=file)
+        score(Exact(kind="exact", cache=setting), group("4"), cache=file)
         with sqlite3.connect(file) as database:
             assert database.execute("select count(*) from scores").fetchone() == (kept,)
 
 
-def test_what_is_not_needed_any_more_goes(tmp_path):
+def test_failures_are_not_cached_and_clear_empties_the_cache(tmp_path):
     cache = ScoreCache(tmp_path / "c.sqlite")
     cache.put({"k": Score(1.0), "failed": failed("x", "y")})
     assert cache.get(["k", "failed"]) == {"k": Score(1.0)}
@@ -191,13 +191,13 @@ def test_what_is_not_needed_any_more_goes(tmp_path):
     cache.close()
 
 
-def test_the_same_answer_twice_is_asked_for_once(tmp_path):
+def test_duplicate_responses_are_scored_once(tmp_path):
     reward = Busy().build()
-    assert ask(reward, group("a", "b", "a"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0, 1.0]]
+    assert score(reward, group("a", "b", "a"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0, 1.0]]
     assert reward.tries == {"a": 1, "b": 1}
 
 
-def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, capsys):
+def test_an_unwritable_cache_only_turns_off_caching(tmp_path, capsys):
     other = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
     with RewardRunner([Busy()], cache=tmp_path / "c.sqlite") as runner:
         other.execute("begin exclusive")
@@ -208,13 +208,13 @@ def test_a_cache_that_cannot_be_written_is_given_up_and_nothing_else(tmp_path, c
     assert capsys.readouterr().err.count("scores are no longer cached") == 1
 
 
-def test_what_is_given_up_is_not_waited_for():
-    reward = Busy(takes_s=0.0, limits={"max_concurrent_groups": 1, "groups_per_s": 50, "give_up_after": 3}).build()
-    ask(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
-    assert len(reward.began) == 3
+def test_no_calls_are_made_after_giving_up():
+    reward = Busy(duration_s=0.0, limits={"max_concurrent_groups": 1, "groups_per_s": 50, "give_up_after": 3}).build()
+    score(reward, *(group(f"f{9 + i}", id=str(i)) for i in range(40)))
+    assert len(reward.started) == 3
 
 
-def test_a_timeout_of_the_rewards_own_is_its_exception():
+def test_a_timeout_error_raised_by_a_reward_is_an_exception():
     class Impatient(LiveBusy):
         async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
             raise TimeoutError("the database")
@@ -240,7 +240,7 @@ def compute_score(solution_str, log):
     if kind == "nan": return float("nan")
     return int(number) % 5
 """
-# So that it cannot end before it is killed.
+# Blocks after the given number of calls, so that the process cannot finish before it is killed.
 WAITS_AT_A_GATE = """
     while Path(log).exists() and Path(log).read_bytes().count(b"\\n") >= int(Path(log + ".gate").read_text()):
         time.sleep(0.01)"""
@@ -249,7 +249,7 @@ SAMPLES, GROUP = 2000, 8
 
 
 def responses() -> list[str]:
-    """Of every ten three are faults: mostly exceptions and NaN, every 40th a death, two hang."""
+    """Three of every ten are faults: mostly exceptions and NaN; every 40th kills its process, two hang."""
 
     def kind(i: int) -> str:
         if i % 10 not in (2, 5, 8):
@@ -290,7 +290,7 @@ def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
     assert counts["scored"] + sum(counts[f"failed: {cause}"] for cause in causes.values()) == SAMPLES
     assert {kind: counts[f"failed: {cause}"] for kind, cause in causes.items()} == {kind: expected[kind] for kind in FAULTS}
     calls = Counter((tmp_path / "calls.txt").read_text().splitlines())
-    assert calls == Counter(texts)  # each of them was called once
+    assert calls == Counter(texts)  # each sample was scored exactly once
 
     # The first group by hand: 0…7 without the faults at 2 and 5 is 0, 1, 3, 4, 1, 2, whose mean is 11/6.
     import torch
@@ -303,8 +303,8 @@ def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
     assert advantages.tolist() == pytest.approx([-11 / 6, -5 / 6, 0, 7 / 6, 13 / 6, 0, -5 / 6, 1 / 6])
 
 
-def test_killed_in_the_middle_nothing_is_scored_twice(faulty, tmp_path):
-    """`plaudit score`, killed with -9 three times on its way."""
+def test_plaudit_score_resumes_after_kill_9(faulty, tmp_path):
+    """`plaudit score`, killed with -9 three times: only calls in flight are repeated."""
     texts = [text for text in responses() if not text.startswith("hangs")][:1200]
     rows = [{"prompt": "p", "responses": texts[i : i + 6]} for i in range(0, len(texts), 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -319,7 +319,7 @@ def test_killed_in_the_middle_nothing_is_scored_twice(faulty, tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and (not calls.exists() or calls.read_bytes().count(b"\n") < stop_after):
             time.sleep(0.01)
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.poll() is None, "it finished before it could be killed"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     gate.write_text(str(10**9))
@@ -331,9 +331,9 @@ def test_killed_in_the_middle_nothing_is_scored_twice(faulty, tmp_path):
         for text, reward, failure in zip(line["responses"], line["reward"], line["failure"], strict=True):
             assert (reward is not None) == text.startswith("good")
             assert (failure is None) == text.startswith("good")
-    made = Counter(calls.read_text().splitlines())
-    # Good ones that were called again were under way when it was killed: at most a batch for each worker and kill.
-    twice = [text for text, count in made.items() if count > 1 and text.startswith("good")]
-    assert len(twice) <= 3 * faulty.workers * 16
+    call_counts = Counter(calls.read_text().splitlines())
+    # Good samples scored twice were in flight at a kill: at most one batch per worker and kill.
+    repeated = [text for text, count in call_counts.items() if count > 1 and text.startswith("good")]
+    assert len(repeated) <= 3 * faulty.workers * 16
     assert len(lines) == len(rows)
     assert not (tmp_path / "out.jsonl.scores.sqlite").exists()

@@ -1,4 +1,4 @@
-"""Several rewards as one: when they count, how they are scaled and combined, gates, cascades, and means of all values so far."""
+"""Combining rewards: `when`, scaling, combiners, gates, normalisation, cascades, and models that share the device."""
 
 import asyncio
 import math
@@ -19,14 +19,14 @@ from support.rewards import BROKEN, collect, group, values
 
 
 class Number(Rule):
-    """Pays what the response says; `?` is malformed, `!` a failure. `times` the number, for several that differ."""
+    """The number in the response, multiplied by `times`; `?` is malformed, `!` a failure."""
 
     kind: Literal["number"] = "number"
     times: float = 1.0
-    asked: list[str] = []  # noqa: RUF012
+    calls: list[str] = []  # noqa: RUF012
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
-        self.asked.append(sample.text)
+        self.calls.append(sample.text)
         if sample.text == "?":
             return Score(0.0, malformed=True)
         return BROKEN if sample.text == "!" else self.times * float(sample.text)
@@ -46,26 +46,26 @@ def approx(numbers):
 # One reward's value --------------------------------------------------------------------------------------------------
 
 
-def test_scale_and_clip_are_for_values_and_not_for_what_the_recipe_states():
+def test_scale_and_bounds_do_not_apply_to_malformed_and_on_failure_values():
     reward = Number(scale=0.1, bounds=(-0.5, 0.6), malformed=-3.0, on_failure=7.0)
     assert values(scored([reward], "4", "9", "-9", "?", "!")) == approx([0.4, 0.6, -0.5, -3.0, 7.0])
 
 
-def test_one_end_of_the_clip_may_be_open():
+def test_the_upper_bound_may_be_open():
     assert values(scored([Number(bounds=(0.0, None))], "-1", "99")) == [0.0, 99.0]
 
 
-def test_without_an_extract_a_response_is_malformed_and_the_reward_is_not_asked_about_it():
-    reward = Number(view={"extract": "boxed"}, asked=[])
+def test_a_response_without_an_extract_is_malformed_and_not_scored():
+    reward = Number(view={"extract": "boxed"}, calls=[])
     got = scored([reward], r"so \boxed{3}", "3")
     assert values(got) == [3.0, 0.0]
     assert [score.malformed for score in got.scores] == [False, True]
-    assert reward.asked == ["3"]
+    assert reward.calls == ["3"]
     assert got.by_reward["number"][0].view == "3"
     assert got.by_reward["number"][1].trace["malformed"] == "it has no \\boxed{…}"
 
 
-def test_the_placeholder_is_scored_and_reported(tmp_path):
+def test_the_placeholder_is_scored_and_marked_malformed(tmp_path):
     (tmp_path / "c.json").write_text('{"longcot_delimiter": "</think>"}')
 
     class Length(Number):
@@ -108,7 +108,7 @@ def test_when(when, applies):
     assert ("a" in got.scores[0].parts) == applies
 
 
-def test_rows_without_a_reward_have_no_value_and_training_refuses_them():
+def test_rows_that_match_no_reward_have_no_value_and_training_rejects_them():
     rewards = [Number(when={"data_source": "math"}), Number(name="seen", weight=0.0)]
     got = scored(rewards, "4", data_source="poetry")
     assert values(got) == [None]
@@ -132,7 +132,7 @@ def test_rows_without_a_reward_have_no_value_and_training_refuses_them():
         (("min", "min", "min"), 1.5),
     ],
 )
-def test_combiners_work_in_the_order_of_the_recipe(combiners, value):
+def test_combiners_apply_in_recipe_order(combiners, value):
     weights, times = (1.0, 0.5, 1.0), (2.0, 3.0, 4.0)
     rewards = [
         Number(name=f"r{i}", combine=combiner, weight=weight, times=factor)
@@ -141,27 +141,27 @@ def test_combiners_work_in_the_order_of_the_recipe(combiners, value):
     assert values(scored(rewards, "1")) == [value]
 
 
-def test_a_reward_that_does_not_apply_takes_no_part():
+def test_a_reward_that_does_not_apply_is_ignored():
     rewards = [Number(name="a", when={"data_source": "x"}), Number(name="b", combine="multiply")]
     assert values(scored(rewards, "3")) == [3.0]
 
 
-def test_a_gate_asks_only_for_what_another_reward_pays():
-    gated = Number(name="style", gate="right", times=10.0, asked=[])
+def test_a_gated_reward_scores_only_samples_that_pass_the_gate():
+    gated = Number(name="style", gate="right", times=10.0, calls=[])
     got = scored([Number(name="right"), gated], "1", "0", "-1", "2", "!")
     assert values(got) == [11.0, 0.0, -1.0, 22.0, None]
-    assert gated.asked == ["1", "2"]
+    assert gated.calls == ["1", "2"]
     stricter = Number(name="style", gate={"reward": "right", "above": 1.5}, times=10.0)
     assert values(scored([Number(name="right", weight=0.0), stricter], "1", "2")) == [0.0, 20.0]
 
 
-def test_a_gate_that_failed_is_a_failure_also_if_it_is_only_measured():
+def test_a_failed_gate_is_a_failure_even_at_weight_zero():
     got = scored([Number(name="right", weight=0.0), Number(name="style", gate="right")], "1", "!")
     assert values(got) == [1.0, None]
     assert got.scores[1].failure is not None
 
 
-def test_what_stands_behind_a_gate_that_does_not_apply_is_no_reward():
+def test_a_gate_that_does_not_apply_stays_closed():
     rewards = [Number(name="right", when={"data_source": "x"}), Number(name="style", gate="right")]
     got = scored(rewards, "4", data_source="y")
     assert got.scores[0].failure is not None
@@ -169,7 +169,7 @@ def test_what_stands_behind_a_gate_that_does_not_apply_is_no_reward():
     assert values(scored(rewards, "4", data_source="x")) == [8.0]
 
 
-def test_a_gate_names_a_reward_above_it():
+def test_a_gate_must_name_a_reward_above_it():
     for rewards in ([{"gate": "b"}, {"name": "b"}], [{"name": "b", "gate": "b"}], [{"gate": "none"}]):
         with pytest.raises(ValidationError, match="must name a reward above it"):
             ScoreRecipe.model_validate({"rewards": [{"kind": "exact"} | reward for reward in rewards]})
@@ -178,8 +178,8 @@ def test_a_gate_names_a_reward_above_it():
 # Normalising ---------------------------------------------------------------------------------------------------------
 
 
-def test_gdpo_normalises_each_reward_by_its_group_and_adds():
-    """By hand: 1, 2, 3 and 30, 10, 20 have deviations 1 and 10, so both count the same though one is ten times the other."""
+def test_gdpo_normalises_each_reward_within_the_group_and_sums():
+    """By hand: 1, 2, 3 and 30, 10, 20 have standard deviations 1 and 10, so both count equally though one is ten times larger."""
 
     class Second(Number):
         def value(self, prompt: Prompt, sample: Sample) -> float:
@@ -192,7 +192,7 @@ def test_gdpo_normalises_each_reward_by_its_group_and_adds():
     assert got.scores[0].parts == {"a": 1.0, "b": 30.0, "unnormalised": 1.0 + 0.5 * 30.0}
 
 
-def test_dropped_samples_are_in_no_mean_and_no_deviation():
+def test_dropped_samples_are_excluded_from_group_normalisation():
     got = scored([Number(normalise="group"), Number(name="other", weight=0.0)], "1", "!", "3")
     spread = math.sqrt(2) + 1e-6
     assert values(got) == approx([-1 / spread, None, 1 / spread])
@@ -206,13 +206,13 @@ def test_dropped_samples_are_in_no_mean_and_no_deviation():
 
 
 @pytest.mark.parametrize("texts", [("5",), ("5", "!"), ("0.1",) * 7])
-def test_a_group_without_a_spread_is_worth_nothing(texts):
+def test_a_group_without_variance_normalises_to_zero(texts):
     assert [value for value in values(scored([Number(normalise="group")], *texts)) if value is not None] == approx(
         [0.0] * (len(texts) - texts.count("!"))
     )
 
 
-def test_running_means_are_of_all_values_so_far_and_outlive_a_restart():
+def test_running_normalisation_covers_all_values_so_far_and_survives_a_restart():
     seen: list[float] = []
     runner_state: dict = {}
     for step in ((1.0, 2.0), (10.0, 0.5), (4.0, 4.0)):
@@ -228,14 +228,14 @@ def test_running_means_are_of_all_values_so_far_and_outlive_a_restart():
         assert values(got) == approx([(x - mean) / (std + 1e-6) for x in step])
 
 
-def test_a_validation_is_not_normalised():
+def test_validation_rewards_are_not_normalised():
     for normalise in ("group", "running"):
         with RewardRunner([Number(normalise=normalise)]) as runner:
             [got] = runner.collect([group("1", "3")], training=False)
         assert values(got) == [1.0, 3.0]
 
 
-def test_running_means_see_no_dropped_sample():
+def test_running_moments_exclude_dropped_samples():
     class OtherFails(Number):
         def value(self, prompt: Prompt, sample: Sample) -> float | Score:
             return BROKEN if sample.text == "100" else 0.0
@@ -253,26 +253,26 @@ def test_a_value_that_overflows_is_a_failure():
     assert got.scores[0].failure.cause == "not_a_number"
 
 
-def test_running_means_do_not_depend_on_how_values_are_split():
+def test_running_moments_do_not_depend_on_batching():
     numbers = [3.0, -1.0, 4.5, 0.25, 9.0]
-    whole, parts = RunningMoments(), RunningMoments()
-    whole.add(numbers)
-    parts.add(numbers[:2])
-    parts.add(numbers[2:])
-    assert whole == parts
-    assert whole.normalised(9.0) == approx((9 - statistics.fmean(numbers)) / (statistics.stdev(numbers) + 1e-6))
+    at_once, batched = RunningMoments(), RunningMoments()
+    at_once.add(numbers)
+    batched.add(numbers[:2])
+    batched.add(numbers[2:])
+    assert at_once == batched
+    assert at_once.normalised(9.0) == approx((9 - statistics.fmean(numbers)) / (statistics.stdev(numbers) + 1e-6))
 
 
 # Cascades ------------------------------------------------------------------------------------------------------------
 
 
 class Verdict(Number):
-    """The judge: half of what the response says."""
+    """The judge: 0.5 for every response, `!!` is a failure."""
 
     kind: Literal["verdict"] = "verdict"
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
-        self.asked.append(sample.text)
+        self.calls.append(sample.text)
         return BROKEN if sample.text == "!!" else 0.5
 
 
@@ -282,24 +282,24 @@ class Right(Number):
 
 
 @pytest.mark.parametrize(
-    ("mode", "weight", "expected", "asked"),
+    ("mode", "weight", "expected", "calls"),
     [
         ("only", 1.0, [0.5, 0.5], ["4", "5"]),
         ("addon", 0.8, [1.0, 0.8 * 0.5], ["5"]),
         ("mixed", 0.8, [0.8 * 0.5 + 0.2 * 1, 0.8 * 0.5 + 0.2 * 0], ["4", "5"]),
     ],
 )
-def test_cascade(mode, weight, expected, asked):
-    judge = Verdict(asked=[])
+def test_cascade_modes(mode, weight, expected, calls):
+    judge = Verdict(calls=[])
     rule = None if mode == "only" else Right()
     [got] = collect(Cascade(kind="cascade", mode=mode, rule=rule, judge=judge, judge_weight=weight), group("4", "5"))
     assert values(got) == approx(expected)
-    assert judge.asked == asked
+    assert judge.calls == calls
     assert got.scores[1].parts["cascade/judge"] == 0.5
 
 
-def test_a_failure_inside_a_cascade_is_its_failure():
-    judge = Verdict(asked=[])
+def test_a_failure_inside_a_cascade_fails_the_cascade():
+    judge = Verdict(calls=[])
     reward = Cascade(kind="cascade", rule=Right(), judge=judge, max_failure_rate=1.0)
     [got] = collect(reward, group("4", "!", "!!"))
     assert values(got) == [1.0, None, None]
@@ -307,16 +307,16 @@ def test_a_failure_inside_a_cascade_is_its_failure():
         "rule: after 60 s",
         "judge: after 60 s",
     ]
-    assert judge.asked == ["!!"]
+    assert judge.calls == ["!!"]
 
 
 @pytest.mark.parametrize(("mode", "value"), [("addon", 0.8 * 0.5), ("mixed", 0.8 * 0.5 + 0.2 * 0.1)])
-def test_a_value_stated_for_a_rule_that_failed_is_no_pass(mode, value):
-    judge = Verdict(asked=[])
+def test_a_rules_on_failure_value_does_not_count_as_a_pass(mode, value):
+    judge = Verdict(calls=[])
     reward = Cascade(kind="cascade", mode=mode, rule=Right(on_failure=0.1), judge=judge, judge_weight=0.8)
     [got] = collect(reward, group("!"))
     assert values(got) == approx([value])
-    assert judge.asked == ["!"]
+    assert judge.calls == ["!"]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_value_stated_for_a_rule_that_failed_is_no_pass(mode, value):
         ({"rule": {"kind": "exact"}, "judge": {"kind": "exat"}}, "unknown kind"),
     ],
 )
-def test_cascades_that_make_no_sense(settings, message):
+def test_invalid_cascades_are_rejected(settings, message):
     with pytest.raises(ValidationError, match=message):
         ScoreRecipe.model_validate({"rewards": [{"kind": "cascade", **settings}]})
 
@@ -370,7 +370,7 @@ class LiveOffloaded(LiveRule):
         Offloaded.log.append(f"unload {self.settings.label}")
 
 
-def test_models_that_share_the_device_are_asked_one_after_the_other_when_all_is_sampled():
+def test_models_that_share_the_device_score_one_after_another_once_sampling_is_done():
     log = Offloaded.log
     log.clear()
 
@@ -397,10 +397,10 @@ def test_a_model_is_unloaded_when_scoring_fails():
     assert Offloaded.log == ["load offloaded", "unload offloaded"]
 
 
-# Groups by themselves, as a service has them -------------------------------------------------------------------------
+# Single groups, as the server scores them ----------------------------------------------------------------------------
 
 
-def test_a_group_by_itself_is_not_normalised_and_nothing_stops_it():
+def test_a_single_group_is_not_normalised_and_failures_do_not_stop_it():
     rewards = [Number(normalise="group"), Number(name="other", normalise="running", on_failure="stop")]
     with RewardRunner(rewards, tolerant=True) as runner:
         got = runner.run(runner.score(group("1", "3", "!"))).result()
@@ -409,40 +409,40 @@ def test_a_group_by_itself_is_not_normalised_and_nothing_stops_it():
 
 
 class Patient(Offloaded):
-    """Scores when it is let."""
+    """Stays in `load` until `release` is set."""
 
     kind: Literal["patient"] = "patient"
-    may_go: ClassVar[asyncio.Event]
+    release: ClassVar[asyncio.Event]
 
     async def load(self) -> None:
         await super().load()
-        await self.may_go.wait()
+        await self.release.wait()
 
 
-def test_groups_that_come_while_the_device_is_taken_are_asked_together_next():
-    async def ask(runner: RewardRunner) -> list[list[float | None]]:
-        Patient.may_go = asyncio.Event()
+def test_groups_that_arrive_while_the_device_is_busy_are_scored_together_next():
+    async def score_and_cancel(runner: RewardRunner) -> list[list[float | None]]:
+        Patient.release = asyncio.Event()
         first = asyncio.create_task(runner.score(group("1")))
         while not Patient.log:
             await asyncio.sleep(0)
         others = [asyncio.create_task(runner.score(group(str(i)))) for i in range(2, 6)]
         while len(runner._queue) < 4:
             await asyncio.sleep(0)
-        first.cancel()  # whoever has the device may go; nobody else is lost
+        first.cancel()  # cancelling the group on the device loses no other group
         others[1].cancel()
-        Patient.may_go.set()
+        Patient.release.set()
         found = await asyncio.gather(*others, return_exceptions=True)
         assert isinstance(found[1], asyncio.CancelledError)
         return [values(one) for one in found if isinstance(one, ScoredGroup)]
 
     Patient.log.clear()
     with RewardRunner([Patient()], tolerant=True) as runner:
-        assert runner.run(ask(runner)).result() == [[2.0], [4.0], [5.0]]
+        assert runner.run(score_and_cancel(runner)).result() == [[2.0], [4.0], [5.0]]
         assert not runner._queue
     assert Patient.log == ["load patient", "unload patient"] * 2
 
 
-def test_a_sum_that_is_too_large_is_a_failure():
+def test_a_sum_that_overflows_is_a_failure():
     got = scored([Number(times=1e308), Number(name="other", times=1e308)], "1", "0.1")
     assert values(got) == [None, approx(2e307)]
     assert got.scores[0].failure.cause == "not_a_number"

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md and docs/reward_models: every one runs and pays what it says; settings are those there are."""
+"""Examples in docs/rewards.md and docs/reward_models run and give the documented rewards; settings tables are complete."""
 
 import importlib.util
 import json
@@ -40,8 +40,8 @@ EXAMPLES = [
 
 def test_every_rule_has_an_example():
     shown = {yaml.safe_load(settings)["kind"] for settings, _ in EXAMPLES}
-    own = {"cascade", "function"}  # have sections of their own
-    assert set(plugins.kinds("rewards")) - own - set(KINDS) <= shown
+    separate = {"cascade", "function"}  # documented in separate sections
+    assert set(plugins.kinds("rewards")) - separate - set(KINDS) <= shown
 
 
 @pytest.mark.parametrize(("settings", "line"), EXAMPLES, ids=[line.strip()[:50] for _, line in EXAMPLES])
@@ -70,14 +70,14 @@ def test_the_notebook_example(capsys):
     assert capsys.readouterr().out.strip() == printed.strip()
 
 
-def test_settings_shown_in_recipes_are_settings():
+def test_settings_shown_in_recipes_are_valid():
     for block in re.findall(r"```yaml\n(rewards:.*?|- (?:kind:|\{kind:).*?)```", TEXT + "".join(PAGES.values()), re.S):
         given = yaml.safe_load(block)
         rewards = given["rewards"] if isinstance(given, dict) else given
         Scorer(rewards).close()
 
 
-def test_the_group_function_gives_what_the_page_says(tmp_path):
+def test_the_group_function_gives_the_documented_scores(tmp_path):
     code, settings, words = re.search(
         r"```python\n(# concise\.py.*?)```\n```yaml\n(.*?)```\nFor the responses (.*? it gives .*?)\.\n", TEXT, re.S
     ).groups()  # pyright: ignore
@@ -90,12 +90,12 @@ def test_the_group_function_gives_what_the_page_says(tmp_path):
     assert [parts["function/right"] for parts in row["parts"]] == [1, 1, 0]
 
 
-# The pages about models ----------------------------------------------------------------------------------------------
+# Reward model pages --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_about_models(page):
-    """Every block of YAML is rewards, so the test above reads it; code compiles; what is linked is there."""
+def test_reward_model_pages(page):
+    """Every YAML block lists rewards, so the test of settings above reads it; code compiles."""
     text = PAGES[page]
     assert len(re.findall(r"```yaml\n(?:rewards:|- (?:kind:|\{kind:))", text)) == text.count("```yaml") > 0
     for code in re.findall(r"```python\n(.*?)```", text, re.S):
@@ -103,23 +103,23 @@ def test_pages_about_models(page):
 
 
 @pytest.mark.parametrize("file", [*FOLDER.glob("*.md"), *FOLDER.parent.glob("*.md"), REPOSITORY / "README.md"], ids=str)
-def test_what_is_linked_is_there(file):
-    for link, _, place in re.findall(r"\]\(([\w./-]*)(#([\w-]+))?\)", file.read_text(encoding="utf-8")):
+def test_links_resolve(file):
+    for link, _, anchor in re.findall(r"\]\(([\w./-]*)(#([\w-]+))?\)", file.read_text(encoding="utf-8")):
         target = file.parent / link if link else file
         assert target.exists(), link
-        assert not place or place in _places(target), f"{link}#{place}"
+        assert not anchor or anchor in _anchors(target), f"{link}#{anchor}"
 
 
-def _places(file: Path) -> list[str]:
-    """The names of a page's headings, as GitHub makes them."""
+def _anchors(file: Path) -> list[str]:
+    """The anchors of a page's headings, as GitHub generates them."""
     prose = re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.S)
     headings = re.findall(r"^#+ (.*)$", prose, re.M)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_every_kind_that_asks_a_model_has_a_page():
-    asking = {kind for kind in plugins.kinds("rewards") if "model" in plugins.kind("rewards", kind).model_fields}
-    assert asking | {"similarity"} == set(KINDS)
+def test_every_kind_that_calls_a_model_has_a_page():
+    model_kinds = {kind for kind in plugins.kinds("rewards") if "model" in plugins.kind("rewards", kind).model_fields}
+    assert model_kinds | {"similarity"} == set(KINDS)
     overview = re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \|", PAGES["README"], re.M)
     assert sorted(overview) == sorted(KINDS)
 
@@ -135,17 +135,17 @@ SETTINGS: dict[tuple[str, str], type[Section]] = {
 
 
 @pytest.mark.parametrize(("page", "heading"), SETTINGS)
-def test_tables_of_settings_list_all_there_are(page, heading):
-    under = PAGES[page].partition(f"\n{heading}\n")[2]
-    rows = under.partition("| setting | default | |\n| --- | --- | --- |\n")[2].partition("\n\n")[0].splitlines()
-    told = dict(re.match(r"\| `(\w+)` \| (.*?) \| .+ \|$", row).groups() for row in rows)  # pyright: ignore
+def test_settings_tables_are_complete(page, heading):
+    section_text = PAGES[page].partition(f"\n{heading}\n")[2]
+    rows = section_text.partition("| setting | default | |\n| --- | --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    documented = dict(re.match(r"\| `(\w+)` \| (.*?) \| .+ \|$", row).groups() for row in rows)  # pyright: ignore
     section = SETTINGS[page, heading]
-    elsewhere = RewardSettings.model_fields if issubclass(section, RewardSettings) else {}
-    assert told == {name: _told(field) for name, field in section.model_fields.items() if name not in elsewhere}
+    common = RewardSettings.model_fields if issubclass(section, RewardSettings) else {}
+    assert documented == {name: _default_text(field) for name, field in section.model_fields.items() if name not in common}
 
 
-def _told(field: Any) -> str:
-    """How a table says a default."""
+def _default_text(field: Any) -> str:
+    """A default value as the tables write it."""
     if field.is_required():
         return "required"
     match field.default:
@@ -165,7 +165,7 @@ def _told(field: Any) -> str:
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[str]:
-    """The server of docs/reward_models/stand_in_judge.py."""
+    """The server in docs/reward_models/stand_in_judge.py."""
     spec = importlib.util.spec_from_file_location("stand_in_judge", FOLDER / "stand_in_judge.py")
     assert spec is not None
     assert spec.loader is not None
@@ -181,8 +181,8 @@ def stand_in() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "stand_in_judge.py)" in PAGES[kind]])
-def test_the_example_of_a_page(kind, stand_in, tmp_path, monkeypatch):
-    """The stand-in says what the page shows, and is asked what the page shows."""
+def test_the_page_example_gives_the_documented_output(kind, stand_in, tmp_path, monkeypatch):
+    """The scores and the number of calls are those on the page, and the stand-in judge gets a prompt shown there."""
     text = PAGES[kind]
     example = text.partition("## An example to run")[2]
     recipe, rows, summary, shown = re.search(
@@ -259,8 +259,8 @@ def test_a_ranking_by_hand():
 
 
 def test_a_split_group_by_hand():
-    """Two calls with one anchor, to which the first is kinder by two points."""
-    strictness: list[dict[str, int]] = []
+    """Two calls share one anchor, which the first scores two points higher."""
+    answers: list[dict[str, int]] = []
     texts = [f"t{i}" for i in range(5)]
     reward: Any = make("group_judge", answer="score", max_candidates=3, overlap=1)
     candidates = [call.shown for call in reward.calls(_candidates(texts), 0)]
@@ -269,12 +269,12 @@ def test_a_split_group_by_hand():
     def say(prompt: str) -> str:
         shown = dict(re.findall(r"^\[([A-Z])\]\n(\S+)$", prompt, re.M))
         first = {one.text for one in candidates[0]} == set(shown.values())
-        strictness.append({letter: (8 if first else 6) if text == anchor else 5 for letter, text in shown.items()})
-        return ", ".join(f"{letter}: {score}" for letter, score in strictness[-1].items())
+        answers.append({letter: (8 if first else 6) if text == anchor else 5 for letter, text in shown.items()})
+        return ", ".join(f"{letter}: {score}" for letter, score in answers[-1].items())
 
     reward = make("group_judge", say, answer="score", max_candidates=3, overlap=1)
     got = dict(zip(texts, [score.value for score in scores_of(reward, *texts)], strict=True))
-    assert len(strictness) == 2
+    assert len(answers) == 2
     for text in texts:
         assert got[text] == (7 if text == anchor else 4 if text in [one.text for one in candidates[0]] else 6)
 
@@ -301,20 +301,20 @@ def test_pairs_by_hand():
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", PAGES["pairwise_judge"], re.M))
-def test_calls_of_pairs(row):
+def test_number_of_calls_for_pairs(row):
     n, every, tournament = map(int, row)
     for pairs, calls in (("all", every), ("tournament", tournament)):
         reward = make("pairwise_judge", "A", pairs=pairs)
         scores_of(reward, *(f"t{i}" for i in range(n)))
-        assert len(reward.backend.asked) == calls
+        assert len(reward.backend.calls) == calls
 
 
 @pytest.mark.parametrize(("count", "votes", "calls"), [(8, 1, 1), (8, 2, 2), (16, 1, 3), (9, 2, 4)])
-def test_calls_of_groups(count, votes, calls):
+def test_number_of_calls_for_groups(count, votes, calls):
     """votes · ⌈(responses − overlap) / (max_candidates − overlap)⌉"""
     reward = make("group_judge", "?", votes=votes, limits={"unreadable_retries": 0})
     scores_of(reward, *(f"t{i}" for i in range(count)))
-    assert len(reward.backend.asked) == calls
+    assert len(reward.backend.calls) == calls
 
 
 def test_similarity_by_hand(monkeypatch):
@@ -328,6 +328,6 @@ def test_similarity_by_hand(monkeypatch):
 def test_plugin_by_hand(tmp_path):
     code = re.search(r"```python\n(# rider_reward\.py.*?)```", PAGES["plugin"], re.S)[1]  # pyright: ignore
     (tmp_path / "rider_reward.py").write_text(code)
-    model = {"placement": "server", "url": "http://127.0.0.1:1"}  # with which no tokenizer is loaded
+    model = {"placement": "server", "url": "http://127.0.0.1:1"}  # so that no tokenizer is loaded
     [scored] = collect(make("plugin", " 7 of 9", path=str(tmp_path / "rider_reward.py"), weight=0.3, model=model), group("x"))
     assert values(scored) == [pytest.approx(2.1)]

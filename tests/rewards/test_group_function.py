@@ -1,4 +1,4 @@
-"""User functions that score whole groups."""
+"""User functions that score a group in one call."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def group_function(path: Path, timeout_s: float = 10.0, **settings):
 
 
 def failures(scored: ScoredGroup) -> list[tuple[str, str] | None]:
-    """Cause and message of each sample."""
+    """Each sample's failure as (cause, message); None where it has none."""
     [scores] = scored.by_reward.values()
     return [None if score.failure is None else (score.failure.cause, score.failure.message) for score in scores]
 
@@ -50,7 +50,7 @@ def test_one_call_scores_the_group_in_order(tmp_path):
     assert [(score.view, score.trace["why"]) for score in scores] == [("a", "a"), ("bb", "bb"), ("ccc", "ccc")]
 
 
-def test_any_ordered_collection_of_numbers_is_a_list(tmp_path):
+def test_any_ordered_iterable_of_numbers_is_accepted(tmp_path):
     path = write_function(
         tmp_path,
         """
@@ -81,7 +81,7 @@ def test_any_ordered_collection_of_numbers_is_a_list(tmp_path):
         ("while True: pass", "timeout", "after 0.5 s, at reward.py:3"),
     ],
 )
-def test_a_bad_call_fails_the_whole_group_and_no_other(tmp_path, body, cause, message):
+def test_a_bad_call_fails_only_its_group(tmp_path, body, cause, message):
     path = write_function(
         tmp_path,
         f"""
@@ -99,7 +99,7 @@ def test_a_bad_call_fails_the_whole_group_and_no_other(tmp_path, body, cause, me
     assert values(good) == [1.0, 1.0]
 
 
-def test_a_bad_entry_fails_its_sample_alone(tmp_path):
+def test_a_bad_entry_fails_only_its_sample(tmp_path):
     path = write_function(tmp_path, "def compute_scores(responses): return [1.0, None, float('nan'), '2', {'x': 1}]")
     [scored] = collect(group_function(path), group(*"abcde"))
     assert values(scored) == [1.0, None, None, None, None]
@@ -112,8 +112,8 @@ def test_a_bad_entry_fails_its_sample_alone(tmp_path):
     ]
 
 
-def test_it_gets_only_the_samples_it_scores(tmp_path):
-    """A closed gate, a missing extract and `when` leave samples out; the call may then have one response."""
+def test_the_function_gets_only_the_samples_it_scores(tmp_path):
+    """A closed gate, a missing extract and `when` exclude samples; a call may be left with a single response."""
     path = write_function(tmp_path, "def compute_scores(responses): return [len(responses) for _ in responses]")
     rewards = [
         function(write_function(tmp_path / "gate", "def compute_score(solution_str): return 'open' in solution_str"), name="gate"),
@@ -129,7 +129,7 @@ def test_it_gets_only_the_samples_it_scores(tmp_path):
     assert [score.value for score in scored[2]] == [None] * 4
 
 
-def test_a_group_is_cached_as_a_whole(tmp_path):
+def test_scores_are_cached_per_group(tmp_path):
     path = write_function(
         tmp_path,
         """

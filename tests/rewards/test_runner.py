@@ -1,4 +1,4 @@
-"""Rewards: what they pay, what becomes of their failures, and user functions at their worst."""
+"""The reward runner: values, failures, and misbehaving user functions."""
 
 import asyncio
 import math
@@ -48,13 +48,13 @@ from support.rewards import BROKEN, collect, function, group, values, write_func
         (np.array(["4", "four"]), "4", "five"),
     ],
 )
-def test_exact_pays_for_the_ground_truth_and_nothing_else(truth, right, wrong):
+def test_exact_rewards_only_the_ground_truth(truth, right, wrong):
     [scored] = collect(Exact(kind="exact"), group(right, wrong, "", truth=truth))
     assert values(scored) == [1.0, 0.0, 0.0]
     assert scored.by_reward["exact"][0].view == right
 
 
-def test_exact_ignores_case_if_asked():
+def test_exact_can_ignore_case():
     [scored] = collect(Exact(kind="exact", ignore_case=True), group("PARIS", "Lyon", truth="Paris"))
     assert values(scored) == [1.0, 0.0]
 
@@ -70,7 +70,7 @@ def test_exact_without_a_ground_truth_is_a_failure_not_a_zero(truth):
 
 # A user's function ---------------------------------------------------------------------------------------------------
 
-HOSTILE = dedent("""
+MISBEHAVING = dedent("""
     import asyncio, ctypes, os, re, signal, sys, threading, time
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -116,7 +116,7 @@ HOSTILE = dedent("""
         os._exit(9)
 """)
 
-# What each does, the cause it must have, and what the message must say.
+# Each with its expected cause and a pattern for the message.
 BAD = {
     "raise": ("exception", r"ValueError: no digits, at hostile\.py:8"),
     "exit": ("exception", "SystemExit: 3"),
@@ -146,13 +146,13 @@ HANGS = {"loop": AT, "sleep": AT, "c_code": AT, "deaf": "", "prints_for_ever": "
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory) -> Path:
+def misbehaving(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("functions") / "hostile.py"
-    path.write_text(HOSTILE)
+    path.write_text(MISBEHAVING)
     return path
 
 
-def check_only_the_bad_one_fails(scored: ScoredGroup, cause: str, message: str) -> None:
+def check_only_the_bad_sample_fails(scored: ScoredGroup, cause: str, message: str) -> None:
     assert values(scored) == [1.0, 0.0, None, 1.0, 0.0]
     failure = scored.scores[2].failure
     assert failure is not None
@@ -160,20 +160,20 @@ def check_only_the_bad_one_fails(scored: ScoredGroup, cause: str, message: str) 
     assert re.search(message, failure.message), failure.message
 
 
-def test_a_function_that_misbehaves_fails_its_own_sample_only(hostile):
-    """All of them through one pool, one after the other: none takes it down for the next."""
+def test_a_function_that_misbehaves_fails_only_its_sample(misbehaving):
+    """All run through one pool in turn: none breaks it for the next."""
     groups = [group("4", "5", act, "4", "5", id=act) for act in BAD]
-    for scored in collect(function(hostile), *groups):
-        check_only_the_bad_one_fails(scored, *BAD[scored.group.prompt.id])
+    for scored in collect(function(misbehaving), *groups):
+        check_only_the_bad_sample_fails(scored, *BAD[scored.group.prompt.id])
 
 
-def test_a_function_that_hangs_is_killed_and_fails_its_own_sample_only(hostile):
+def test_a_function_that_hangs_is_killed_and_fails_only_its_sample(misbehaving):
     groups = [group("4", "5", act, "4", "5", id=act) for act in HANGS]
-    for scored in collect(function(hostile, limits=FunctionLimits(timeout_s=3.0), workers=2), *groups):
-        check_only_the_bad_one_fails(scored, "timeout", f"after 3 s.*{HANGS[scored.group.prompt.id]}")
+    for scored in collect(function(misbehaving, limits=FunctionLimits(timeout_s=3.0), workers=2), *groups):
+        check_only_the_bad_sample_fails(scored, "timeout", f"after 3 s.*{HANGS[scored.group.prompt.id]}")
 
 
-def test_the_time_limit_is_for_running_not_for_waiting(tmp_path):
+def test_the_timeout_covers_running_and_not_queueing(tmp_path):
     path = write_function(
         tmp_path,
         """
@@ -187,7 +187,7 @@ def test_the_time_limit_is_for_running_not_for_waiting(tmp_path):
     assert values(scored) == [1.0] * 8
 
 
-def test_what_a_function_prints_neither_blocks_nor_shows(tmp_path, capfd):
+def test_printed_output_neither_blocks_nor_appears(tmp_path, capfd):
     path = write_function(
         tmp_path,
         """
@@ -206,7 +206,7 @@ def test_what_a_function_prints_neither_blocks_nor_shows(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_children_that_a_function_forks_answer_nothing_and_die_with_it(tmp_path):
+def test_forked_children_return_no_score_and_die_with_the_worker(tmp_path):
     path = write_function(
         tmp_path,
         """
@@ -227,32 +227,32 @@ def test_children_that_a_function_forks_answer_nothing_and_die_with_it(tmp_path)
     assert gone(int(pids.read_text()))
 
 
-def test_a_process_that_dies_between_calls_is_replaced_before_the_next(tmp_path):
+def test_a_worker_that_dies_between_calls_is_replaced(tmp_path):
     path = write_function(
         tmp_path,
         """
         import os, threading, time
-        def end(told):
-            while not os.path.exists(told):
+        def exit_once_file_exists(exit_file):
+            while not os.path.exists(exit_file):
                 time.sleep(0.01)
             os._exit(5)
-        def compute_score(solution_str, told):
+        def compute_score(solution_str, exit_file):
             if solution_str == "later":
-                threading.Thread(target=end, args=[told]).start()
+                threading.Thread(target=exit_once_file_exists, args=[exit_file]).start()
             return float(os.getpid())
         """,
     )
-    told = tmp_path / "told"
-    with RewardRunner([function(path, arguments={"told": str(told)})]) as rewards:
+    exit_file = tmp_path / "exit_file"
+    with RewardRunner([function(path, arguments={"exit_file": str(exit_file)})]) as rewards:
         [first] = rewards.collect([group("later")])
         assert first.scores[0].value is not None
-        told.touch()
+        exit_file.touch()
         assert gone(int(first.scores[0].value))
         [second] = rewards.collect([group("now")])
         assert second.scores[0].failure is None
 
 
-def test_results_as_verl_knows_them(tmp_path):
+def test_verl_style_results(tmp_path):
     path = write_function(
         tmp_path,
         """
@@ -281,7 +281,7 @@ def test_results_as_verl_knows_them(tmp_path):
     assert by_text["given"].trace == {"source": "gsm8k", "truth": "['4']"}
 
 
-def test_an_async_function_and_a_neighbouring_module(tmp_path):
+def test_an_async_function_may_import_a_neighbouring_module(tmp_path):
     (tmp_path / "neighbour.py").write_text("REWARD = 0.75")
     path = write_function(
         tmp_path,
@@ -297,8 +297,8 @@ def test_an_async_function_and_a_neighbouring_module(tmp_path):
     assert values(scored) == [0.75, 0.75]
 
 
-def test_a_row_that_cannot_be_sent_fails_alone(hostile):
-    scored = collect(function(hostile), group("4", truth=threading.Lock(), id="odd"), group("4"))
+def test_a_row_that_cannot_be_pickled_fails_alone(misbehaving):
+    scored = collect(function(misbehaving), group("4", truth=threading.Lock(), id="odd"), group("4"))
     assert [score.failure.cause for score in scored[0].scores if score.failure] == ["exception"]
     assert values(scored[1]) == [1.0]
 
@@ -316,19 +316,19 @@ def test_a_row_that_cannot_be_sent_fails_alone(hostile):
         ("def compute_score(solution_str): ...\n", {"arguments": {"strict": 1}}, r"unexpected keyword argument 'strict'"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_told_before_anything_starts(tmp_path, body, settings, message):
+def test_an_unusable_function_is_reported_before_anything_starts(tmp_path, body, settings, message):
     path = write_function(tmp_path, body)
     with pytest.raises(RecipeError, match=message), RewardRunner([function(path, **settings)]):
         pass
 
 
-def test_a_file_that_is_not_there_is_told_with_the_nearest(hostile):
+def test_a_missing_file_is_reported_with_the_closest_match(misbehaving):
     with pytest.raises(RecipeError, match=r"reward 'mine': .*hostil\.py does not exist. Did you mean .*hostile\.py\?"):
-        RewardRunner([function(hostile.with_name("hostil.py"), name="mine")]).__enter__()
+        RewardRunner([function(misbehaving.with_name("hostil.py"), name="mine")]).__enter__()
 
 
-def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
-    """kill -9 of a program (without a main guard) whose function forks, and hangs in C code that lets no other thread run."""
+def test_no_worker_survives_a_killed_parent(tmp_path):
+    """kill -9 of a program (without a main guard) whose function forks, then hangs in C code that holds the GIL."""
     path = write_function(
         tmp_path,
         """
@@ -360,22 +360,22 @@ def test_no_worker_survives_its_parent_however_it_dies(tmp_path):
             time.sleep(0.02)
         pids = [int(pid) for file in found for pid in file.read_text().split()]
         assert len(pids) == 4
-        everything = {child.pid for child in psutil.Process(parent.pid).children(recursive=True)}
-        assert set(pids) <= everything
+        descendants = {child.pid for child in psutil.Process(parent.pid).children(recursive=True)}
+        assert set(pids) <= descendants
     finally:
         parent.kill()
         parent.wait()
-    assert gone(*everything)
+    assert gone(*descendants)
 
 
-def test_workers_are_gone_when_the_runner_is_left_in_the_middle_of_a_call(hostile):
+def test_workers_are_gone_when_the_runner_exits_mid_call(misbehaving):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
     def groups():
         yield group("c_code")
         raise RuntimeError("sampling broke")
 
-    with RewardRunner([function(hostile, limits=FunctionLimits(timeout_s=1000.0), workers=2)]) as rewards:
+    with RewardRunner([function(misbehaving, limits=FunctionLimits(timeout_s=1000.0), workers=2)]) as rewards:
         workers = {child.pid for child in psutil.Process().children(recursive=True)} - before
         assert len(workers) >= 2
         with pytest.raises(RuntimeError, match="sampling broke"):
@@ -383,11 +383,11 @@ def test_workers_are_gone_when_the_runner_is_left_in_the_middle_of_a_call(hostil
     assert gone(*workers)
 
 
-# Together ------------------------------------------------------------------------------------------------------------
+# Combined scores -----------------------------------------------------------------------------------------------------
 
 
 class Fixed(Rule):
-    """Pays what the response says."""
+    """The number in the response."""
 
     kind: str = "fixed"
 
@@ -395,39 +395,39 @@ class Fixed(Rule):
         return float(sample.text)
 
 
-def of_one(rewards: list[Fixed], scores: list[Score]) -> Score:
-    """What one sample's scores come to."""
+def combine_one(rewards: list[Fixed], scores: list[Score]) -> Score:
+    """One sample's combined score."""
     [score] = combine(rewards, group("0"), [[score] for score in scores], {})
     return score
 
 
-def test_the_sum_is_weighted_and_parts_have_their_reward_before_them():
+def test_the_sum_is_weighted_and_parts_are_prefixed_with_their_reward():
     rewards = [Fixed(name="a"), Fixed(name="b", weight=0.5), Fixed(name="seen", weight=0.0)]
-    score = of_one(rewards, [Score(1.0, {"x": 3.0}), Score(-4.0), Score(9.0)])
+    score = combine_one(rewards, [Score(1.0, {"x": 3.0}), Score(-4.0), Score(9.0)])
     assert score.value == 1.0 * 1 + 0.5 * -4
     assert score.parts == {"a": 1.0, "a/x": 3.0, "b": -4.0, "seen": 9.0}
     assert (score.malformed, score.failure) == (False, None)
 
 
 @pytest.mark.parametrize(("setting", "value"), [(None, 0.25), (-1.0, -1.0)])
-def test_a_malformed_answer_has_a_stated_value(setting, value):
-    score = of_one([Fixed(malformed=setting), Fixed(name="other")], [Score(0.25, malformed=True), Score(2.0)])
+def test_a_malformed_response_gets_the_configured_value(setting, value):
+    score = combine_one([Fixed(malformed=setting), Fixed(name="other")], [Score(0.25, malformed=True), Score(2.0)])
     assert score.value == value + 2.0
     assert score.malformed
     assert score.parts == {"fixed": value, "other": 2.0}
 
 
-def test_a_failure_drops_the_sample_or_counts_as_stated_or_does_not_matter():
-    dropped = of_one([Fixed(name="a"), Fixed(name="b")], [Score(1.0), BROKEN])
+def test_a_failure_drops_the_sample_or_counts_as_on_failure_or_is_ignored_at_weight_zero():
+    dropped = combine_one([Fixed(name="a"), Fixed(name="b")], [Score(1.0), BROKEN])
     assert (dropped.value, dropped.parts) == (None, {"a": 1.0})
     assert dropped.failure == Failure("timeout", "b: after 60 s")
-    stated = of_one([Fixed(name="a"), Fixed(name="b", on_failure=-0.5, weight=2.0)], [Score(1.0), BROKEN])
+    stated = combine_one([Fixed(name="a"), Fixed(name="b", on_failure=-0.5, weight=2.0)], [Score(1.0), BROKEN])
     assert (stated.value, stated.failure, stated.parts) == (0.0, None, {"a": 1.0, "b": -0.5})
-    measured = of_one([Fixed(name="a"), Fixed(name="b", weight=0.0)], [Score(1.0), BROKEN])
+    measured = combine_one([Fixed(name="a"), Fixed(name="b", weight=0.0)], [Score(1.0), BROKEN])
     assert (measured.value, measured.failure, measured.parts) == (1.0, None, {"a": 1.0})
 
 
-def test_metrics_count_what_was_dropped_and_average_the_rest():
+def test_metrics_count_dropped_samples_and_average_the_rest():
     class Odd(Fixed):
         def value(self, prompt: Prompt, sample: Sample) -> float | Score:
             return BROKEN if sample.text == "5" else Score(float(sample.text), malformed=sample.text == "0")
@@ -451,10 +451,10 @@ def test_metrics_count_what_was_dropped_and_average_the_rest():
 
 
 class Awaiting(Reward):
-    """Does what a test asks, on the runner's loop."""
+    """Calls a test's `handler` on the runner's loop."""
 
     kind: str = "awaiting"
-    does: object
+    handler: object
 
     def build(self):
         return LiveAwaiting(self)
@@ -462,17 +462,17 @@ class Awaiting(Reward):
 
 class LiveAwaiting(LiveReward[Awaiting]):
     async def score(self, groups):
-        return await self.settings.does(*groups)
+        return await self.settings.handler(*groups)
 
 
 def ones(of: Group) -> list[list[Score]]:
     return [[Score(1.0) for _ in of.samples]]
 
 
-def test_scoring_goes_on_while_sampling_does():
+def test_scoring_overlaps_with_sampling():
     scored = threading.Event()
 
-    async def does(of: Group):
+    async def handler(of: Group):
         scored.set()
         return ones(of)
 
@@ -481,38 +481,38 @@ def test_scoring_goes_on_while_sampling_does():
         assert scored.wait(20), "the first group was not scored while the second was being sampled"
         yield group("b", id="second")
 
-    with RewardRunner([Awaiting(does=does)]) as rewards:
+    with RewardRunner([Awaiting(handler=handler)]) as rewards:
         assert [one.group.prompt.id for one in rewards.collect(groups())] == ["first", "second"]
         assert rewards.waited_s >= 0.0
 
 
-def test_groups_come_back_in_the_order_they_came_whichever_is_done_first():
+def test_groups_are_returned_in_submission_order():
     second_done = asyncio.Event()
 
-    async def does(of: Group):
+    async def handler(of: Group):
         if of.prompt.id == "first":
             await asyncio.wait_for(second_done.wait(), 20)
         else:
             second_done.set()
         return ones(of)
 
-    scored = collect(Awaiting(does=does), group("a", id="first"), group("b", id="second"))
+    scored = collect(Awaiting(handler=handler), group("a", id="first"), group("b", id="second"))
     assert [one.group.prompt.id for one in scored] == ["first", "second"]
     assert [values(one) for one in scored] == [[1.0], [1.0]]
 
 
-def test_rewards_score_side_by_side():
-    there = {"a": asyncio.Event(), "b": asyncio.Event()}
+def test_rewards_score_concurrently():
+    started = {"a": asyncio.Event(), "b": asyncio.Event()}
 
-    def meets(me: str, other: str):
-        async def does(of: Group):
-            there[me].set()
-            await asyncio.wait_for(there[other].wait(), 20)
+    def wait_for(me: str, other: str):
+        async def handler(of: Group):
+            started[me].set()
+            await asyncio.wait_for(started[other].wait(), 20)
             return ones(of)
 
-        return does
+        return handler
 
-    with RewardRunner([Awaiting(name=me, does=meets(me, other)) for me, other in ("ab", "ba")]) as rewards:
+    with RewardRunner([Awaiting(name=me, handler=wait_for(me, other)) for me, other in ("ab", "ba")]) as rewards:
         [scored] = rewards.collect([group("x")])
     assert values(scored) == [2.0]
 
@@ -528,28 +528,28 @@ def test_rewards_score_side_by_side():
         ([[Score(None), Score(math.nan)]], "not_a_number"),
     ],
 )
-def test_a_bug_in_a_reward_is_a_failure_of_that_group_only(result, cause):
-    async def does(of: Group):
+def test_a_bug_in_a_reward_fails_only_that_group(result, cause):
+    async def handler(of: Group):
         if of.prompt.id == "good":
             return ones(of)
         if isinstance(result, Exception):
             raise result
         return result
 
-    bad, good = collect(Awaiting(does=does, max_failure_rate=1.0), group("a", "b", id="bad"), group("c", id="good"))
+    bad, good = collect(Awaiting(handler=handler, max_failure_rate=1.0), group("a", "b", id="bad"), group("c", id="good"))
     assert [score.failure.cause for score in bad.scores if score.failure] == [cause, cause]
     assert values(good) == [1.0]
 
 
-def test_a_rule_that_raises_fails_that_sample_only():
+def test_a_rule_that_raises_fails_only_that_sample():
     [scored] = collect(Fixed(max_failure_rate=0.5), group("1.5", "one", "nan", "2"))
     assert values(scored) == [1.5, None, None, 2.0]
     assert [score.failure.cause for score in scored.scores if score.failure] == ["exception", "not_a_number"]
     assert "ValueError: could not convert string to float: 'one', at test_runner.py" in scored.scores[1].failure.message
 
 
-def test_too_many_failures_stop_the_run_with_the_cause(hostile):
-    reward = function(hostile, name="mine", max_failure_rate=0.25)
+def test_too_many_failures_stop_the_run_with_the_cause(misbehaving):
+    reward = function(misbehaving, name="mine", max_failure_rate=0.25)
     message = (
         r"reward 'mine' failed on at least 3 of 8 samples "
         r"\(2 exception: ValueError: no digits, at hostile.py:8, 1 not_a_number: .*nan\); "
@@ -561,20 +561,20 @@ def test_too_many_failures_stop_the_run_with_the_cause(hostile):
             rewards.collect([group("raise", "4", "raise", "nan"), group("4", "4", "4", "4")])
 
 
-def test_too_many_failures_are_not_waited_out():
-    async def does(of: Group):
+def test_too_many_failures_stop_without_waiting_for_other_groups():
+    async def handler(of: Group):
         if of.prompt.id == "hangs":
             await asyncio.Event().wait()
         return [[BROKEN for _ in of.samples]]
 
     with pytest.raises(TrainingStopped, match="failed on at least 1 of 2 samples"):
-        collect(Awaiting(does=does), group("a", id="hangs"), group("b"))
+        collect(Awaiting(handler=handler), group("a", id="hangs"), group("b"))
 
 
-def test_on_failure_stop_stops_at_the_first_one_and_sampling_with_it():
+def test_on_failure_stop_ends_sampling_at_the_first_failure():
     failed, closed = threading.Event(), []
 
-    async def does(of: Group):
+    async def handler(of: Group):
         asyncio.get_running_loop().call_soon(failed.set)
         return [[BROKEN for _ in of.samples]]
 
@@ -588,15 +588,15 @@ def test_on_failure_stop_stops_at_the_first_one_and_sampling_with_it():
             closed.append(True)
 
     message = r"failed on at least (\d+) of \d+ samples \(\1 timeout: after 60 s\); on_failure is stop"
-    with RewardRunner([Awaiting(does=does, on_failure="stop")]) as rewards, pytest.raises(TrainingStopped, match=message):
+    with RewardRunner([Awaiting(handler=handler, on_failure="stop")]) as rewards, pytest.raises(TrainingStopped, match=message):
         rewards.collect(groups())
     assert closed
 
 
-def test_what_sampling_raises_comes_through_and_the_runner_goes_on():
+def test_a_sampling_error_propagates_and_the_runner_stays_usable():
     started, cancelled = threading.Event(), threading.Event()
 
-    async def does(of: Group):
+    async def handler(of: Group):
         if of.prompt.id == "waits":
             started.set()
             try:
@@ -611,7 +611,7 @@ def test_what_sampling_raises_comes_through_and_the_runner_goes_on():
         assert started.wait(20)
         raise KeyError("sampling broke")
 
-    with RewardRunner([Awaiting(does=does)]) as rewards:
+    with RewardRunner([Awaiting(handler=handler)]) as rewards:
         with pytest.raises(KeyError, match="sampling broke"):
             rewards.collect(groups())
         assert cancelled.wait(20)
@@ -620,12 +620,12 @@ def test_what_sampling_raises_comes_through_and_the_runner_goes_on():
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C goes to the main thread")
 def test_ctrl_c_does_not_wait_for_a_reward():
-    async def does(of: Group):
+    async def handler(of: Group):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         await asyncio.Event().wait()
 
     with pytest.raises(KeyboardInterrupt):
-        collect(Awaiting(does=does), group("a"))
+        collect(Awaiting(handler=handler), group("a"))
 
 
 # Recipes -------------------------------------------------------------------------------------------------------------
@@ -636,19 +636,19 @@ def recipe(*rewards) -> RLRecipe:
     return RLRecipe.model_validate(tree)
 
 
-def test_a_recipe_holds_rewards_of_their_kinds_and_gives_them_back():
+def test_a_recipe_parses_rewards_by_kind_and_round_trips():
     read = recipe(
         {"kind": "exact", "ignore_case": True}, {"kind": "function", "path": "f.py", "arguments": {"a": 1}, "on_failure": 0.5}
     )
-    exact, own = read.rewards
+    exact, custom = read.rewards
     assert isinstance(exact, Exact)
-    assert isinstance(own, Function)
-    assert (exact.ignore_case, own.limits.timeout_s, own.on_failure, own.label) == (True, 10.0, 0.5, "function")
+    assert isinstance(custom, Function)
+    assert (exact.ignore_case, custom.limits.timeout_s, custom.on_failure, custom.label) == (True, 10.0, 0.5, "function")
     assert RLRecipe.model_validate(read.model_dump(exclude_unset=True)) == read
 
 
 @pytest.mark.parametrize(
-    ("entry", "place", "message"),
+    ("entry", "location", "message"),
     [
         ({"kind": "exactt"}, ("rewards", 0), "unknown kind"),
         ({"weight": 1.0}, ("rewards", 0), "no kind"),
@@ -658,14 +658,14 @@ def test_a_recipe_holds_rewards_of_their_kinds_and_gives_them_back():
         ({"kind": "function", "path": "f.py", "workers": True}, ("rewards", 0, "workers"), "should not be true"),
     ],
 )
-def test_a_wrong_entry_of_rewards_is_told_with_its_place(entry, place, message):
+def test_an_invalid_reward_is_reported_with_its_location(entry, location, message):
     with pytest.raises(ValidationError) as caught:
         recipe(entry)
     error = caught.value.errors()[0]
-    assert error["loc"] == place
+    assert error["loc"] == location
     assert message in error["msg"]
     if "unknown" in message:
-        assert {"'exact'", "'function'"} <= set(error["ctx"]["expected_tags"].split(", "))  # what a suggestion is made from
+        assert {"'exact'", "'function'"} <= set(error["ctx"]["expected_tags"].split(", "))  # suggestions come from these
 
 
 def test_rewards_do_not_import_torch():
@@ -694,5 +694,5 @@ def test_settings_stay_plain_data_while_rewards_are_open(tmp_path):
 
 
 @pytest.mark.parametrize("kind", plugins.kinds("rewards"))
-def test_settings_of_every_kind_hold_no_live_object(kind):
+def test_settings_of_every_kind_hold_no_live_objects(kind):
     assert not plugins.kind("rewards", kind).__private_attributes__

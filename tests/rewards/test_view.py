@@ -1,4 +1,4 @@
-"""What a reward sees of a response."""
+"""Views: the part of a response that a reward sees."""
 
 import json
 
@@ -19,7 +19,7 @@ MALFORMED = object()
     [
         ("keep", "<think>a</think> b", "<think>a</think> b"),
         ("strip", "<think>a</think> b\n", "b"),
-        ("strip", "a</think> b", "b"),  # the template has written the opening tag
+        ("strip", "a</think> b", "b"),  # the chat template wrote the opening tag
         ("strip", "no thoughts", "no thoughts"),
         ("strip", "<think>a</think> b <think>c</think> d", "d"),
         ("strip", "<think>a", MALFORMED),
@@ -38,7 +38,7 @@ MALFORMED = object()
         ("strict", "<think>a</think> b <think>", MALFORMED),
     ],
 )
-def test_thoughts(think, response, seen):
+def test_think_modes(think, response, seen):
     found = see(View(think=think), response)
     assert (found.problem is not None) == (seen is MALFORMED)
     if seen is not MALFORMED:
@@ -51,17 +51,17 @@ LONGCOT = {"longcot_delimiter": "<response>", "longcot": True, "start_think_mark
 @pytest.mark.parametrize(
     ("config", "strict", "response", "seen", "malformed"),
     [
-        # Behind the first start delimiter, trimmed on the left, up to the end delimiter, trimmed on the right.
+        # After the first start delimiter, left-trimmed, up to the end delimiter, right-trimmed.
         (LONGCOT, False, "<think>t</think> <response>  a \n</response> rest", "a", False),
         (LONGCOT, False, "x<response>a<response>b</response>", "a<response>b", False),
-        # <response> implies </response>; another end may be said.
+        # <response> implies </response>; another end delimiter may be set.
         (LONGCOT | {"end_delimiter": "</end>"}, False, "<response> a </response></end>", "a </response>", False),
         ({"longcot_delimiter": "</think>", "end_delimiter": None}, False, "t</think>\n a ", "a ", False),
-        # A missing start: still cut at the end. A missing end: all there is.
+        # Without a start delimiter: still cut at the end delimiter. Without an end delimiter: everything up to the end.
         (LONGCOT, False, "  a </response> rest", "  a", False),
         (LONGCOT, False, "<response> a ", "a ", False),
         (LONGCOT, False, "a", "a", False),
-        # Strict: either of them missing is the placeholder.
+        # Strict: the placeholder if either is missing.
         (LONGCOT, True, "<response> a </response>", "a", False),
         (LONGCOT, True, "a </response>", PLACEHOLDER, True),
         (LONGCOT, True, "<response> a", PLACEHOLDER, True),
@@ -77,7 +77,7 @@ def test_longcot_config(tmp_path, config, strict, response, seen, malformed):
     file.write_text(json.dumps(config))
     found = see(View(longcot_config=str(file), strict=strict), response)
     assert (found.text, found.problem is not None) == (seen, malformed)
-    assert found.scorable  # the placeholder is scored as such
+    assert found.scorable  # the placeholder is scored like any text
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_longcot_config(tmp_path, config, strict, response, seen, malformed):
         ("tag", "1</answer>", MALFORMED),
     ],
 )
-def test_extracts(extract, response, seen):
+def test_extract_modes(extract, response, seen):
     found = see(View(extract=extract, tag="answer" if extract == "tag" else None), response)
     assert (found.problem is not None) == (seen is MALFORMED)
     assert found.scorable == (seen is not MALFORMED)
@@ -113,7 +113,7 @@ def test_extracts(extract, response, seen):
         assert found.text == seen
 
 
-def test_thoughts_come_off_before_the_extract():
+def test_thoughts_are_stripped_before_extraction():
     view = View(think="strip", extract="boxed")
     assert see(view, r"<think>\boxed{1}</think> \boxed{2}").text == "2"
     assert see(view, r"<think>\boxed{1}</think> none").problem
@@ -129,13 +129,13 @@ def test_thoughts_come_off_before_the_extract():
         {"extract": "lines"},
     ],
 )
-def test_settings_that_do_not_fit_together(settings):
+def test_invalid_settings_are_rejected(settings):
     with pytest.raises(ValidationError):
         View(**settings)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"longcot_delimiter": 3}', '{"longcot_delimiter": ""}'])
-def test_a_config_that_is_none(tmp_path, content):
+def test_an_invalid_longcot_config_is_a_recipe_error(tmp_path, content):
     file = tmp_path / "c.json"
     file.write_text(content)
     with pytest.raises(RecipeError, match="longcot_config"):
@@ -151,7 +151,7 @@ PIECES = ["<think>", "</think>", "<answer>", "</answer>", "```", "\n", "\\boxed{
 
 
 @given(st.lists(st.sampled_from(PIECES)).map("".join))
-def test_any_text_is_seen_or_malformed(text):
+def test_any_text_has_a_view_or_is_malformed(text):
     for view in VIEWS:
         found = see(view, text)
         assert isinstance(found.text, str)
@@ -159,7 +159,7 @@ def test_any_text_is_seen_or_malformed(text):
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_a_long_text_of_anything_is_looked_at_once(piece):
+def test_long_texts_are_viewed_in_linear_time(piece):
     text = piece * (400_000 // len(piece))
     for view in VIEWS:
-        see(view, text)  # what is quadratic would take hours
+        see(view, text)  # quadratic time would take hours

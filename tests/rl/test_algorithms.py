@@ -30,7 +30,7 @@ from plaudit.rl.kl_penalty import KLPenalty
 from plaudit.rl.losses import policy_loss
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.types import Experience
-from support.experience import EVERYTHING, batches_of, samples_by_hand
+from support.experience import EVERYTHING, batches_of, handmade_samples
 from support.paths import REPOSITORY
 from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
 
@@ -338,7 +338,7 @@ def gradient_of(model, update: Update, algorithm: AlgorithmSettings, budget: int
 def test_split_and_order_do_not_change_the_update(model, loss, aggregation):
     """With every other term enabled: one sample per micro-batch, several, and all in one; in both orders."""
     algorithm = AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
-    update, reverse = (make_update(samples_by_hand()[::order], algorithm, horizon=12) for order in (1, -1))
+    update, reverse = (make_update(handmade_samples()[::order], algorithm, horizon=12) for order in (1, -1))
     total, gradient, metrics = gradient_of(model, update, algorithm, 10_000)
     assert 0 < metrics["importance_bounded"] < 1
     for others, budget in ((update, 1), (update, 20), (reverse, 10_000), (reverse, 20)):
@@ -352,7 +352,7 @@ def test_split_and_order_do_not_change_the_update(model, loss, aggregation):
 
 def test_positive_sft_is_a_mean_over_tokens_with_positive_advantage(model):
     """Only the first and third sample have A > 0; they alone count, weighted by A."""
-    samples = [replace(s, advantages=np.full(s.num_targets, A)) for s, A in zip(samples_by_hand(), (2, -1, 1, 0, -3), strict=True)]
+    samples = [replace(s, advantages=np.full(s.num_targets, A)) for s, A in zip(handmade_samples(), (2, -1, 1, 0, -3), strict=True)]
     for aggregation in ("token-mean", "seq-mean-token-mean"):
         algorithm = AlgorithmSettings(loss="policy_gradient", aggregation=aggregation, positive_sft_coefficient=0.5)
         update = make_update(samples, algorithm, horizon=12)
@@ -367,7 +367,7 @@ def test_positive_sft_is_a_mean_over_tokens_with_positive_advantage(model):
 
 
 def test_a_batch_counts_the_target_tokens_of_each_sequence():
-    for batch in batches_of(Update(samples_by_hand(), [1.0] * 5), 20):
+    for batch in batches_of(Update(handmade_samples(), [1.0] * 5), 20):
         starts = batch.starts_S1.tolist()
         counted = [int(batch.loss_mask_T[a:b].sum()) for a, b in pairwise(starts)]
         assert batch.target_lengths_S.tolist() == counted

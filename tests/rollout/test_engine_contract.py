@@ -1,4 +1,4 @@
-"""The engine contract, passed by each engine."""
+"""Every engine passes the engine contract."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -25,12 +25,12 @@ def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def native_on_a_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
-    """Its own model, which every sync has to bring up to date."""
+    """On a separate copy of the model, which every sync has to update."""
     return Subject(NativeEngine(deepcopy(model), tokenizer), model, tokenizer)
 
 
-def users(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
-    """The example of the documentation, named as a recipe names it."""
+def custom(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
+    """The example from the docs, named as in a recipe."""
     rollout = RolloutSettings(engine=f"{REPOSITORY / 'docs/transformers_engine.py'}:TransformersEngine")
     subject = Subject(build_engine(EngineSetup(rollout, model, tokenizer, World.alone())), model, tokenizer)
     subject.sync(0)
@@ -40,8 +40,8 @@ def users(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject
 ENGINES = {
     "native": native(),
     "native on a copy": native_on_a_copy,
-    "native in three rows and blocks of 8": native(max_sequences=3, block_tokens=8),
-    "a user's own": users,
+    "native with 3 rows and blocks of 8": native(max_sequences=3, block_tokens=8),
+    "custom": custom,
 }
 
 

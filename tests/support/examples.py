@@ -10,7 +10,7 @@ LENGTHS = (5, 33, 2, 17, 48, 9, 21, 40)
 
 
 def make_examples(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Example]:
-    """Random tokens; about every second one is learnt, the last of each row always, the first never."""
+    """Random tokens; about half of them are trained on, the last of each row always, the first never."""
     random = np.random.RandomState(seed)
     examples = []
     for length in lengths:

@@ -16,20 +16,20 @@ from plaudit.types import Batch, Experience
 CPU = torch.device("cpu")
 
 
-def samples_by_hand() -> list[Experience]:
-    chance = np.random.RandomState(0)
+def handmade_samples() -> list[Experience]:
+    rng = np.random.RandomState(0)
     result = []
     for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4)):
-        logprobs = chance.normal(-5.8, 0.8, response)
+        logprobs = rng.normal(-5.8, 0.8, response)
         result.append(
             Experience(
-                tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
+                tokens=rng.randint(3, 300, prompt + response).astype(np.int32),
                 loss_mask=np.arange(prompt + response) >= prompt,
                 reward=0.0,
-                advantages=chance.normal(0, 1, response),
+                advantages=rng.normal(0, 1, response),
                 sampler_logprobs=logprobs,
-                old_logprobs=logprobs + chance.normal(0, 0.3, response),
-                ref_logprobs=chance.normal(-5.8, 0.5, response),
+                old_logprobs=logprobs + rng.normal(0, 0.3, response),
+                ref_logprobs=rng.normal(-5.8, 0.5, response),
             )
         )
     return result
@@ -49,7 +49,7 @@ def critic_of(path: Path, **settings):
 
 
 def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
-    """A policy, and a critic on its layers whose head is not at 0."""
+    """A policy, and a critic that shares its layers and has a nonzero head."""
     model = ModelSettings(path=str(path), **{"dtype": "float32"} | settings)
     policy = load_policy(model, load_model_template(model), CPU)
     critic = SharedCritic(policy, model.path)
@@ -57,9 +57,9 @@ def shared_of(path: Path, **settings) -> tuple[TrainableModel, SharedCritic]:
     return policy, critic
 
 
-def experience(chance: np.random.RandomState, prompt: int, response: int, **fields) -> Experience:
+def experience(rng: np.random.RandomState, prompt: int, response: int, **fields) -> Experience:
     return Experience(
-        tokens=chance.randint(3, 300, prompt + response).astype(np.int32),
+        tokens=rng.randint(3, 300, prompt + response).astype(np.int32),
         loss_mask=np.arange(prompt + response) >= prompt,
         **{"reward": 0.0, "advantages": np.zeros(response), "sampler_logprobs": np.zeros(response), **fields},
     )
@@ -76,12 +76,12 @@ def batches_of(update: Update, budget: int = 10_000) -> list[Batch]:
 
 
 def valued_samples() -> list[Experience]:
-    chance = np.random.RandomState(0)
+    rng = np.random.RandomState(0)
     return [
         replace(
-            experience(chance, prompt, response, values=chance.normal(0, 0.3, response), returns=chance.normal(0, 1, response)),
-            advantages=chance.normal(0, 1, response),
-            sampler_logprobs=chance.normal(-5, 0.1, response),
+            experience(rng, prompt, response, values=rng.normal(0, 0.3, response), returns=rng.normal(0, 1, response)),
+            advantages=rng.normal(0, 1, response),
+            sampler_logprobs=rng.normal(-5, 0.1, response),
         )
         for prompt, response in ((2, 1), (3, 7), (4, 3), (5, 12), (6, 4))
     ]

@@ -1,7 +1,7 @@
-"""A judge's server that goes wrong on demand: a real HTTP server with enough of the OpenAI dialect to be asked.
+"""A judge's server that fails on demand: a real HTTP server with enough of the OpenAI API to answer requests.
 
-What goes wrong is written in the question: 'reset:2 why?' resets the connection the first two times, 'garbage' always. In a test it
-runs in a thread; as a program (`python tests/support/fault_server.py --latency 0.2`) in a process of its own, for bench/judges.py.
+The prompt says how to fail: 'reset:2 why?' resets the connection the first two times, 'reset why?' always. In a test it runs in a
+thread; as a program (`python tests/support/fault_server.py --latency 0.2`) in a separate process, for bench/judges.py.
 """
 
 import argparse
@@ -38,8 +38,8 @@ STATUSES = {
 
 
 @dataclass
-class Asked:
-    """One request, as it came."""
+class ReceivedRequest:
+    """One request as received."""
 
     path: str
     body: dict[str, Any]
@@ -56,12 +56,12 @@ class FaultServer:
         self.model, self.latency_s, self.port, self.key, self.retry_after = model, latency_s, port, key, retry_after
         self.max_model_len: int | None = None
         self.others: list[str] = []
-        """Further models that it names."""
+        """Further models that it lists."""
         self.fault_for_all: str | None = None
         self.dies_after: int | None = None
-        self.requests: list[Asked] = []
+        self.requests: list[ReceivedRequest] = []
         self.tries: Counter[str] = Counter()
-        self.under_way = self.most_under_way = 0
+        self.in_flight = self.max_in_flight = 0
         self.connections: set[Any] = set()
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -72,9 +72,9 @@ class FaultServer:
         return f"http://127.0.0.1:{self.port}"
 
     def contents(self) -> list[str]:
-        return [_content(asked.body) for asked in self.requests]
+        return [_content(request.body) for request in self.requests]
 
-    # Life and death ---------------------------------------------------------------------------------------------------
+    # Start and stop ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -91,7 +91,7 @@ class FaultServer:
             self._held.close()
 
     def live(self) -> None:
-        """Listen, again if it was dead."""
+        """Start listening, also after `die`."""
         asyncio.run_coroutine_threadsafe(self.listen(), self._loop).result()
 
     def die(self) -> None:
@@ -105,7 +105,7 @@ class FaultServer:
         for path in ("/v1/chat/completions", "/v1/completions", "/classify"):
             app.router.add_post(path, self._answer)
         if self._held is None:
-            # Bound, not listening: whoever connects while it is dead is refused, and nobody else takes the port meanwhile.
+            # Bound but not listening: connections are refused while it is dead, and no other process takes the port.
             self._held = socket.socket()
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held.bind(("127.0.0.1", self.port))
@@ -140,15 +140,15 @@ class FaultServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
-        self.requests.append(Asked(request.path, body, request.headers.get("Authorization"), time.monotonic()))
+        self.requests.append(ReceivedRequest(request.path, body, request.headers.get("Authorization"), time.monotonic()))
         if self.dies_after is not None and len(self.requests) > self.dies_after:
             self._loop.create_task(self._stop())
-            if request.transport is not None:  # one that was accepted as it stopped is none of those that stopping cuts
+            if request.transport is not None:  # accepted while stopping, so _stop does not abort it
                 request.transport.abort()
             await asyncio.sleep(60)
         self.connections.add(request.transport)
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             if self.latency_s:
                 await asyncio.sleep(self.latency_s)
@@ -156,7 +156,7 @@ class FaultServer:
             fault = "401" if self._locked(request) else self.fault_for_all or self._fault(content)
             return await self._go_wrong(fault, request) if fault else web.json_response(self._good(request.path, body, content))
         finally:
-            self.under_way -= 1
+            self.in_flight -= 1
             self.connections.discard(request.transport)
 
     def _fault(self, content: str) -> str | None:
@@ -202,7 +202,7 @@ class FaultServer:
 
 
 def _content(body: dict[str, Any]) -> str:
-    """The question, in whatever form it came."""
+    """The prompt, in whatever form it was sent."""
     if "messages" in body:
         return body["messages"][-1]["content"]
     found = next(body[name] for name in ("prompt", "input", "input_ids", "text") if name in body)

@@ -16,11 +16,11 @@ MODEL = {"path": "models/none"}
 
 
 class Scripted(Backend):
-    """Answers with what `say` gives for a prompt: text, an Answer, or an exception's worth of Failure."""
+    """Answers with what `say` returns for a prompt: text, an Answer or a Failure."""
 
     def __init__(self, say: Callable[..., Any] | str | list[str]):
         self.say, self.usage = say, Usage()
-        self.asked: list[tuple[str, SamplingParams]] = []
+        self.calls: list[tuple[str, SamplingParams]] = []
         self.keys: list[str] = []
         self.questions: list[GenerationRequest] = []
         self.opened = self.closed = self.loaded = 0
@@ -40,11 +40,11 @@ class Scripted(Backend):
 
     def _answer(self, question: GenerationRequest, writing: SamplingParams) -> Answer:
         text = question.text if question.text is not None else question.messages[-1]["content"]
-        self.asked.append((text, writing))
+        self.calls.append((text, writing))
         self.keys.append(question.key)
         self.questions.append(question)
         if isinstance(self.say, list):
-            given = self.say[min(len(self.asked), len(self.say)) - 1]
+            given = self.say[min(len(self.calls), len(self.say)) - 1]
         else:
             given = self.say if isinstance(self.say, str) else self.say(text)
         if isinstance(given, Failure):

@@ -8,7 +8,7 @@ KINDS = ("llama", "qwen2", "qwen3", "mistral")
 
 
 def with_other_tokens(model: Path, folder: Path) -> Path:
-    """The same model, but for its tokenizer: as many tokens, with other numbers."""
+    """The same model with another tokenizer: the same tokens with permuted ids."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -24,7 +24,7 @@ BOS_TEMPLATE = (
 
 
 def make_classifier(source: Path, folder: Path, labels: int = 1) -> Path:
-    """A sequence classifier with the causal model's config and tokenizer, and weights that look at what they read."""
+    """A sequence classifier with the causal model's config and tokenizer, and weights that make scores depend on the input."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 

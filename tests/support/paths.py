@@ -1,4 +1,4 @@
-"""Where things lie."""
+"""Paths that tests use."""
 
 from pathlib import Path
 
@@ -6,4 +6,4 @@ TESTS = Path(__file__).parent.parent
 REPOSITORY = TESTS.parent
 CHAT_TEMPLATES = TESTS / "support/chat_templates"
 REFERENCE = TESTS / "support/reference"
-"""Numbers of other systems."""
+"""Reference values from other systems."""

@@ -24,7 +24,7 @@ def make_pairs(folder: Path, file: Path, *, scalar: bool) -> list[Pair]:
     return [replace(pair, margin=0.1 * i, ref_chosen=-20.0 - i, ref_rejected=-25.0 + i) for i, pair in enumerate(pairs)]
 
 
-def loaded(folder: Path, *, scalar: bool, **model):
+def load_model(folder: Path, *, scalar: bool, **model):
     template = load_template(load_tokenizer(str(folder)), None)
     return (load_classifier if scalar else load_policy)(ModelSettings(path=str(folder), dtype="float32", **model), template, CPU)
 

@@ -1,5 +1,5 @@
-"""plaudit's commands in processes of their own, to be killed, without the ten seconds each would take to import torch: they are
-forked from one that has."""
+"""plaudit commands in separate processes that can be killed. They are forked from a process that has imported torch already, which
+saves each of them ten seconds."""
 
 import multiprocessing
 import os
@@ -20,9 +20,9 @@ LOOPS = [f"plaudit.loops.{name}" for name in ("sft", "dpo", "reward_model", "rl"
 FORKS.set_forkserver_preload(["plaudit.cli", *LOOPS, "peft", "transformers.models.llama.modeling_llama"])
 
 MAIN = "from plaudit.cli import main; main()"
-# What a command does that gets a signal at a moment: it sends it itself. Whoever watches from outside may look too late on a busy
-# machine, when the moment is past or the run over.
-SENDS_ITSELF_A_SIGNAL = """
+# A command that sends itself a signal at a given moment. A signal from outside may come too late on a busy machine, when the moment
+# has passed or the run is over.
+SIGNAL_ITSELF = """
 import os, signal, sys
 from plaudit.cli import main
 from plaudit.run import Run
@@ -52,14 +52,13 @@ main()
 
 
 class Command:
-    """A plaudit command that runs, without drawing curves. `script`: what is run instead of its `main`, with the arguments in
-    sys.argv."""
+    """A running plaudit command that draws no curves. `script` runs in place of its `main`, with the arguments in sys.argv."""
 
     started: ClassVar[list["Command"]] = []
 
     def __init__(self, *arguments: object, script: str = MAIN, cwd: Path | None = None, **more: str):
-        """`more`: variables of its environment, besides ours."""
-        self._said = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (as long as this is there)
+        """`more`: environment variables in addition to ours."""
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (lives as long as this object)
         self._process = FORKS.Process(
             target=_run,
             kwargs={
@@ -67,7 +66,7 @@ class Command:
                 "script": script,
                 "cwd": str(cwd or Path.cwd()),
                 "environment": {**os.environ, **more},
-                "output": self._said.name,
+                "output": self._log.name,
             },
         )
         self._process.start()
@@ -75,13 +74,13 @@ class Command:
 
     @property
     def output(self) -> str:
-        return Path(self._said.name).read_text(encoding="utf-8", errors="replace")
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, condition: Callable[[], object], within_s: float = 200.0) -> None:
-        """Until something is so, and stays so: what is gone again may never be seen."""
+        """Wait for a condition that stays true once it holds: one that passes may be missed."""
         deadline = time.monotonic() + within_s
         while True:
-            alive = self._process.is_alive()  # asked first, so that what it did last is seen
+            alive = self._process.is_alive()  # checked first, so that its last action is seen
             if condition():
                 return
             assert alive, f"ended early:\n{self.output}"
@@ -110,14 +109,14 @@ class Command:
 
 
 def signalled(number: signal.Signals, moment: str, *arguments: object, cwd: Path | None = None, forked: bool = True) -> str:
-    """Runs a command and ends it by a signal: `before line N` or `behind line N` of the metrics, or when it is about to `open` or
-    `os.rename` FOLDER/FILE. What it said. Not `forked`: in an interpreter of its own, as a user's is."""
+    """Run a command, end it by a signal and return its output. `moment`: `before line N` or `behind line N` of the metrics, or
+    `open FOLDER/FILE` or `os.rename FOLDER/FILE`, just before it happens. Not `forked`: in a fresh interpreter, like a user's."""
     given = [number.name, moment, *map(str, arguments)]
     if forked:
-        command = Command(*given, script=SENDS_ITSELF_A_SIGNAL, cwd=cwd)
+        command = Command(*given, script=SIGNAL_ITSELF, cwd=cwd)
         code, output = command.wait(), command.output
     else:
-        fresh = [sys.executable, "-c", SENDS_ITSELF_A_SIGNAL, *given]
+        fresh = [sys.executable, "-c", SIGNAL_ITSELF, *given]
         done = subprocess.run(fresh, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, timeout=250)
         code, output = done.returncode, done.stdout
     assert code == (-number if number == signal.SIGKILL else 130), output
@@ -135,14 +134,13 @@ def _run(arguments: list[str], script: str, cwd: str, environment: dict[str, str
     sys.argv = ["plaudit", *arguments]
     import plaudit.report.curves
 
-    plaudit.report.curves.draw_curves = lambda *_: None  # a picture of twenty panels takes longer than these runs
-    assert threading.active_count() == 1, "what is imported before must start no thread: it would not be here"
+    plaudit.report.curves.draw_curves = lambda *_: None  # a figure of twenty panels takes longer than these runs
+    assert threading.active_count() == 1, "preloaded modules must not start threads: these would be missing here"
     exec(script, {"__name__": "__main__"})
 
 
 def gone(*pids: int | None, within_s: float = 20.0) -> bool:
-    """Whether these processes end in time. One that nobody has waited for yet has ended, once its last thread has: until then its
-    files and ports are open."""
+    """Whether these processes end in time. A zombie has ended once its last thread has; until then its files and ports are open."""
 
     def runs(pid: int) -> bool:
         try:

@@ -90,11 +90,11 @@ def train_rl(recipe_file: Path, *overrides: str) -> Path:
 
 
 class Stopped(Exception):
-    """How `stop_before` ends a run."""
+    """Raised by `stop_before` to end a run."""
 
 
 def stop_before(monkeypatch, step: int) -> None:
-    """The next process ends, as if killed, when it comes to this step."""
+    """The next run ends, as if killed, when it reaches this step."""
     from plaudit.train.trainer import Trainer
 
     update = Trainer.update

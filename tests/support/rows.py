@@ -27,7 +27,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def pair_rows(count: int = 40) -> list[dict]:
-    """Sums with a plain answer that is preferred to one that guesses; some behind an earlier turn, some with a system prompt."""
+    """Sums with a plain answer that is preferred to a guess; some after an earlier turn, some with a system prompt."""
     rows = []
     for i in range(count):
         a, b = i % 7, (i * 3) % 10

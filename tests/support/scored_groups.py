@@ -21,20 +21,20 @@ GROUP = {
 
 
 def groups(folder: Path, *changes: dict) -> Path:
-    """A file of groups: the one above, changed."""
+    """A JSONL file of groups: GROUP with changes."""
     folder.mkdir(exist_ok=True)
     return write_jsonl(folder / "groups.jsonl", [GROUP | change for change in changes or ({},)])
 
 
-def before_and_after_rl(folder: Path, cold: list[str], rewarded: list[str]) -> tuple[dict, dict]:
-    """Validations of a small model that learns from the folder's rows by SFT and RL, with the miniature's recipes."""
+def before_and_after_rl(folder: Path, sft_overrides: list[str], rl_overrides: list[str]) -> tuple[dict, dict]:
+    """Validation metrics of a small model before and after RL, trained on the folder's rows with the miniature recipes."""
     from plaudit.prepare.tiny_model import make_tiny_model
 
     make_tiny_model([folder / "sft.parquet"], folder / "base", hidden_size=96, layers=2, vocabulary=1000)
     rows = [f"model.path={folder / 'base'}", f"data.train={folder / 'sft.parquet'}", f"run.dir={folder / 'sft'}"]
-    model = train_sft(MINI / "mini_sft.yaml", *rows, *cold)
+    model = train_sft(MINI / "mini_sft.yaml", *rows, *sft_overrides)
     rows = [f"model.path={model}", f"data.train={folder / 'rl.parquet'}", f"data.val={folder / 'val.parquet'}"]
     steps = ["run.max_steps=20", "run.validate_every=20", "validation={n: 4, temperature: 1.0}"]
-    train_rl(MINI / "mini_rl.yaml", *rows, f"run.dir={folder / 'rl'}", *steps, *rewarded)
+    train_rl(MINI / "mini_rl.yaml", *rows, f"run.dir={folder / 'rl'}", *steps, *rl_overrides)
     before, *_, after = [json.loads(line) for line in (folder / "rl/metrics.jsonl").read_text().splitlines()]
     return before, after

@@ -1,4 +1,4 @@
-"""A server that is started for a judge."""
+"""A server launched for a judge."""
 
 import sys
 from pathlib import Path

@@ -34,7 +34,7 @@ def nll_of(policy: TrainableModel, batches: Sequence[Batch]) -> Callable[[Batch]
 
 
 class ScheduledTrainer(Trainer):
-    """One whose updates are steps of a schedule, with losses that are numbers alone, as most tests here have them."""
+    """A trainer whose updates follow a schedule, with losses that return no metrics, as in most tests here."""
 
     def __init__(self, policy: TrainableModel, optim: OptimSettings, total_steps: int, max_skipped_steps: int):
         super().__init__(policy, optim, seed=0, max_skipped_steps=max_skipped_steps)
@@ -50,7 +50,7 @@ def make_trainer(policy: TrainableModel, *, total_steps: int = 100, max_skipped_
 
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights as the model has them, masters and moments."""
+    """The model's weights, the master weights and the moments."""
     weights = {f"model/{name}": p for name, p in trainer.trained.model.named_parameters()}
     return {name: tensor.detach().clone() for name, tensor in {**weights, **trainer.optimiser.state()}.items()}
 

@@ -21,42 +21,42 @@ from plaudit.train.trainer import Trainable, Trainer
 from plaudit.types import Batch
 from plaudit.world import World
 from support.examples import make_examples
-from support.experience import EVERYTHING, batches_of, critic_of, samples_by_hand, shared_of, update_of, valued_samples
-from support.preferences import LOSSES, loaded, make_pairs
+from support.experience import EVERYTHING, batches_of, critic_of, handmade_samples, shared_of, update_of, valued_samples
+from support.preferences import LOSSES, load_model, make_pairs
 
 UPDATES = 2
 
 
 Case = Callable[[Path, Path], tuple[Trainable | tuple[Trainable, Trainable], Callable, Sequence[Batch]]]
-"""A model, or two of which the second's gradients come with the first's; the loss of an update, and its micro-batches: of a model's
-folder and a file of pairs."""
+"""From a model's folder and a file of pairs: a model, or two of which the second gets its gradients with the first's; the loss of
+an update; and its micro-batches."""
 
 
-def supervised(folder: Path, _: Path, **model):
-    policy, examples = loaded(folder, scalar=False, **model), make_examples()
+def sft_case(folder: Path, _: Path, **model):
+    policy, examples = load_model(folder, scalar=False, **model), make_examples()
     targets = sum(example.num_targets for example in examples)
     return policy, lambda batch: (nll(target_logprobs(policy.model, batch).logprobs_N, targets), {}), micro_batches(examples, 60)
 
 
-def reinforced(folder: Path, _: Path, loss: str, aggregation: str, budget: int = 20):
-    policy, algorithm = loaded(folder, scalar=False), AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
-    update = make_update(samples_by_hand(), algorithm, horizon=12)
+def rl_case(folder: Path, _: Path, loss: str, aggregation: str, budget: int = 20):
+    policy, algorithm = load_model(folder, scalar=False), AlgorithmSettings(loss=loss, aggregation=aggregation, **EVERYTHING)
+    update = make_update(handmade_samples(), algorithm, horizon=12)
     return policy, policy_loss(policy.model, update.num_tokens, algorithm, 0.9), batches_of(update, budget)
 
 
-def preferred(folder: Path, file: Path, name: str):
+def preference_case(folder: Path, file: Path, name: str):
     scalar = isinstance(LOSSES[name], RewardModelLossSettings)
-    policy, pairs = loaded(folder, scalar=scalar), make_pairs(folder, file, scalar=scalar)
+    policy, pairs = load_model(folder, scalar=scalar), make_pairs(folder, file, scalar=scalar)
     make = reward_model_loss if scalar else dpo_loss
     return policy, make(policy.model, pairs, LOSSES[name]), pair_micro_batches(pairs, 150)  # pyright: ignore
 
 
-def valued(folder: Path, _: Path):
+def critic_case(folder: Path, _: Path):
     critic, update = critic_of(folder), update_of(valued_samples())
     return critic, value_loss(partial(target_values, critic.model), update.num_tokens, clip=0.2), batches_of(update, 20)
 
 
-def valued_by_the_policy(folder: Path, _: Path):
+def shared_critic_case(folder: Path, _: Path):
     (policy, head), algorithm = shared_of(folder), AlgorithmSettings(kind="ppo")
     update = make_update(valued_samples(), algorithm, horizon=12)
     loss = shared_loss(policy.model, head, update.num_tokens, algorithm, CriticSettings(shared=True), 0.9)
@@ -64,27 +64,27 @@ def valued_by_the_policy(folder: Path, _: Path):
 
 
 CASES: dict[str, Case] = {
-    "sft": supervised,
-    "sft with dropout": partial(supervised, lora={"rank": 4, "dropout": 0.5}),
-    "value": valued,
-    "value, shared": valued_by_the_policy,
-    **{f"{loss}, {mode}": partial(reinforced, loss=loss, aggregation=mode)
+    "sft": sft_case,
+    "sft with dropout": partial(sft_case, lora={"rank": 4, "dropout": 0.5}),
+    "value": critic_case,
+    "value, shared": shared_critic_case,
+    **{f"{loss}, {mode}": partial(rl_case, loss=loss, aggregation=mode)
        for loss in ("clipped", "gspo", "cispo", "policy_gradient") for mode in ("token-mean", "seq-mean-token-mean")},
-    "clipped, one micro-batch": partial(reinforced, loss="clipped", aggregation="token-mean", budget=10_000),
-    **{name: partial(preferred, name=name) for name in LOSSES},
+    "clipped, one micro-batch": partial(rl_case, loss="clipped", aggregation="token-mean", budget=10_000),
+    **{name: partial(preference_case, name=name) for name in LOSSES},
 }  # fmt: skip
 
 
 def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
-    """What updates return, what the first one's gradients were (Adam's first moment), and the weights after the last."""
+    """The metrics of the updates, the gradients of the first (as Adam's first moment), and the weights after the last."""
     models, loss, batches = case(folder, pairs)
     models = models if isinstance(models, tuple) else (models,)
     trainers = [Trainer(model, OptimSettings(lr=1e-3), seed=3, max_skipped_steps=0, world=world) for model in models]
-    told, first = [], {}
+    metrics, first = [], {}
     for _ in range(UPDATES):
         for i, trainer in enumerate(trainers):
             results = trainer.update(() if i else batches, loss, 1e-3)
-            told.append({name: value for name, value in results.items() if not name.startswith("time/")})
+            metrics.append({name: value for name, value in results.items() if not name.startswith("time/")})
         first = first or {
             f"{i} {name}": tensor.clone()
             for i, trainer in enumerate(trainers)
@@ -92,11 +92,11 @@ def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
             if name.startswith("exp_avg/")
         }
     weights = {f"{i} {name}": parameter.detach() for i, model in enumerate(models) for name, parameter in model.trainable()}
-    return {"told": told, "first": first, "weights": weights, "micro_batches": len(batches)}
+    return {"metrics": metrics, "first": first, "weights": weights, "micro_batches": len(batches)}
 
 
 def main() -> None:
     folder, pairs, scratch, rank = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{scratch / 'meeting'}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=2)
     torch.save({name: outcome(case, folder, pairs, World.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Rewards with a model behind them, asked through a backend that answers by script."""
+"""Model-based rewards, called through a scripted backend."""
 
 import asyncio
 import dataclasses
@@ -35,8 +35,8 @@ from support.rewards import group, values
 
 
 @pytest.mark.parametrize("kind", ["judge", "group_judge"])
-def test_half_of_a_surrogate_pair_hurts_nobody(kind):
-    """JSON may hold one, and text with one has no UTF-8."""
+def test_an_unpaired_surrogate_is_harmless(kind):
+    """JSON may contain one, and text with one cannot be encoded as UTF-8."""
     reward = make(kind, "Fine.\n7" if kind == "judge" else "Ranking:\nA > B\nScores:\nA: 7, B: 3")
     assert causes(scores_of(reward, "\ud800 4", "four")) == [None, None]
 
@@ -44,7 +44,7 @@ def test_half_of_a_surrogate_pair_hurts_nobody(kind):
 # Scalar models -------------------------------------------------------------------------------------------------------
 
 
-def test_a_scalar_model_sees_the_prompt_and_what_the_view_leaves():
+def test_a_scalar_model_sees_the_prompt_and_the_view_of_the_response():
     seen = []
 
     def say(conversation):
@@ -56,7 +56,7 @@ def test_a_scalar_model_sees_the_prompt_and_what_the_view_leaves():
     assert seen[0] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
 
 
-def test_what_is_too_long_for_a_scalar_model_is_malformed_and_what_fails_is_not():
+def test_a_response_too_long_for_a_scalar_model_is_malformed_and_a_failure_is_not():
     def say(conversation):
         text = conversation[-1]["content"]
         if text == "long":
@@ -70,7 +70,7 @@ def test_what_is_too_long_for_a_scalar_model_is_malformed_and_what_fails_is_not(
     assert causes(got.by_reward["scalar_model"]) == [None, "timeout", None]
 
 
-def test_models_are_opened_closed_and_brought_to_the_device():
+def test_models_are_opened_loaded_and_closed():
     reward = make("scalar_model", lambda _: 1.0, model={**MODEL, "placement": "offload"})
     scores_of(reward, "a")
     backend = backend_of(reward)
@@ -98,7 +98,7 @@ def test_models_are_opened_closed_and_brought_to_the_device():
         ({"answer_after": "Answer:"}, "5\nAnswer: 7", 7.0, {}),
     ],
 )
-def test_a_judge_is_read_by_its_parser(given, answer, value, parts):
+def test_the_parser_reads_the_judges_answer(given, answer, value, parts):
     [score] = scores_of(make("judge", answer, **given), "r")
     assert score.value == pytest.approx(value)
     assert score.parts == parts
@@ -108,13 +108,13 @@ def test_a_judge_is_read_by_its_parser(given, answer, value, parts):
     assert "r" in score.trace["prompt"]
 
 
-def test_a_verifier_sees_question_reference_and_the_extracted_answer_only():
+def test_a_verifier_sees_only_the_question_reference_and_extracted_answer():
     reward = make("judge", "True", parser="true_false", view={"extract": "boxed"})
     extra = {"question": "How many legs?"}
     got = scores_of(reward, r"Long thoughts: \boxed{four}", "no box", truth="IV", extra_info=extra)
     assert [score.value for score in got] == [1.0, 0.0]
     assert [score.malformed for score in got] == [False, True]
-    [(prompt, _)] = backend_of(reward).asked
+    [(prompt, _)] = backend_of(reward).calls
     assert "How many legs?" in prompt
     assert "IV" in prompt
     assert "four" in prompt
@@ -122,7 +122,7 @@ def test_a_verifier_sees_question_reference_and_the_extracted_answer_only():
     assert "2 + 2?" not in prompt
 
 
-def test_an_unreadable_answer_is_asked_for_again_at_a_higher_temperature():
+def test_an_unreadable_answer_is_retried_at_a_higher_temperature():
     reward = make(
         "judge",
         ["dunno", "<think>5", "6"],
@@ -133,12 +133,12 @@ def test_an_unreadable_answer_is_asked_for_again_at_a_higher_temperature():
     [score] = scores_of(reward, "r")
     assert (score.value, score.trace["tries"]) == (6.0, 3)
     backend = backend_of(reward)
-    assert [writing.temperature for _, writing in backend.asked] == [0.0, 0.9, 0.9]
-    assert {(writing.timeout_s, writing.seed) for _, writing in backend.asked} == {(7.0, 5)}
+    assert [writing.temperature for _, writing in backend.calls] == [0.0, 0.9, 0.9]
+    assert {(writing.timeout_s, writing.seed) for _, writing in backend.calls} == {(7.0, 5)}
     assert len(set(backend.keys)) == 3
 
 
-def test_only_what_could_not_be_read_is_asked_for_again():
+def test_only_unreadable_answers_are_retried():
     tries: dict[str, int] = {}
 
     def say(prompt):
@@ -150,7 +150,7 @@ def test_only_what_could_not_be_read_is_asked_for_again():
     assert tries == {"a": 1, "b": 2, "c": 1}
 
 
-def test_a_judge_that_is_never_readable_has_failed_and_the_cause_says_so():
+def test_a_judge_that_is_never_readable_fails_as_unparsable():
     [got] = collect(make("judge", "I would rather not.", limits={"unreadable_retries": 1}, malformed=-1.0), group("r"))
     assert values(got) == [None]
     [score] = got.by_reward["judge"]
@@ -161,34 +161,34 @@ def test_a_judge_that_is_never_readable_has_failed_and_the_cause_says_so():
     assert not score.malformed
 
 
-def test_a_failed_call_is_tried_again_and_keeps_its_cause():
+def test_a_failed_call_is_retried_and_keeps_its_cause():
     reward = make("judge", lambda _: Failure("http", "502"), limits={"unreadable_retries": 2})
     assert causes(scores_of(reward, "r")) == ["http"]
-    assert len(backend_of(reward).asked) == 3
+    assert len(backend_of(reward).calls) == 3
 
 
-def test_an_answer_that_was_cut_is_not_read():
+def test_a_truncated_answer_is_not_read():
     """1 may be the beginning of 10."""
     assert causes(scores_of(make("judge", lambda _: Answer("So:\n1", truncated=True), limits={"unreadable_retries": 0}), "r")) == [
         "unparsable"
     ]
 
 
-def test_a_prompt_that_is_too_long_for_the_judge_is_malformed_and_not_asked_again():
+def test_a_prompt_too_long_for_the_judge_is_malformed_and_not_retried():
     reward = make(
         "judge", lambda prompt: Answer(None, too_long=True) if "long" in prompt.split("# Answer")[1] else "5", malformed=-0.5
     )
     [got] = collect(reward, group("long", "short"))
     assert values(got) == [-0.5, 5.0]
     assert [score.malformed for score in got.scores] == [True, False]
-    assert len(backend_of(reward).asked) == 2
+    assert len(backend_of(reward).calls) == 2
 
 
-def test_scores_out_of_bounds_are_not_read():
+def test_out_of_range_scores_are_retried():
     assert scores_of(make("judge", ["11", "10"], lowest=0, highest=10), "r")[0].value == 10.0
 
 
-def test_votes_are_averaged_over_those_that_could_be_read():
+def test_only_readable_votes_are_averaged():
     reward = make("judge", ["4", "x", "8", "x"], votes=3, sampling={"temperature": 1.0}, limits={"unreadable_retries": 0})
     [score] = scores_of(reward, "r")
     assert score.value == 6.0
@@ -197,14 +197,14 @@ def test_votes_are_averaged_over_those_that_could_be_read():
     assert len(set(backend_of(reward).keys)) == 3
 
 
-def test_the_same_question_has_the_same_key_whatever_its_row_is_called():
+def test_request_keys_do_not_depend_on_the_row_id():
     reward = make("judge", "5")
     collect(reward, group("a", "b", id="p"), group("b", "a", id="q"))
     assert sorted(backend_of(reward).keys[:2]) == sorted(backend_of(reward).keys[2:])
     assert len(set(backend_of(reward).keys)) == 2
 
 
-def test_long_traces_lose_their_middle():
+def test_long_traces_are_shortened_in_the_middle():
     text = "".join(map(str, range(5000)))
     kept = shortened(text)
     assert len(kept) < 4010
@@ -220,7 +220,7 @@ def template(folder: Path, text: str, name: str = "t.jinja") -> str:
     return str(folder / name)
 
 
-def test_a_template_of_ones_own(tmp_path):
+def test_a_custom_template(tmp_path):
     text = "{{ data_source }}|{{ extra_info.lang }}|{{ prompt[0].content }}|{{ question }}|{{ ground_truth }}|{{ response }}"
     reward = make("judge", "5", template=template(tmp_path, text), system="Be strict.")
     scores_of(reward, "r", data_source="d", extra_info={"lang": "de"})
@@ -232,19 +232,19 @@ def test_a_template_of_ones_own(tmp_path):
     assert question.text is None
 
 
-def test_a_raw_template_is_the_whole_prompt(tmp_path):
+def test_a_raw_template_is_the_full_prompt(tmp_path):
     reward = make("judge", "5", template=template(tmp_path, "<|im_start|>{{ response }}"), raw=True)
     scores_of(reward, "r")
     [question] = backend_of(reward).questions
     assert (question.messages, question.text) == ([], "<|im_start|>r")
 
 
-def test_our_templates_show_the_whole_conversation_unless_the_row_has_a_bare_question():
+def test_builtin_templates_show_the_full_conversation_unless_the_row_has_a_question():
     reward = make("judge", "5")
-    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    told = Group(Prompt("p", talk), np.zeros(0), group("r").samples)
-    collect(reward, told, dataclasses.replace(told, prompt=dataclasses.replace(told.prompt, extra_info={"question": "Only this"})))
-    shown = {text.partition("# Task\n")[2].partition("\n\n# ")[0] for text, _ in backend_of(reward).asked}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    base = Group(Prompt("p", messages), np.zeros(0), group("r").samples)
+    collect(reward, base, dataclasses.replace(base, prompt=dataclasses.replace(base.prompt, extra_info={"question": "Only this"})))
+    shown = {text.partition("# Task\n")[2].partition("\n\n# ")[0] for text, _ in backend_of(reward).calls}
     assert shown == {"[system]\nBe brief.\n\n[user]\nHi", "Only this"}
 
 
@@ -257,18 +257,18 @@ def test_our_templates_show_the_whole_conversation_unless_the_row_has_a_bare_que
         ("a\n{% if %}", r"t\.jinja:2: "),
     ],
 )
-def test_wrong_templates_are_told_before_anything_is_asked(tmp_path, text, message):
+def test_invalid_templates_are_reported_before_any_call(tmp_path, text, message):
     with pytest.raises(RecipeError, match=message):
         scores_of(make("judge", "5", template=template(tmp_path, text)), "r")
 
 
-def test_a_template_that_is_not_there(tmp_path):
+def test_a_missing_template_is_reported_with_the_closest_match(tmp_path):
     template(tmp_path, "", "grading.jinja")
     with pytest.raises(RecipeError, match=r"template: .*grading\.jinj does not exist\. Did you mean .*grading\.jinja\?"):
         scores_of(make("judge", "5", template=str(tmp_path / "grading.jinj")), "r")
 
 
-def test_a_row_that_lacks_what_the_template_needs_fails_alone(tmp_path):
+def test_a_row_without_a_field_the_template_needs_fails_alone(tmp_path):
     reward = make("judge", "5", template=template(tmp_path, "{{ extra_info.rubric }} {{ response }}"))
     good, bad = group("r", extra_info={"rubric": "x"}), group("r")
     got = collect(reward, bad, good)
@@ -277,12 +277,12 @@ def test_a_row_that_lacks_what_the_template_needs_fails_alone(tmp_path):
     assert scores_of(make("judge", "5"), "r", truth=None)[0].value == 5.0
 
 
-def test_templates_can_neither_reach_out_nor_change_the_row(tmp_path):
+def test_templates_are_sandboxed(tmp_path):
     reward = make("judge", "5", template=template(tmp_path, "{{ ''.__class__.__mro__ }} {{ response }}"))
     assert causes(scores_of(reward, "r")) == ["no_field"]
 
 
-def test_templates_count_for_what_is_known_already(tmp_path):
+def test_the_cache_key_includes_the_template(tmp_path):
     path = template(tmp_path, "{{ response }}")
     reward = make("judge", template=path)
     assert reward.files == [Path(path)]
@@ -293,7 +293,7 @@ def test_templates_count_for_what_is_known_already(tmp_path):
     assert make("group_judge").own_files[0].is_file()
 
 
-def test_where_a_model_listens_does_not_count_for_what_is_known_already():
+def test_the_cache_key_ignores_the_url_and_limits():
     def digest(**given):
         return reward_digest(make("judge", **{"model": {"placement": "server", "url": "http://a:1"}, **given}))
 
@@ -312,12 +312,12 @@ def test_a_rubric_in_one_call():
     [score] = scores_of(reward, "r")
     assert score.value == (3 * 8 + 4) / 4
     assert score.parts == {"right": 8.0, "clear": 4.0}
-    [(prompt, _)] = backend_of(reward).asked
+    [(prompt, _)] = backend_of(reward).calls
     assert "- right: no error" in prompt
     assert '{"right": number, "clear": number}' in prompt
 
 
-def test_a_rubric_criterion_by_criterion():
+def test_a_rubric_with_one_call_per_criterion():
     def say(prompt):
         assert ("- right" in prompt) != ("- clear" in prompt)
         return "right: 8" if "- right" in prompt else "clear: 4"
@@ -328,7 +328,7 @@ def test_a_rubric_criterion_by_criterion():
     assert got[0].trace["answers"] == ["right: 8", "clear: 4"]
 
 
-def test_without_one_criterion_there_is_no_mean():
+def test_a_rubric_with_an_unreadable_criterion_fails():
     reward = make("rubric_judge", lambda p: "right: 8" if "- right" in p else "hm", criteria=CRITERIA, calls="each", answer="lines")
     assert causes(scores_of(reward, "r")) == ["unparsable"]
     assert causes(scores_of(make("rubric_judge", '{"right": 11, "clear": 4}', criteria=CRITERIA), "r")) == ["unparsable"]
@@ -338,12 +338,12 @@ def test_without_one_criterion_there_is_no_mean():
 
 
 def shown_in(prompt: str) -> dict[str, str]:
-    """Letter → candidate."""
+    """The candidates by letter."""
     return dict(re.findall(r"^\[([A-Z])\]\n(.*)\n", prompt, re.M))
 
 
 def by_content(worth: Callable[[str], int], form: str = "ranking_score") -> Callable[[str], str]:
-    """A judge that scores by content, however candidates are shown."""
+    """A judge that scores by content, in whatever order candidates are shown."""
     from plaudit.rewards.rules.ranking_lines import rank, write_ranking
 
     def say(prompt: str) -> str:
@@ -357,11 +357,11 @@ def by_content(worth: Callable[[str], int], form: str = "ranking_score") -> Call
     return say
 
 
-def test_the_whole_group_goes_into_one_call():
+def test_one_call_covers_the_full_group():
     reward = make("group_judge", by_content(int), scale=0.01)
     [got] = collect(reward, group("3", "9", "5", "0"))
     assert values(got) == pytest.approx([0.03, 0.09, 0.05, 0.0])
-    [(prompt, writing)] = backend_of(reward).asked
+    [(prompt, writing)] = backend_of(reward).calls
     assert sorted(shown_in(prompt).values()) == ["0", "3", "5", "9"]
     assert writing.temperature == 0.0
     for text, score in zip(("3", "9", "5", "0"), got.by_reward["group_judge"], strict=True):
@@ -371,7 +371,7 @@ def test_the_whole_group_goes_into_one_call():
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 10), min_size=2, max_size=20), st.integers(0, 5), st.integers(1, 3), st.booleans())
-def test_a_judge_that_scores_by_content_gives_the_same_whatever_the_shuffle(numbers, seed, votes, share):
+def test_shuffling_does_not_change_content_based_scores(numbers, seed, votes, share):
     texts = [str(number) for number in numbers]
     reward = make("group_judge", by_content(int), sampling={"seed": seed}, votes=votes, max_candidates=5, share_letters=share)
 
@@ -386,11 +386,11 @@ def test_a_judge_that_scores_by_content_gives_the_same_whatever_the_shuffle(numb
         assert [one.value for one in got] == pytest.approx(numbers)
 
 
-def test_the_order_in_which_candidates_are_shown_says_nothing():
-    """Neither which came first, nor their row's name; but every place comes up."""
+def test_the_shown_order_does_not_depend_on_sample_order_or_row_id():
+    """It depends on the texts alone, and over many groups every sample is shown first at times."""
     reward = make("group_judge", by_content(int))
     collect(reward, *(group(*order, id=str(i)) for i, order in enumerate(permutations(("1", "2", "3")))))
-    assert len({prompt for prompt, _ in backend_of(reward).asked}) == 1
+    assert len({prompt for prompt, _ in backend_of(reward).calls}) == 1
     firsts = {
         shuffled(group_candidates(group(*(f"{i:02}{letter}" for letter in "abcd")), shared=True), 0)[0].samples[0]
         for i in range(40)
@@ -398,22 +398,22 @@ def test_the_order_in_which_candidates_are_shown_says_nothing():
     assert firsts == {0, 1, 2, 3}
 
 
-def test_responses_without_an_extract_have_the_default_and_are_left_out():
+def test_responses_without_an_extract_are_malformed_and_not_shown():
     """SPEC A: codeblock extract, scale 0.01, default reward = −penalty."""
     reward = make("group_judge", by_content(int), view={"extract": "codeblock"}, scale=0.01, malformed=-0.04)
     [got] = collect(reward, group("```\n3\n```", "9", "so:\n```\n7\n```"))
     assert values(got) == pytest.approx([0.03, -0.04, 0.07])
     assert [score.malformed for score in got.scores] == [False, True, False]
-    assert sorted(shown_in(backend_of(reward).asked[0][0]).values()) == ["3", "7"]
+    assert sorted(shown_in(backend_of(reward).calls[0][0]).values()) == ["3", "7"]
 
 
-def test_identical_candidates_share_a_letter_or_do_not():
+def test_identical_candidates_share_a_letter_unless_turned_off():
     reward = make("group_judge", by_content(int))
     assert [score.value for score in scores_of(reward, "3", "9", "3 ")] == [3.0, 9.0, 3.0]
-    assert len(shown_in(backend_of(reward).asked[0][0])) == 2
+    assert len(shown_in(backend_of(reward).calls[0][0])) == 2
     reward = make("group_judge", by_content(int), share_letters=False)
     assert [score.value for score in scores_of(reward, "3", "9", "3")] == [3.0, 9.0, 3.0]
-    assert len(shown_in(backend_of(reward).asked[0][0])) == 3
+    assert len(shown_in(backend_of(reward).calls[0][0])) == 3
 
 
 @pytest.mark.parametrize(
@@ -429,10 +429,10 @@ def test_a_group_with_fewer_than_two_candidates_is_not_judged(given, texts, expe
     reward = make("group_judge", by_content(int), view={"extract": "tag", "tag": "a"}, **given)
     [got] = collect(reward, group(*texts))
     assert values(got) == pytest.approx(expected)
-    assert backend_of(reward).asked == []
+    assert backend_of(reward).calls == []
 
 
-def test_being_the_only_candidate_is_not_being_malformed():
+def test_a_lone_candidate_is_not_malformed():
     reward = make("group_judge", by_content(int), view={"extract": "tag", "tag": "a"}, malformed=-0.04)
     [alone, broken] = scores_of(reward, "<a>3</a>", "no")
     assert (alone.malformed, broken.malformed) == (False, True)
@@ -440,13 +440,13 @@ def test_being_the_only_candidate_is_not_being_malformed():
 
 
 @pytest.mark.parametrize(("form", "expected"), [("score", [3.0, 9.0, 3.0]), ("ranking", [0.25, 1.0, 0.25])])
-def test_answers_with_scores_or_a_ranking_alone(form, expected):
+def test_answers_with_only_scores_or_only_a_ranking(form, expected):
     reward = make("group_judge", by_content(int, form), answer=form, share_letters=False)
     assert [score.value for score in scores_of(reward, "3", "9", "3")] == expected
 
 
-def test_votes_show_every_order_backwards_too_and_are_averaged():
-    """A judge that only likes the first place is worth the same to all."""
+def test_votes_also_show_the_reversed_order_and_are_averaged():
+    """A judge that always prefers the first position scores all candidates the same."""
 
     def first(prompt):
         letters = list(shown_in(prompt))
@@ -458,7 +458,7 @@ def test_votes_show_every_order_backwards_too_and_are_averaged():
     assert got[0].parts == {"judged": 1.0, "votes": 2.0}
 
 
-def test_a_failed_call_fails_all_its_samples_and_a_failed_vote_only_itself():
+def test_a_failed_call_fails_all_its_samples_and_a_failed_vote_is_left_out():
     reward = make("group_judge", lambda _: Failure("timeout", "after 60 s"))
     assert causes(scores_of(reward, "1", "2", "3")) == ["timeout"] * 3
     good = by_content(int)
@@ -473,45 +473,45 @@ def test_a_group_answer_that_does_not_parse_is_retried_at_temperature_one():
     answers = iter(["B > A\nA: 9, B: 1", "A > B\nA: 99, B: 1", None])
     reward = make("group_judge", lambda prompt: next(answers) or good(prompt))
     assert [score.value for score in scores_of(reward, "1", "2")] == [1.0, 2.0]
-    assert [writing.temperature for _, writing in backend_of(reward).asked] == [0.0, 1.0, 1.0]
+    assert [writing.temperature for _, writing in backend_of(reward).calls] == [0.0, 1.0, 1.0]
     never = make("group_judge", "B > A", limits={"unreadable_retries": 1})
     assert causes(scores_of(never, "1", "2")) == ["unparsable"] * 2
 
 
-def test_a_group_that_is_too_long_for_the_judge_has_the_default():
+def test_a_group_too_long_for_the_judge_is_malformed():
     reward = make("group_judge", lambda _: Answer(None, too_long=True), malformed=-0.04, scale=0.01)
     [got] = collect(reward, group("1", "2"))
     assert values(got) == [-0.04, -0.04]
     assert all(score.malformed for score in got.scores)
 
 
-def test_a_large_group_is_split_and_its_calls_brought_to_one_scale():
-    """Each call has a mood: it adds one to three to all it sees. What remains is the common mean."""
-    moods = iter([1, 3, 2])
+def test_a_large_group_is_split_and_its_calls_are_brought_to_one_scale():
+    """Each call is biased by one to three points; only the mean bias remains."""
+    biases = iter([1, 3, 2])
 
-    def moody(prompt):
-        mood = next(moods)
-        return by_content(lambda text: int(text) + mood, "score")(prompt)
+    def biased(prompt):
+        bias = next(biases)
+        return by_content(lambda text: int(text) + bias, "score")(prompt)
 
-    reward = make("group_judge", moody, answer="score", max_candidates=4, overlap=2, highest=20)
+    reward = make("group_judge", biased, answer="score", max_candidates=4, overlap=2, highest=20)
     texts = [str(i) for i in range(8)]
     got = scores_of(reward, *texts)
     assert [score.value for score in got] == pytest.approx([i + 2 for i in range(8)])
-    shown = [set(shown_in(prompt).values()) for prompt, _ in backend_of(reward).asked]
+    shown = [set(shown_in(prompt).values()) for prompt, _ in backend_of(reward).calls]
     assert [len(some) for some in shown] == [4, 4, 4]
     assert len(set.intersection(*shown)) == 2
     assert set.union(*shown) == set(texts)
 
 
-def test_a_failed_part_of_a_split_group_fails_what_it_alone_has_seen():
+def test_a_failed_call_of_a_split_group_fails_only_candidates_no_other_call_saw():
     good, first = by_content(int), iter([Failure("http", "502")])
     reward = make("group_judge", lambda p: next(first, None) or good(p), max_candidates=4, limits={"unreadable_retries": 0})
     texts = [str(i) for i in range(8)]
     got = scores_of(reward, *texts)
-    asked = [set(shown_in(prompt).values()) for prompt, _ in backend_of(reward).asked]
-    only_there = asked[0] - set.union(*asked[1:])
-    assert len(only_there) == 2
-    assert [score.value for score in got] == [None if text in only_there else float(text) for text in texts]
+    shown = [set(shown_in(prompt).values()) for prompt, _ in backend_of(reward).calls]
+    only_in_failed_call = shown[0] - set.union(*shown[1:])
+    assert len(only_in_failed_call) == 2
+    assert [score.value for score in got] == [None if text in only_in_failed_call else float(text) for text in texts]
 
 
 # Pairs ---------------------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def larger(prompt: str) -> str:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=7, unique=True), st.booleans())
-def test_all_pairs_pay_the_share_of_wins(numbers, both):
+def test_all_pairs_give_the_win_rate(numbers, both):
     reward = make("pairwise_judge", larger, both_orders=both)
 
     async def score():
@@ -538,10 +538,10 @@ def test_all_pairs_pay_the_share_of_wins(numbers, both):
     others = len(numbers) - 1
     got = asyncio.run(score())
     assert [one.value for one in got] == pytest.approx([sum(other < x for other in numbers) / others for x in numbers])
-    assert len(backend_of(reward).asked) == len(numbers) * others / (1 if both else 2)
+    assert len(backend_of(reward).calls) == len(numbers) * others / (1 if both else 2)
 
 
-def test_a_judge_that_favours_a_place_is_worth_the_same_to_all():
+def test_position_bias_cancels_out():
     reward = make("pairwise_judge", "A")
     got = scores_of(reward, "x", "y", "z")
     assert [score.value for score in got] == [0.5, 0.5, 0.5]
@@ -553,29 +553,29 @@ def test_a_judge_that_favours_a_place_is_worth_the_same_to_all():
 def test_identical_candidates_are_not_compared():
     reward = make("pairwise_judge", larger)
     assert [score.value for score in scores_of(reward, "3", "9", "3")] == [0.0, 1.0, 0.0]
-    assert len(backend_of(reward).asked) == 2
+    assert len(backend_of(reward).calls) == 2
     assert [score.value for score in scores_of(make("pairwise_judge", larger), "3", "3")] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
-def test_a_tournament_asks_less_and_finds_the_best_and_the_worst(count):
+def test_a_tournament_finds_the_best_and_the_worst_in_few_calls(count):
     reward = make("pairwise_judge", larger, pairs="tournament")
     got = scores_of(reward, *map(str, range(count)))
     worth = [score.value for score in got]
     assert worth[-1] == 1.0
     assert worth[0] == 0.0
     rounds = (count - 1).bit_length()
-    assert len(backend_of(reward).asked) == 2 * (count // 2) * rounds
+    assert len(backend_of(reward).calls) == 2 * (count // 2) * rounds
     assert all(score.parts["judged"] == 1.0 for score in got)
 
 
-def test_nobody_meets_twice_in_a_tournament_while_there_are_others():
+def test_a_tournament_avoids_rematches():
     reward = make("pairwise_judge", larger, pairs="tournament", rounds=3)
     assert [score.value for score in scores_of(reward, "0", "1", "2", "3")] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert len({pair_in(prompt) for prompt, _ in backend_of(reward).asked}) == 12
+    assert len({pair_in(prompt) for prompt, _ in backend_of(reward).calls}) == 12
 
 
-def test_a_pair_counts_only_if_both_orders_were_read():
+def test_a_pair_counts_only_if_both_orders_are_readable():
     reward = make(
         "pairwise_judge", lambda p: "who knows" if pair_in(p) == ("1", "3") else larger(p), limits={"unreadable_retries": 0}
     )
@@ -596,19 +596,19 @@ def test_a_response_whose_pairs_are_all_too_long_is_malformed():
 def test_without_ties_the_judge_must_choose():
     reward = make("pairwise_judge", ["tie", "B"], ties=False, both_orders=False)
     assert sorted(score.value for score in scores_of(reward, "1", "2")) == [0.0, 1.0]  # pyright: ignore
-    assert "tie" not in backend_of(reward).asked[0][0].splitlines()[-1]
+    assert "tie" not in backend_of(reward).calls[0][0].splitlines()[-1]
 
 
 @pytest.mark.parametrize(("kind", "judge"), [("group_judge", by_content(int)), ("pairwise_judge", larger)])
-def test_judges_that_compare_are_asked_about_all_again_when_one_is_new(kind, judge, tmp_path):
-    asked = []
+def test_comparative_judges_rescore_the_group_when_a_candidate_is_new(kind, judge, tmp_path):
+    calls = []
     for texts in (("1", "2"), ("1", "2"), ("1", "3")):
         reward = make(kind, judge)
         with RewardRunner([reward], cache=tmp_path / "scores.sqlite", tolerant=True) as runner:
             [got] = runner.collect([group(*texts)])
         assert values(got) == ([float(text) for text in texts] if kind == "group_judge" else [0.0, 1.0])
-        asked.append(len(backend_of(reward).asked))
-    assert asked == ([1, 0, 1] if kind == "group_judge" else [2, 0, 2])
+        calls.append(len(backend_of(reward).calls))
+    assert calls == ([1, 0, 1] if kind == "group_judge" else [2, 0, 2])
 
 
 # Critique, then score ------------------------------------------------------------------------------------------------
@@ -628,11 +628,11 @@ def test_a_judge_may_score_response_and_critique():
     reward = make("critique_then_score", "Wrong.", join=" // ", scorer={"kind": "judge", "model": MODEL})
     reward.inner["scorer"].use(Scripted("2"))
     assert scores_of(reward, "five")[0].value == 2.0
-    assert "five // Wrong." in backend_of(reward.inner["scorer"]).asked[0][0]
+    assert "five // Wrong." in backend_of(reward.inner["scorer"]).calls[0][0]
     assert {file.name for file in reward.settings.own_files} == {"critique.jinja", "pointwise.jinja"}
 
 
-def test_without_a_critique_there_is_no_score():
+def test_responses_without_a_critique_are_not_scored():
     def say(prompt):
         return Failure("timeout", "t") if "slow" in prompt else Answer(None, too_long=True) if "long" in prompt else "Good"
 
@@ -646,13 +646,13 @@ def test_without_a_critique_there_is_no_score():
 # Similarity ----------------------------------------------------------------------------------------------------------
 
 
-def letters(texts: list[str]) -> np.ndarray:
+def letter_counts(texts: list[str]) -> np.ndarray:
     return np.array([[text.count(letter) for letter in "abc"] for text in texts], dtype=np.float32)
 
 
 def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: letters)
+    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: letter_counts)
     got = scores_of(reward, "aaa", "ab", "c", " ", truth=["a", "bb"])
     assert [score.value for score in got] == pytest.approx([1.0, 2**-0.5, 0.0, 0.0])
     assert [score.malformed for score in got] == [False, False, False, True]
@@ -667,12 +667,12 @@ def test_similarity_says_what_to_install(monkeypatch):
 
 
 def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
-    """The mean of a tiny model's hidden states, by sentence-transformers itself."""
+    """A tiny model's mean-pooled hidden states, compared with sentence-transformers' own."""
     sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
-    made = sentence_transformers.SentenceTransformer(str(tiny_model), device="cpu")  # which takes the mean
-    made.save(str(tmp_path / "embedder"))
+    embedder = sentence_transformers.SentenceTransformer(str(tiny_model), device="cpu")  # pools by the mean
+    embedder.save(str(tmp_path / "embedder"))
     truths, responses = ["four", "the number 4"], ["four", "It is 4.", "no"]
-    vectors = made.encode([*truths, *responses], convert_to_numpy=True).astype(np.float64)
+    vectors = embedder.encode([*truths, *responses], convert_to_numpy=True).astype(np.float64)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     expected = (vectors[2:] @ vectors[:2].T).max(1)
     settings = {"kind": "similarity", "path": str(tmp_path / "embedder"), "device": "cpu", "batch_size": 2}
@@ -683,7 +683,7 @@ def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
     assert found[0] == pytest.approx(1.0)
 
 
-def test_similarity_without_its_model(tmp_path):
+def test_similarity_with_a_missing_model_is_a_recipe_error(tmp_path):
     pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": str(tmp_path / "gone")}]}).rewards
     with pytest.raises(RecipeError, match="cannot load an embedding model from"):
@@ -726,8 +726,8 @@ def test_a_plugin_file_runs_unchanged(tmp_path):
     prompts = [parse_prompt(row, str(i), "row") for i, row in enumerate(rows)]
     groups = [Group(prompt, np.zeros(0), group("a", "bb").samples) for prompt in prompts]
     got = collect(reward, *groups, group("c"))
-    asked = [text for text, _ in backend_of(reward).asked]
-    assert sorted(asked) == sorted(
+    sent = [text for text, _ in backend_of(reward).calls]
+    assert sorted(sent) == sorted(
         ["<s>Grade: a [2]", "<s>Grade: bb [2]", "<s>Rate this: a [2]", "<s>Rate this: bb [2]", "<s>2 + 2? c [1]"]
     )
     assert [values(one) for one in got] == [[15.0, 16.0], [19.0, 20.0], [15.0]]
@@ -743,11 +743,11 @@ def test_a_bad_response_in_a_plugin_fails_alone(tmp_path):
     assert re.search(r"rm_preprocess: ValueError: no such thing, at rider_reward\.py:8", got[1].failure.message)  # pyright: ignore
 
 
-def test_what_a_plugin_cannot_read_is_asked_for_again_and_what_failed_keeps_its_cause(tmp_path):
+def test_answers_a_plugin_cannot_read_are_retried_and_failures_keep_their_cause(tmp_path):
     reward = plugin(tmp_path, ["none", "3 points"])
     [score] = scores_of(reward, "a")
     assert (score.value, score.trace["tries"]) == (3.0, 2)
-    assert [writing.temperature for _, writing in backend_of(reward).asked] == [0.0, 1.0]
+    assert [writing.temperature for _, writing in backend_of(reward).calls] == [0.0, 1.0]
     assert causes(scores_of(plugin(tmp_path, "none"), "a")) == ["not_a_number"]
     assert causes(scores_of(plugin(tmp_path, lambda _: Failure("http", "502")), "a")) == ["http"]
     [score] = scores_of(plugin(tmp_path, lambda _: Answer(None, too_long=True), malformed=-1.0), "a")
@@ -764,7 +764,7 @@ def test_what_a_plugin_cannot_read_is_asked_for_again_and_what_failed_keeps_its_
         ("import nothing_of_the_kind", "cannot be imported: ModuleNotFoundError"),
     ],
 )
-def test_plugins_that_cannot_be_used_are_told_before_anything_is_asked(tmp_path, text, message):
+def test_unusable_plugins_are_reported_before_any_call(tmp_path, text, message):
     with pytest.raises(RecipeError, match=message):
         scores_of(plugin(tmp_path, "1 points", text), "a")
 
@@ -780,7 +780,7 @@ def test_plugins_that_cannot_be_used_are_told_before_anything_is_asked(tmp_path,
         ("def rm_preprocess(p, r, t): return r\ndef rm_postprocess(r): return 1.0", "bad_result"),
     ],
 )
-def test_what_plugins_do_wrong_is_never_a_score(tmp_path, text, cause):
+def test_invalid_plugin_results_are_never_scores(tmp_path, text, cause):
     assert causes(scores_of(plugin(tmp_path, "x", text, limits={"unreadable_retries": 0}), "a", "b")) == [cause] * 2
 
 
@@ -804,12 +804,12 @@ def test_a_plugin_gets_the_reward_models_tokenizer(tmp_path, tiny_model):
     (tmp_path / "p.py").write_text(text)
     reward = make("plugin", "x", path=str(tmp_path / "p.py"), model={"path": str(tiny_model)})
     assert scores_of(reward, "abc")[0].value == 1.0
-    [(prompt, _)] = backend_of(reward).asked
+    [(prompt, _)] = backend_of(reward).calls
     assert "abc" in prompt
     assert prompt != "abc"
 
 
-# Recipes that make no sense ------------------------------------------------------------------------------------------
+# Invalid recipes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -838,23 +838,23 @@ def test_a_plugin_gets_the_reward_models_tokenizer(tmp_path, tiny_model):
         ("plugin", {}, "path"),
     ],
 )
-def test_recipes_that_make_no_sense(kind, given, message):
+def test_invalid_recipes_are_rejected(kind, given, message):
     with pytest.raises(ValidationError, match=message):
         make(kind, **given)
 
 
 def test_a_judge_inside_a_cascade():
-    """SPEC B, addon: the rule first; the model only where it says wrong."""
+    """SPEC B, addon: the rule first; the model only where the rule says wrong."""
     inner = {"kind": "judge", "model": MODEL, "parser": "true_false"}
     given = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": inner, "judge_weight": 0.8}
     [cascade] = ScoreRecipe.model_validate({"rewards": [given]}).rewards
     reward: Any = build(cascade)
     reward.inner["judge"].use(Scripted(lambda prompt: str("# Final answer\nfour" in prompt)))
     assert [score.value for score in scores_of(reward, "4", "four", "five")] == pytest.approx([1.0, 0.8, 0.0])
-    assert len(backend_of(reward.inner["judge"]).asked) == 2
+    assert len(backend_of(reward.inner["judge"]).calls) == 2
 
 
-def test_a_cascade_is_known_by_its_group_if_its_judge_compares():
+def test_a_cascade_with_a_comparative_judge_does_not_score_samples_alone():
     def cascade(judge: str) -> Any:
         given = {"kind": "cascade", "rule": {"kind": "exact"}, "judge": {"kind": judge, "model": MODEL}}
         return ScoreRecipe.model_validate({"rewards": [given]}).rewards[0]
@@ -862,7 +862,7 @@ def test_a_cascade_is_known_by_its_group_if_its_judge_compares():
     assert [cascade(judge).scores_alone for judge in ("judge", "group_judge", "pairwise_judge")] == [True, False, False]
 
 
-def test_rm_prompt_of_a_row_reaches_the_reward():
+def test_a_rows_rm_prompt_is_in_extra_info():
     assert parse_prompt({"prompt": "q", "rm_prompt": "grade"}, "p", "row").extra_info == {"rm_prompt": "grade"}
     assert parse_prompt({"prompt": "q", "rm_prompt": None, "extra_info": {"a": 1}}, "p", "row").extra_info == {"a": 1}
 
@@ -878,15 +878,15 @@ def test_rm_prompt_of_a_row_reaches_the_reward():
     ],
     ids=lambda reward: reward.kind,
 )
-def test_what_plaudit_config_prints_is_the_same_recipe(reward, tmp_path):
-    """All settings spelt out, those that are defaults too."""
+def test_plaudit_config_prints_the_same_recipe(reward, tmp_path):
+    """All settings are written out, defaults included."""
     (tmp_path / "a.yaml").write_text(json.dumps({"rewards": [json.loads(reward.model_dump_json(exclude_unset=True))]}))
     loaded = load(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_text(explain(loaded))
     assert load(tmp_path / "b.yaml").recipe == loaded.recipe
 
 
-# What must not become a score ----------------------------------------------------------------------------------------
+# Answers that are not scores, and what is cached ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -901,18 +901,18 @@ def test_what_plaudit_config_prints_is_the_same_recipe(reward, tmp_path):
         ({"highest": 5}, "6"),
     ],
 )
-def test_what_is_not_on_the_scale_that_was_asked_for_is_not_read(settings, answer):
+def test_scores_off_the_requested_scale_are_unreadable(settings, answer):
     reward = make("judge", answer, limits={"unreadable_retries": 0}, **settings)
     assert causes(scores_of(reward, "A")) == ["unparsable"]
 
 
-def test_a_template_of_ones_own_may_ask_for_any_number(tmp_path):
+def test_a_custom_template_may_request_any_number(tmp_path):
     (tmp_path / "own.jinja").write_text("{{ response }}: how many words?")
     [score] = scores_of(make("judge", "1995", template=str(tmp_path / "own.jinja")), "A")
     assert score.value == 1995.0
 
 
-def test_parsers_with_a_scale_of_their_own_have_no_other():
+def test_fixed_scale_parsers_reject_lowest_and_highest():
     with pytest.raises(ValidationError, match="total_score has a fixed scale"):
         make("judge", parser="total_score", lowest=1, highest=10)
 
@@ -923,8 +923,8 @@ def totals(reward: LiveReward, cache: Path, *texts: str) -> list[float | None]:
     return [score.value for score in got.scores]
 
 
-def test_what_malformed_states_is_not_kept_in_a_score(tmp_path):
-    """A group that cannot be compared is worth what `malformed` states now: not scaled, not clipped, not as it was before."""
+def test_the_malformed_value_is_not_cached(tmp_path):
+    """A group that cannot be compared gets the current `malformed` value: not scaled, not clipped, not the previous one."""
     for stated in ({"scale": 0.01, "malformed": -0.04}, {"malformed": -1.0}, {"scale": 0.1, "malformed": -0.04, "bounds": [0, 1]}):
         reward = make("group_judge", "unused", **stated)
         assert totals(reward, tmp_path / "scores.sqlite", "same", "same") == [stated["malformed"]] * 2
@@ -932,8 +932,8 @@ def test_what_malformed_states_is_not_kept_in_a_score(tmp_path):
     assert totals(make("group_judge", "unused", not_judged=3.0, malformed=-1.0), tmp_path / "s", "same", "same") == [3.0, 3.0]
 
 
-def test_a_limit_of_a_servers_own_is_not_kept(tmp_path):
-    """It may have a larger context tomorrow."""
+def test_a_servers_context_limit_is_not_cached(tmp_path):
+    """The server may have a larger context tomorrow."""
     refusing = make("judge", lambda _: Answer(None, too_long=True, refused=True))
     assert totals(refusing, tmp_path / "scores.sqlite", "A") == [0.0]
     assert totals(make("judge", "7"), tmp_path / "scores.sqlite", "A") == [7.0]
@@ -942,14 +942,14 @@ def test_a_limit_of_a_servers_own_is_not_kept(tmp_path):
     assert totals(make("judge", "7"), tmp_path / "scores.sqlite", "B") == [0.0]  # max_prompt_tokens is in the key
 
 
-def test_a_call_of_a_split_group_that_is_too_long_is_nobodys_bad_luck():
+def test_a_split_group_with_a_call_that_is_too_long_is_malformed():
     texts = [f"answer {i}" for i in range(10)] + ["long " * 100]
     answer = lambda text: Answer(None, too_long=True) if "long long" in text else "unused"  # noqa: E731
     reward = make("group_judge", answer, answer="score", malformed=-1.0, limits={"unreadable_retries": 0})
     assert [score.malformed for score in scores_of(reward, *texts)] == [True] * 11
 
 
-def test_the_default_timeout_of_an_answer_depends_on_its_length():
+def test_the_default_timeout_grows_with_max_new_tokens():
     def answer_timeout_s(**settings: Any) -> float:
         reward = make("judge", model={"placement": "server", "url": "http://a"}, **settings)
         return reward.limits.call_timeout_s(reward.sampling.max_new_tokens)
@@ -959,34 +959,34 @@ def test_the_default_timeout_of_an_answer_depends_on_its_length():
     assert answer_timeout_s(sampling={"max_new_tokens": 8192}, limits={"timeout_s": 9}) == 9.0
 
 
-def test_who_goes_away_leaves_the_others_in_line():
-    """Groups that come by themselves, for a model that is loaded for all who wait: one batch at a time, asked once."""
-    asked: list[str] = []
-    begun, may_go = asyncio.Event(), asyncio.Event()
+def test_cancelled_groups_do_not_affect_the_others_in_the_queue():
+    """Groups arrive one by one for an offloaded model: each load scores every waiting group, each of them once."""
+    scored_texts: list[str] = []
+    started, release = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
         async def score(self, conversations):
-            asked.extend(str(conversation[-1]["content"]) for conversation in conversations)
-            begun.set()
-            await may_go.wait()
+            scored_texts.extend(str(conversation[-1]["content"]) for conversation in conversations)
+            started.set()
+            await release.wait()
             return [ScalarScore(1.0) for _ in conversations]
 
     backend = Slow(lambda _: 1.0)
     reward = with_backend(make("scalar_model", model={**MODEL, "placement": "offload"}), backend)
 
-    async def come_and_go(runner: RewardRunner) -> list[ScoredGroup]:
+    async def submit_and_cancel(runner: RewardRunner) -> list[ScoredGroup]:
         tasks = [asyncio.create_task(runner.score(group(text))) for text in "ABCDE"]
-        await begun.wait()  # A's batch is under way, with those who were there
+        await started.wait()  # the first batch is in flight
         late = [asyncio.create_task(runner.score(group(text))) for text in "FG"]
         await asyncio.sleep(0)
         for task in (*tasks[:4], late[0]):
             task.cancel()
             await asyncio.sleep(0)
-        may_go.set()
+        release.set()
         return await asyncio.gather(tasks[4], late[1])
 
     with RewardRunner([reward], tolerant=True) as runner:
-        scored = runner.run(come_and_go(runner)).result()
+        scored = runner.run(submit_and_cancel(runner)).result()
     assert [one.scores[0].value for one in scored] == [1.0, 1.0]
-    assert sorted(asked) in (sorted("ABCDEG"), sorted("ABCDEFG"))  # each once
+    assert sorted(scored_texts) in (sorted("ABCDEG"), sorted("ABCDEFG"))  # each once
     assert backend.loaded == 2

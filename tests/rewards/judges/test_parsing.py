@@ -1,4 +1,4 @@
-"""What judges' answers say: tables of what is read and what is not, and answers that nobody would expect."""
+"""Parsing judges' answers: tables of readable and unreadable ones, and fuzzed text."""
 
 import json
 import math
@@ -42,7 +42,7 @@ from plaudit.rewards.judges.parsing import (
         ("8", "Answer:", None),
     ],
 )
-def test_only_what_follows_the_thoughts_counts(text, marker, answer):
+def test_only_text_after_the_thoughts_counts(text, marker, answer):
     assert strip_thoughts(text, marker) == answer
 
 
@@ -177,7 +177,7 @@ def test_true_false(text, verdict):
     assert read_true_false(text) == verdict
 
 
-def test_total_score_is_worth_a_tenth():
+def test_total_score_is_divided_by_ten():
     assert read_total_score("**Total Score:** [8/10 points]") == Found(0.8, {"total": 8.0})
     assert read_total_score("Total Score: 12") == Found(1.0, {"total": 12.0})
     assert read_total_score("Total Score: -3") is None
@@ -201,7 +201,7 @@ def test_choice(text, choice):
     assert read_choice(text, ["A", "tie", "B"]) == choice
 
 
-def test_criteria_need_all_scores():
+def test_every_criterion_needs_a_score():
     names = ["right", "well written"]
     assert read_criteria('{"right": 8, "well written": 3}', names, "json") == {"right": 8.0, "well written": 3.0}
     assert read_criteria('{"right": 8, "well written": 3} or {"right": 2}', names, "json") == {"right": 8.0, "well written": 3.0}
@@ -232,11 +232,11 @@ def test_criteria_need_all_scores():
         ("ranking", "", None),
     ],
 )
-def test_letters(form, text, scores):
+def test_letter_answers(form, text, scores):
     assert read_letters(text, "ABC", form) == scores
 
 
-# Whatever a judge writes ---------------------------------------------------------------------------------------------
+# Arbitrary answers ---------------------------------------------------------------------------------------------------
 
 PIECES = [
     "<think>", "</think>", "<score>", "</score>", "score:", "Total Score", '{"score":', "{", "}", "8", "/10", ">", "=", "A", "B: 9",
@@ -246,7 +246,7 @@ fragments = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), m
 
 
 @given(fragments)
-def test_no_answer_makes_a_parser_raise_or_give_a_number_that_is_none(text):
+def test_parsers_never_raise_or_return_a_non_finite_number(text):
     read = [
         read_last_number(text),
         read_tagged(text, "score"),
@@ -270,12 +270,12 @@ plain = st.dictionaries(words, st.one_of(st.integers(-99, 99), st.booleans(), st
 
 
 @given(st.lists(plain, max_size=4), st.text(alphabet="ab\n ,:", max_size=10))
-def test_every_object_is_found_the_last_one_first(objects, between):
+def test_every_json_object_is_found_last_one_first(objects, between):
     assert objects_in(between.join(map(json.dumps, objects))) == objects[::-1]
 
 
 @given(st.permutations("ABCDE"), st.lists(st.integers(0, 10), min_size=5, max_size=5))
-def test_scores_are_read_whatever_the_order_of_letters(order, scores):
+def test_scores_are_read_in_any_letter_order(order, scores):
     given = dict(zip("ABCDE", scores, strict=True))
     line = ", ".join(f"{letter}: {given[letter]}" for letter in order)
     assert read_letters(f"so\n{line}", "ABCDE", "score") == given
@@ -284,11 +284,11 @@ def test_scores_are_read_whatever_the_order_of_letters(order, scores):
 @pytest.mark.parametrize(
     ("text", "score"), [("score: 8/10", 8.0), ("score: 4/5", None), ("score: 80/100", None), ("<score>8</score>", 8.0)]
 )
-def test_a_score_out_of_something_else_is_another_scale(text, score):
+def test_a_score_on_another_scale_is_not_read(text, score):
     assert read_tagged(text, "score", 10.0) == score
 
 
-def test_criteria_are_found_in_any_case():
+def test_criteria_names_are_case_insensitive():
     assert read_criteria('{"Correct": 8, "STYLE": 3}', ["correct", "Style"], "json") == {"correct": 8.0, "Style": 3.0}
     assert read_criteria("CORRECT: 8\nstyle: 3", ["correct", "Style"], "lines") == {"correct": 8.0, "Style": 3.0}
     assert read_criteria("correct: 4/5", ["correct"], "lines", 10.0) is None

@@ -1,4 +1,4 @@
-r"""The math reward: which answers are the reference, which are not, and that nothing in an answer can hang or break it."""
+r"""The math reward: which answers match the reference, which do not, and that no answer can hang or break it."""
 
 import asyncio
 import math
@@ -42,14 +42,14 @@ RIGHT = [
     ("12\\, \\text{m/s}", "12 m/s"), ("50\\%", "0.5"), ("50\\%", "\\frac{1}{2}"), ("50\\%", "50"), ("50", "50\\%"),
     ("0.5", "50%"), ("45^\\circ", "45"), ("45°", "\\frac{\\pi}{4}"), ("\\frac{\\pi}{4}", "45^{\\circ}"), ("\\$1800", "1800"),
     ("1800", "\\$1,800"), ("Rs. 6750", "6750"), ("2 \\text{ hours}", "2 hours"), ("14th", "14"), ("14", "14 apples"),
-    # several
+    # multiple values
     ("(1,2),(3,4)", "(3,4), (1,2)"), ("\\{1,2,3\\}", "\\{3,2,1\\}"), ("2 \\text{ or } -8", "-8, 2"), ("2, -8", "x = 2 or x = -8"),
     ("k=±\\frac{3}{4}", "-\\frac34, \\frac34"), ("\\{2\\}", "2"), ("x = 3, y = 4", "(3, 4)"), ("(x, y) = (3, 4)", "(3,4)"),
     ("(1, 2)", "\\left( 1 , 2 \\right)"), ("x=3, y=4", "y = 4, x = 3"), ("2:1", "4:2"), ("P(1,1)", "(1,1)"),
     ("{0,1}", "\\{1, 0\\}"),
     ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{bmatrix} 1 & 2 \\\\ 3 & \\frac{8}{2} \\end{bmatrix}"),
     ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "(1, 2)"),
-    # regions
+    # intervals and inequalities
     ("[1,2)", "1 \\le x < 2"), ("x > 3", "(3, \\infty)"), ("(3, +\\infty)", "3 < x"), ("\\{x|0 < x < 2\\}", "(0, 2)"),
     ("x<1 \\text{ or } x>3", "(-\\infty,1) \\cup (3,+\\infty)"), ("[4,\\infty)\\cup(-\\infty,0]", "(-\\infty,0]\\cup[4,\\infty)"),
     ("a\\geqslant 4", "a >= 4"), ("\\mathbb{R}", "(-\\infty, \\infty)"), ("x \\in [0, 1]", "[0,1]"),
@@ -82,29 +82,29 @@ WRONG = [
 
 
 def is_right(truth: str, answer: str, tolerance: float = 0.0) -> bool:
-    """As the reward decides it, without its processes."""
+    """The reward's verdict, without its worker processes."""
     [reference], answer = references(truth), normalise(answer)
     plainly = compare_plainly(answer, reference, tolerance)
     return plainly if plainly is not None else bool(math_worker.compare(answer, reference, tolerance)["score"])
 
 
 @pytest.mark.parametrize(("truth", "answer"), RIGHT)
-def test_right_in_another_form(truth, answer):
+def test_equivalent_answers_are_correct(truth, answer):
     assert is_right(truth, answer)
 
 
 @pytest.mark.parametrize(("truth", "answer"), WRONG)
-def test_wrong(truth, answer):
+def test_other_answers_are_wrong(truth, answer):
     assert not is_right(truth, answer)
 
 
-def test_tolerance_is_off_unless_asked_for():
+def test_tolerance_accepts_close_numbers():
     assert is_right("1/3", "0.3333", tolerance=1e-3)
     assert is_right("\\pi", "3.1416", tolerance=1e-4)
     assert not is_right("\\pi", "3.15", tolerance=1e-4)
 
 
-# Where the answer is -------------------------------------------------------------------------------------------------
+# Finding the answer --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_tolerance_is_off_unless_asked_for():
         ("\\boxed{}", None),
     ],
 )
-def test_where_the_answer_is(response, answer):
+def test_find_answer(response, answer):
     found = find_answer(response)
     assert (None if found is None else found.strip()) == answer or (answer is None and found == "\\boxed{}")
 
@@ -147,8 +147,8 @@ def group(*texts: str, truth: object = "4") -> Group:
     return Group(Prompt("p", [], ground_truth=truth), NONE, samples)
 
 
-def payer(timeout_s: float) -> Iterator[Callable[..., list[list[Score]]]]:
-    """A function that scores groups, with the same two processes for all tests."""
+def open_scorer(timeout_s: float) -> Iterator[Callable[..., list[list[Score]]]]:
+    """A function that scores groups; all tests share its two worker processes."""
     reward = Math(kind="math", limits=MathLimits(timeout_s=timeout_s)).build()
     loop = asyncio.new_event_loop()
     loop.run_until_complete(reward.open())
@@ -158,53 +158,53 @@ def payer(timeout_s: float) -> Iterator[Callable[..., list[list[Score]]]]:
 
 
 @pytest.fixture(scope="module")
-def pay():
-    yield from payer(60.0)
+def score_groups():
+    yield from open_scorer(60.0)
 
 
 @pytest.fixture(scope="module")
-def pay_soon():
-    yield from payer(2.0)
+def score_with_short_timeout():
+    yield from open_scorer(2.0)
 
 
-def test_groups_keep_their_order(pay):
+def test_groups_keep_their_order(score_groups):
     first = group("\\boxed{\\sqrt{16}}", "\\boxed{5}", "\\boxed{4}", "", "\\boxed{2^2}")
     second = group("\\boxed{x(x+1)}", "\\boxed{x^2}", truth="x^2+x")
-    assert [[score.value for score in row] for row in pay(first, second)] == [[1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 0.0]]
-    [scores] = pay(first)
+    assert [[score.value for score in row] for row in score_groups(first, second)] == [[1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 0.0]]
+    [scores] = score_groups(first)
     assert [score.malformed for score in scores] == [False, False, False, True, False]
     assert [score.view for score in scores] == [sample.text for sample in first.samples]
 
 
-def test_a_run_opens_and_closes_it():
+def test_the_runner_opens_and_closes_the_reward():
     with RewardRunner([Math(kind="math", workers=1)]) as rewards:
         [scored] = rewards.collect([group("\\boxed{\\sqrt{16}}", "\\boxed{\\sqrt{17}}")])
     assert [score.value for score in scored.scores] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("truth", [4, 4.0, "4", ["5", "4"], np.array(["4"]), np.int64(4), "so it is \\boxed{4}", "2 + 2\n#### 4"])
-def test_kinds_of_ground_truth(pay, truth):
-    [scores] = pay(group("\\boxed{4}", "\\boxed{\\sqrt{16}}", "\\boxed{\\sqrt{15}}", truth=truth))
+def test_kinds_of_ground_truth(score_groups, truth):
+    [scores] = score_groups(group("\\boxed{4}", "\\boxed{\\sqrt{16}}", "\\boxed{\\sqrt{15}}", truth=truth))
     assert [score.value for score in scores] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("truth", [None, "", "  ", "$$", [], {"answer": 4}, True])
-def test_without_a_ground_truth_it_is_the_datas_fault(pay, truth):
-    [[score]] = pay(group("\\boxed{4}", truth=truth))
+def test_a_missing_ground_truth_is_a_failure(score_groups, truth):
+    [[score]] = score_groups(group("\\boxed{4}", truth=truth))
     assert score.value is None
     assert score.failure is not None
     assert score.failure.cause == "no_ground_truth"
 
 
-def test_reading_a_recipe_imports_no_algebra():
+def test_importing_the_rule_does_not_import_sympy():
     heavy = ("sympy", "mpmath", "math_verify", "torch")
     code = f"import sys, plaudit.rewards.rules.math; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-# Hostile answers -----------------------------------------------------------------------------------------------------
+# Adversarial answers -------------------------------------------------------------------------------------------------
 
-HOSTILE = [
+ADVERSARIAL = [
     "9**9**9**9", "9^{9^{9^{9}}}", "10^{10^{10}}", "10^{10^{10^{10}}}!", "factorial(10**9)", "(10^9)!", "((9!)!)!",
     "\\binom{10^9}{10^8}", "{" * 500_000 + "}" * 500_000, "(" * 900, "-" * 900, "\\frac{1}{" * 90 + "2" + "}" * 90,
     "\\sqrt{" * 150 + "2" + "}" * 150, "|" * 900, "9" * 100_000, "9" * 900, "1/" * 400 + "1", "0." + "0" * 380 + "1", "4\0", "\0",
@@ -218,21 +218,21 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_nothing_in_an_answer_can_hang_or_break_it(pay_soon):
-    texts = [f"So \\boxed{{{answer}}}" for answer in HOSTILE] + HOSTILE + ["answer" * 3000, "answer: " + "\\(" * 9000]
-    [scores] = pay_soon(group(*texts, truth="4"))
+def test_adversarial_answers_cannot_hang_or_break_the_reward(score_with_short_timeout):
+    texts = [f"So \\boxed{{{answer}}}" for answer in ADVERSARIAL] + ADVERSARIAL + ["answer" * 3000, "answer: " + "\\(" * 9000]
+    [scores] = score_with_short_timeout(group(*texts, truth="4"))
     for text, score in zip(texts, scores, strict=True):
         assert score.value is not None
         if "boxed" in text and "4\0" not in text:
             assert score.value == 0.0, text[:80]
     # math-verify reads this reference, with sympy.
-    [scores] = pay_soon(
-        group(*(f"\\boxed{{{answer}}}" for answer in HOSTILE[:8]), "\\boxed{\\sum_{k=1}^{99999} k^k}", truth="\\sum_{k=1}^n k")
+    [scores] = score_with_short_timeout(
+        group(*(f"\\boxed{{{answer}}}" for answer in ADVERSARIAL[:8]), "\\boxed{\\sum_{k=1}^{99999} k^k}", truth="\\sum_{k=1}^n k")
     )
     assert {score.value for score in scores} == {0.0}
-    # And against references of every form, in this process: there is no time limit to help.
+    # Against references of every form, in this process: here no timeout helps.
     for truth in ("x^2", "(1, 2)", "[0, 1)", "x = 5", "\\{1, 2\\}", "2:1"):
-        for answer in HOSTILE:
+        for answer in ADVERSARIAL:
             if len(answer) < 1000 and not re.search(r"int|sum|prod|lim", answer):
                 assert not is_right(truth, answer), (truth, answer[:80])
 
@@ -255,18 +255,18 @@ def test_an_answer_that_takes_too_long_is_malformed():
 
 # Properties ----------------------------------------------------------------------------------------------------------
 
-SIGNS = re.findall(
+SYMBOLS = re.findall(
     r"\S+",
     r"1 2 10 x n e A \pi \frac { } ( ) [ ] \{ \} + - ^ _ / = < \le , . : | ! & \\ \$ \% cm "
     r"\sqrt \sin \cup \text \degree \in \pm \infty",
 )
-PIECES = st.lists(st.sampled_from([*SIGNS, " ", " or "]), max_size=14).map("".join)
+PIECES = st.lists(st.sampled_from([*SYMBOLS, " ", " or "]), max_size=14).map("".join)
 ANY = st.one_of(st.text(max_size=60), PIECES)
 
 
 @settings(max_examples=300, deadline=None)
 @given(ANY)
-def test_the_same_answer_is_right_and_its_place_is_found(answer):
+def test_an_answer_matches_itself(answer):
     for response in (answer, f"\\boxed{{{answer}}}", f"the answer is {answer}"):
         found = find_answer(response)
         if found and references(found):
@@ -275,8 +275,8 @@ def test_the_same_answer_is_right_and_its_place_is_found(answer):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ANY, min_size=4, max_size=4), ANY)
-def test_any_text_has_a_finite_score_or_a_failure(pay_soon, answers, truth):
-    [scores] = pay_soon(group(*answers, *(f"\\boxed{{{answer}}}" for answer in answers), truth=truth))
+def test_any_text_has_a_finite_score_or_a_failure(score_with_short_timeout, answers, truth):
+    [scores] = score_with_short_timeout(group(*answers, *(f"\\boxed{{{answer}}}" for answer in answers), truth=truth))
     for score in scores:
         if score.value is None:
             assert score.failure is not None
@@ -298,17 +298,17 @@ def test_fractions_are_compared_exactly(a, b):
 
 
 def test_real_references(real_data):
-    """All references of TinyV's data, boxed and in \\dfrac, are right; with a digit changed or a guess added, they are not."""
+    """A third of TinyV's references match themselves, also with \\dfrac; with a digit changed or a guess added, almost none do."""
     rows = parquet.read_table(real_data / "bigmath_tinyv.parquet", columns=["reward_model"]).to_pylist()
     truths = sorted({row["reward_model"]["ground_truth"] for row in rows} - {"(x_1, y_1)"})
     truths = [t for t in truths if t.isprintable() and t.strip() and "\\\\" not in t and t.count("{") == t.count("}")][::3]
     assert len(truths) > 1000
     missed = [t for t in truths if not is_right(t, t) or not is_right(t, t.replace("\\frac", "\\dfrac"))]
     assert missed == []
-    paid = []
+    false_positives = []
     for truth in truths:
         changed = re.sub(r"\d(?=\D*$)", lambda digit: str((int(digit[0]) + 4) % 10), truth, count=1)
         for wrong in (changed, f"{truth}, 977", f"{truth} \\text{{ or }} 977"):
             if wrong != truth and is_right(truth, wrong):
-                paid.append((truth, wrong))
-    assert len(paid) <= 3, paid
+                false_positives.append((truth, wrong))
+    assert len(false_positives) <= 3, false_positives

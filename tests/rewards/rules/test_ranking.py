@@ -1,4 +1,4 @@
-"""Ranking accuracy: every sentence that defines it, in numbers made by hand, and what holds for any answer."""
+"""Ranking accuracy: every sentence of its definition, worked out by hand, and properties that hold for any answer."""
 
 import json
 import math
@@ -50,17 +50,17 @@ def is_invalid(got: Score) -> bool:
 @pytest.mark.parametrize(
     ("ranking", "scores", "ranking_part", "score_part"),
     [
-        pytest.param("B > A = D > C", "B: 9, A: 7, D: 7, C: 2", 1.0, 1.0, id="all right"),
-        pytest.param("B > A = D > C", "B: 10, A: 8, D: 8, C: 3", 1.0, 1.0, id="only differences of scores count"),
-        # A against D is a tie in truth; the differences A−D, B−D and C−D are off by 1, 2, 3.
+        pytest.param("B > A = D > C", "B: 9, A: 7, D: 7, C: 2", 1.0, 1.0, id="all correct"),
+        pytest.param("B > A = D > C", "B: 10, A: 8, D: 8, C: 3", 1.0, 1.0, id="only score differences count"),
+        # A and D tie in the truth; in the next three cases A−D, B−D and C−D are off by 1, 2 and 3.
         pytest.param(
-            "B > A > D > C", "B: 9, A: 7, D: 6, C: 2", 5 / 6, (3 + 3 * 0.6) / 6, id="no tie against a tie is wrong, f(1)=0.6"
+            "B > A > D > C", "B: 9, A: 7, D: 6, C: 2", 5 / 6, (3 + 3 * 0.6) / 6, id="a non-tie against a tie is wrong, f(1)=0.6"
         ),
         pytest.param("B > A > D > C", "B: 9, A: 7, D: 5, C: 2", 5 / 6, (3 + 3 * 0.2) / 6, id="f(2)=0.2"),
         pytest.param("B > A > D > C", "B: 9, A: 7, D: 4, C: 2", 5 / 6, 3 / 6, id="else 0"),
-        # B against A and D are ties here: 4 of 6 relations stay; B−A and B−D are off by 2, B−C by 2.
+        # B ties with A and D here: 4 of 6 relations hold; B−A, B−D and B−C are off by 2.
         pytest.param("A = B = D > C", "A: 7, B: 7, D: 7, C: 2", 4 / 6, (3 + 3 * 0.2) / 6, id="a tie against a non-tie is wrong"),
-        pytest.param("C > A = D > B", "C: 9, A: 7, D: 7, B: 2", 1 / 6, 1 / 6, id="upside down, but for the tie"),
+        pytest.param("C > A = D > B", "C: 9, A: 7, D: 7, B: 2", 1 / 6, 1 / 6, id="reversed, except for the tie"),
         pytest.param("A = B = C = D", "A: 5, B: 5, C: 5, D: 5", 1 / 6, (1 + 2 * 0.2) / 6, id="all tied"),
     ],
 )
@@ -78,30 +78,30 @@ def test_reward_is_ranking_part_plus_score_part(ranking, scores, ranking_part, s
         pytest.param(
             "\n\nB is best.\n \nRanking:\n\t\n B > A = D > C \n\n\nScores:\n\nB: 9, A: 7, D: 7, C: 2\n\n \n", id="blank lines"
         ),
-        pytest.param(answer().replace("\n", "\r\n"), id="lines end as on Windows"),
-        pytest.param(answer(scores="B:9,A :7 , D :  7,C:2"), id="spaces around : and , are free"),
+        pytest.param(answer().replace("\n", "\r\n"), id="Windows line endings"),
+        pytest.param(answer(scores="B:9,A :7 , D :  7,C:2"), id="any spaces around : and ,"),
         pytest.param(answer(scores="A: 7, B: 9, C: 2, D: 7"), id="scores in any order"),
-        pytest.param(answer(scores="B: 09, A: +7, D: 7, C: 2"), id="an integer may have a sign and zeros before it"),
+        pytest.param(answer(scores="B: 09, A: +7, D: 7, C: 2"), id="signs and leading zeros"),
         pytest.param(answer(ranking="B > D = A > C"), id="tied candidates in any order"),
         pytest.param("1\n2\n" + answer(analysis="B > A = D > C"), id="the ranking in the analysis too"),
         pytest.param(answer().replace("Ranking:", "#").replace("Scores:", "…"), id="any heading"),
     ],
 )
-def test_what_an_answer_may_look_like(text):
+def test_valid_answers(text):
     assert score(text).value == 2.0
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("", id="nothing"),
+        pytest.param("", id="empty"),
         pytest.param("\n \n", id="blank"),
         pytest.param(answer(analysis=""), id="the analysis is empty"),
         pytest.param(answer(analysis=" \n\t"), id="the analysis is blank"),
         pytest.param("B is best.\nB > A = D > C\nScores:\nB: 9, A: 7, D: 7, C: 2", id="no ranking heading, so no analysis"),
         pytest.param("Long.\nB is best.\nRanking:\nB > A = D > C\nB: 9, A: 7, D: 7, C: 2", id="no scores heading"),
-        pytest.param(answer() + "\nThat is all.", id="something behind the scores"),
-        pytest.param(answer(scores="B: 9, A: 7, D: 7"), id="a candidate without score"),
+        pytest.param(answer() + "\nThat is all.", id="text after the scores"),
+        pytest.param(answer(scores="B: 9, A: 7, D: 7"), id="a candidate without a score"),
         pytest.param(answer("B > A = D", "B: 9, A: 7, D: 7"), id="not all candidates of the truth"),
         pytest.param(answer("B > A = D > C > E", "B: 9, A: 7, D: 7, C: 2, E: 1"), id="more candidates than the truth has"),
         pytest.param(answer("B > A = D > E", "B: 9, A: 7, D: 7, E: 2"), id="other candidates than the truth's"),
@@ -115,10 +115,10 @@ def test_what_an_answer_may_look_like(text):
         pytest.param(answer("B  > A = D > C"), id="two spaces in the ranking"),
         pytest.param(answer("B > A == D > C"), id="=="),
         pytest.param(answer("B > A =D > C"), id="one space missing"),
-        pytest.param(answer("B > A = D > C."), id="a full stop behind the ranking"),
+        pytest.param(answer("B > A = D > C."), id="a full stop after the ranking"),
         pytest.param(answer("**B > A = D > C**"), id="bold"),
-        pytest.param(answer("b > a = d > c", "b: 9, a: 7, d: 7, c: 2"), id="small letters"),
-        pytest.param(answer(scores="B: 9, A: 7, D: 7, C: 2,"), id="an item that is empty"),
+        pytest.param(answer("b > a = d > c", "b: 9, a: 7, d: 7, c: 2"), id="lowercase"),
+        pytest.param(answer(scores="B: 9, A: 7, D: 7, C: 2,"), id="an empty item"),
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C: 2.0"), id="a decimal"),
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C: 2/10"), id="a fraction"),
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C: two"), id="a word"),
@@ -129,23 +129,23 @@ def test_what_an_answer_may_look_like(text):
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C: 0_2"), id="an underscore, which int() does take"),
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C: " + "9" * 5000), id="more digits than int() takes"),
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C: nan"), id="nan"),
-        pytest.param(answer(scores="B: 9, A: 7, D: 7, C: - 2"), id="a sign on its own"),
+        pytest.param(answer(scores="B: 9, A: 7, D: 7, C: - 2"), id="a space after the sign"),
         pytest.param(answer(scores="B: 9, A: 7, D: 7, C:\x002"), id="a null byte"),
     ],
 )
-def test_everything_else_is_invalid(text):
+def test_invalid_answers(text):
     got = score(text)
     assert is_invalid(got)
     assert got.parts["score"] == 0.0
 
 
-def test_one_candidate_alone_is_invalid():
+def test_a_single_candidate_is_invalid():
     assert is_invalid(score(answer("A", "A: 5"), truth={"A": 5}))
     assert is_invalid(score("Good.\nA", truth="A", format="ranking"))
     assert is_invalid(score("A", truth={"A": 5}, format="no_analysis"))
 
 
-def test_score_scale_multiplies_the_total_and_leaves_the_parts():
+def test_score_scale_multiplies_the_total_but_not_the_parts():
     got = score(answer(), score_scale=0.5)
     assert (got.value, got.parts) == (1.0, {"ranking": 1.0, "score": 1.0, "valid": 1.0})
     assert score("B is best.\nB > A = D > C", format="ranking", score_scale=3.0).value == 3.0
@@ -164,7 +164,7 @@ def test_score_scale_multiplies_the_total_and_leaves_the_parts():
     [("B > A = D > C", 1.0), ("B > D = A > C", 1.0), ("B > A > D > C", 5 / 6), ("C > A = D > B", 1 / 6), ("A > D > C > B", 2 / 6)],
 )
 def test_ranking_is_the_pairwise_share_of_the_last_line(truth, last_line, share):
-    # A > D > C > B: of the pairs only A against C and D against C are right.
+    # A > D > C > B: only the pairs A–C and D–C are right.
     got = score(f"B is best.\nRanking:\n{last_line}\n \n", truth, format="ranking")
     assert got.value == pytest.approx(share, abs=1e-12)
     assert got.parts == pytest.approx({"ranking": share, "valid": 1.0}, abs=1e-12)
@@ -174,7 +174,7 @@ def test_ranking_is_the_pairwise_share_of_the_last_line(truth, last_line, share)
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("B > A = D > C", id="some analysis required"),
+        pytest.param("B > A = D > C", id="no analysis"),
         pytest.param("\n \nB > A = D > C\n", id="blank analysis"),
         pytest.param("B > A = D > C, I think.\nB > A = D > C", id="the ranking occurs twice"),
         pytest.param("Best first:\nB > A = D > C\nScores:\nB: 9, A: 7, D: 7, C: 2", id="not on the last line"),
@@ -184,11 +184,11 @@ def test_ranking_is_the_pairwise_share_of_the_last_line(truth, last_line, share)
         pytest.param("Best first:\nC < A = D < B", id="<"),
         pytest.param("Best first:\nB>A=D>C", id="no spaces"),
         pytest.param("Best first:\nA > B > A > C", id="a candidate twice"),
-        pytest.param("", id="nothing"),
+        pytest.param("", id="empty"),
     ],
 )
 @pytest.mark.parametrize("format", ["ranking", "zero"])
-def test_ranking_and_zero_are_invalid_otherwise(format, text):
+def test_invalid_answers_for_ranking_and_zero(format, text):
     got = score(text if format == "ranking" else text.replace("Best first", LONG), "B > A = D > C", format=format)
     assert is_invalid(got)
     assert "score" not in got.parts
@@ -198,7 +198,7 @@ def test_ranking_and_zero_are_invalid_otherwise(format, text):
     ("analysis", "valid"),
     [("x" * 199, False), (" \n" + "x" * 199 + " \n", False), ("x" * 200, True), ("x" * 100 + "\n" + "x" * 99, True), ("", False)],
 )
-def test_zero_wants_fifty_characters_of_analysis_per_candidate(analysis, valid):
+def test_zero_requires_fifty_characters_of_analysis_per_candidate(analysis, valid):
     got = score(f"{analysis}\nB > A = D > C", format="zero")
     assert got.value == float(valid)
     assert got.malformed != valid
@@ -208,7 +208,7 @@ def test_zero_wants_fifty_characters_of_analysis_per_candidate(analysis, valid):
 @pytest.mark.parametrize(
     ("text", "truth", "parts"),
     [
-        pytest.param("B > A = D > C", "B > A = D > C", {"ranking": 1.0, "valid": 1.0}, id="nothing but the ranking line"),
+        pytest.param("B > A = D > C", "B > A = D > C", {"ranking": 1.0, "valid": 1.0}, id="only the ranking line"),
         pytest.param("\nB > A > D > C\n", "B > A = D > C", {"ranking": 5 / 6, "valid": 1.0}, id="white space around it"),
         pytest.param(
             "B > A = D > C", TRUTH, {"ranking": 1.0, "score": 0.0, "valid": 1.0}, id="the ranking line where scores are known"
@@ -236,18 +236,18 @@ def test_no_analysis(text, truth, parts):
         pytest.param("Best first:\nB > A = D > C", id="a heading"),
         pytest.param(answer(), id="analysis"),
         pytest.param("B > A = D > C\nScores:\nB: 9, A: 7, D: 7, C: 2", id="a heading between"),
-        pytest.param("B: 9, A: 7, D: 7, C: 2\nB > A = D > C", id="the other way round"),
+        pytest.param("B: 9, A: 7, D: 7, C: 2\nB > A = D > C", id="scores before the ranking"),
         pytest.param("B > A > D > C\nB: 9, A: 7, D: 7, C: 2", id="the scores imply another ranking"),
-        pytest.param("B: 9, A: 7, D: 7, C: 2", id="scores alone"),
+        pytest.param("B: 9, A: 7, D: 7, C: 2", id="only scores"),
     ],
 )
-def test_no_analysis_is_invalid_otherwise(text):
+def test_invalid_answers_for_no_analysis(text):
     got = score(text, format="no_analysis")
     assert is_invalid(got)
     assert got.parts["score"] == 0.0
 
 
-def test_no_analysis_takes_no_scores_line_where_the_truth_has_no_scores():
+def test_no_analysis_rejects_a_scores_line_if_the_truth_has_no_scores():
     assert is_invalid(score("B > A = D > C\nB: 9, A: 7, D: 7, C: 2", "B > A = D > C", format="no_analysis"))
 
 
@@ -266,16 +266,16 @@ def test_no_analysis_takes_no_scores_line_where_the_truth_has_no_scores():
     ids=[
         "dict",
         "json",
-        "floats, as parquet reads a column with gaps",
+        "floats, as parquet reads a column with nulls",
         "numpy",
-        "letters of other rows, as parquet gives a struct",
+        "null for letters of other rows, as parquet fills a struct",
     ],
 )
-def test_the_truth_is_scores_in_any_of_these_forms(truth):
+def test_accepted_forms_of_scores_as_truth(truth):
     assert score(answer(), truth).value == 2.0
 
 
-BROKEN = [
+INVALID_TRUTHS = [
     "",
     "{}",
     "not json",
@@ -286,7 +286,7 @@ BROKEN = [
     '{"A": true, "B": 7}',
     '{"A": 1e999}',
 ]
-BROKEN += [
+INVALID_TRUTHS += [
     '{"A": 9, "B": null}',
     '{"AB": 9, "C": 7}',
     '{"a": 9, "b": 7}',
@@ -301,7 +301,7 @@ BROKEN += [
 
 
 @pytest.mark.parametrize("format", ["ranking_score", "ranking", "zero", "no_analysis"])
-@pytest.mark.parametrize("truth", BROKEN, ids=lambda truth: repr(truth)[:20])
+@pytest.mark.parametrize("truth", INVALID_TRUTHS, ids=lambda truth: repr(truth)[:20])
 def test_an_unreadable_truth_is_a_failure_not_a_zero(truth, format):
     got = score(answer(), truth, format=format)
     assert got.value is None
@@ -310,7 +310,7 @@ def test_an_unreadable_truth_is_a_failure_not_a_zero(truth, format):
     assert "row p has the ground truth" in got.failure.message
 
 
-def test_a_missing_truth_and_a_truth_without_scores_say_what_is_needed():
+def test_a_missing_truth_or_one_without_scores_is_a_failure():
     sample = Sample("p", 0, NONE, answer(), "finished", NONE, NONE, 0)
     got = Ranking(kind="ranking").value(Prompt("p", []), sample)
     assert got.failure is not None
@@ -337,7 +337,7 @@ def test_reading_and_writing_lines():
     assert score_part({"A": 3, "B": 1}, {"A": 9, "B": 6}) == 0.6
 
 
-def test_what_a_judge_and_an_evaluation_read():
+def test_reading_full_answers():
     read = read_ranked_scores(answer(analysis="One.\n\nTwo."))
     assert read is not None
     assert (read.analysis, read.tiers, read.scores) == ("One.\nTwo.", rank(TRUTH), TRUTH)
@@ -349,7 +349,7 @@ def test_what_a_judge_and_an_evaluation_read():
 # Any answer ----------------------------------------------------------------------------------------------------------
 
 candidates = st.dictionaries(st.sampled_from(string.ascii_uppercase), st.integers(0, 10), min_size=2, max_size=8)
-text_of_the_format = st.text("AB>=<:, \n\r0129-²٣\x00", max_size=60)
+format_like_text = st.text("AB>=<:, \n\r0129-²٣\x00", max_size=60)
 
 
 def shuffled(tiers, draw) -> str:
@@ -358,7 +358,7 @@ def shuffled(tiers, draw) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), candidates, st.integers(-5, 5), st.sampled_from([0.01, 1.0, 2.5]))
-def test_a_right_answer_in_the_right_format_is_worth_twice_the_scale(data, truth, shift, scale):
+def test_a_correct_answer_scores_twice_the_scale(data, truth, shift, scale):
     ranking = shuffled(rank(truth), data.draw)
     order = data.draw(st.permutations(sorted(truth)))
     scores = ",".join(f"{letter}: {truth[letter] + shift}" for letter in order)
@@ -369,7 +369,7 @@ def test_a_right_answer_in_the_right_format_is_worth_twice_the_scale(data, truth
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), candidates)
-def test_names_of_candidates_and_the_order_of_ties_change_nothing(data, truth):
+def test_candidate_names_and_the_order_of_ties_do_not_matter(data, truth):
     guess = {letter: data.draw(st.integers(0, 10)) for letter in truth}
     before = score(answer(write_ranking(rank(guess)), ", ".join(f"{x}: {s}" for x, s in guess.items())), truth)
     renamed = dict(zip(truth, data.draw(st.permutations(sorted(truth))), strict=True))
@@ -385,11 +385,11 @@ def test_names_of_candidates_and_the_order_of_ties_change_nothing(data, truth):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.one_of(st.text(), text_of_the_format, st.builds(answer, text_of_the_format, text_of_the_format, text_of_the_format)),
+    st.one_of(st.text(), format_like_text, st.builds(answer, format_like_text, format_like_text, format_like_text)),
     st.sampled_from(["ranking_score", "ranking", "zero", "no_analysis"]),
     st.sampled_from([TRUTH, {"A": 1, "B": 0}]),
 )
-def test_any_answer_has_a_value_within_its_bounds(text, format, truth):
+def test_any_answer_has_a_value_within_bounds(text, format, truth):
     got = score(text, truth, format=format)
     assert got.value is not None
     assert math.isfinite(got.value)

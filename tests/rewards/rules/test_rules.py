@@ -1,4 +1,4 @@
-"""Rules: what each pays, in numbers made by hand, and the contract that all of them keep, whatever a policy writes."""
+"""Rules: the reward of each, worked out by hand, and the contract that all of them keep for any response."""
 
 import math
 
@@ -41,7 +41,7 @@ def value(kind: str, response: str, truth: object = None, **settings) -> float |
     return score(kind, response, truth, **settings).value
 
 
-def is_the_datas_fault(got: Score) -> bool:
+def is_ground_truth_failure(got: Score) -> bool:
     return got.value is None and got.failure is not None and got.failure.cause == "no_ground_truth"
 
 
@@ -49,30 +49,30 @@ def is_the_datas_fault(got: Score) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("written", "paid", "error"), [(7, 1.0, 0), (8, 0.8, 1), (6, 0.8, 1), (9, 0.4, 2), (4, 0.2, 3), (3, 0, 4), (-7, 0, 14)]
+    ("written", "expected", "error"), [(7, 1.0, 0), (8, 0.8, 1), (6, 0.8, 1), (9, 0.4, 2), (4, 0.2, 3), (3, 0, 4), (-7, 0, 14)]
 )
 @pytest.mark.parametrize("truth", [7, "7", " 7\n", 7.0, "7.0", np.int64(7)])
-def test_pointwise_score_pays_by_the_error(truth, written, paid, error):
+def test_pointwise_score_depends_on_the_error(truth, written, expected, error):
     got = score("pointwise_score", f"Fluent, one slip.\n\n {written} \n\n", truth)
-    assert (got.value, got.parts, got.malformed) == (paid, {"error": error}, False)
+    assert (got.value, got.parts, got.malformed) == (expected, {"error": error}, False)
 
 
 @pytest.mark.parametrize("text", ["10", "10\n", "Good.\n10", "Good.\r\n10\r\n"])
-def test_pointwise_score_reads_the_whole_last_line(text):
+def test_pointwise_score_reads_the_last_line(text):
     assert value("pointwise_score", text, 10) == 1.0
 
 
 @pytest.mark.parametrize(
     "text", ["", " \n", "7\nThat is all.", "Score: 7", "7/10", "7.5", "7.0", "**7**", "seven", "²", "٧", "1_0", "nan", "9" * 5000]
 )
-def test_pointwise_score_is_malformed_where_the_last_line_is_not_an_integer(text):
+def test_pointwise_score_is_malformed_if_the_last_line_is_not_an_integer(text):
     got = score("pointwise_score", text, 7)
     assert (got.value, got.parts, got.malformed) == (0.0, {}, True)
 
 
 @pytest.mark.parametrize("truth", [None, "", "seven", 7.5, "7.5", True, math.nan, math.inf, "1e999", [7], {"score": 7}])
-def test_pointwise_score_needs_an_integer_as_truth(truth):
-    assert is_the_datas_fault(score("pointwise_score", "7", truth))
+def test_pointwise_score_needs_an_integer_truth(truth):
+    assert is_ground_truth_failure(score("pointwise_score", "7", truth))
 
 
 # Grade ---------------------------------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ def test_pointwise_score_needs_an_integer_as_truth(truth):
     [
         pytest.param("Total Score: 8", 8, id="colon"),
         pytest.param("Total Score: 8/10", 8, id="up to the first /"),
-        pytest.param("Total Score: 8 / 10 points / 3", 8, id="up to the first of two"),
-        pytest.param("**Total Score:** [8 points]/10", None, id="] is not taken away"),
+        pytest.param("Total Score: 8 / 10 points / 3", 8, id="up to the first of two /"),
+        pytest.param("**Total Score:** [8 points]/10", None, id="] is not stripped"),
         pytest.param("**Total Score:** [8/10 points]", 8, id="* and ["),
         pytest.param("| 'Total Score' | 8 |", 8, id="| and '"),
         pytest.param("Total Score: 1 point", 1, id="point"),
@@ -93,25 +93,25 @@ def test_pointwise_score_needs_an_integer_as_truth(truth):
         pytest.param("Total Score: .5", 0.5, id="no digit before the point"),
         pytest.param("Total Score: 1e1", 10, id="an exponent"),
         pytest.param("Total Score: 1e308", 10, id="min(10, s)"),
-        pytest.param("Total Score: 35/40", 10, id="min(10, s), out of whatever"),
+        pytest.param("Total Score: 35/40", 10, id="min(10, s), whatever the maximum"),
         pytest.param("Total Score: +3", 3, id="a sign"),
         pytest.param("Total Score: 0", 0, id="zero"),
         pytest.param("Total Score: -0.0", 0, id="minus zero"),
         pytest.param("Total Score: -100", None, id="negative: stricter than the source"),
         pytest.param("Total Score: nan", None, id="nan"),
         pytest.param("Total Score: inf", None, id="inf"),
-        pytest.param("Total Score: 1e999", None, id="too great to be finite"),
+        pytest.param("Total Score: 1e999", None, id="overflows to inf"),
         pytest.param("Total Score: 8 out of 10", None, id="more than a number"),
-        pytest.param("Total Score: 8\nWell done.", None, id="something behind it"),
-        pytest.param("Total Score:", None, id="nothing behind it"),
-        pytest.param("Total Score: /10", None, id="nothing before the /"),
-        pytest.param("total score: 8", None, id="small letters"),
+        pytest.param("Total Score: 8\nWell done.", None, id="text after it"),
+        pytest.param("Total Score:", None, id="no number"),
+        pytest.param("Total Score: /10", None, id="no number before the /"),
+        pytest.param("total score: 8", None, id="lowercase"),
         pytest.param("8/10", None, id="no Total Score"),
-        pytest.param("", None, id="nothing"),
+        pytest.param("", None, id="empty"),
         pytest.param("Total Score: ٨", None, id="an Arabic digit, which float() does take"),
         pytest.param("Total Score: ²", None, id="a superscript"),
         pytest.param("Total Score: 1_0", None, id="an underscore, which float() does take"),
-        pytest.param("Total Score: " + "9" * 1000, None, id="very many digits"),
+        pytest.param("Total Score: " + "9" * 1000, None, id="1000 digits"),
     ],
 )
 @pytest.mark.parametrize("truth", [0.0, 0.3, 1.0])
@@ -124,23 +124,25 @@ def test_grade_reads_the_total_score(text, s, truth):
         assert not got.malformed
 
 
-@pytest.mark.parametrize(("truth", "paid"), [(0.8, 1.0), (0.5, 0.49), (0, 0.04), (1, 0.64), ("0.5", 0.49), (np.float64(0.5), 0.49)])
-def test_grade_pays_the_square_of_one_minus_the_error(truth, paid):
+@pytest.mark.parametrize(
+    ("truth", "expected"), [(0.8, 1.0), (0.5, 0.49), (0, 0.04), (1, 0.64), ("0.5", 0.49), (np.float64(0.5), 0.49)]
+)
+def test_grade_is_the_square_of_one_minus_the_error(truth, expected):
     got = score("grade", "Total Score: 8/10", truth)
-    assert got.value == pytest.approx(paid, abs=1e-12)
-    assert got.parts == pytest.approx({"error": 1 - math.sqrt(paid)}, abs=1e-12)
+    assert got.value == pytest.approx(expected, abs=1e-12)
+    assert got.parts == pytest.approx({"error": 1 - math.sqrt(expected)}, abs=1e-12)
 
 
 @pytest.mark.parametrize("truth", [None, "", "good", -0.1, 1.1, 8, "8/10", True, math.nan, [0.5]])
 def test_grade_needs_a_truth_from_0_to_1(truth):
-    assert is_the_datas_fault(score("grade", "Total Score: 8/10", truth))
+    assert is_ground_truth_failure(score("grade", "Total Score: 8/10", truth))
 
 
 # Contains ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "paid"),
+    ("text", "settings", "expected"),
     [
         ("the answer is Paris.", {"text": "Paris"}, 1.0),
         ("the answer is PARIS.", {"text": "Paris"}, 0.0),
@@ -155,12 +157,12 @@ def test_grade_needs_a_truth_from_0_to_1(truth):
         ("ab", {"text": "."}, 0.0),
     ],
 )
-def test_contains_looks_for_its_text(text, settings, paid):
-    assert value("contains", text, "another truth", **settings) == paid
+def test_contains_looks_for_its_text(text, settings, expected):
+    assert value("contains", text, "another truth", **settings) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "truth", "need", "paid"),
+    ("text", "truth", "need", "expected"),
     [
         ("It is 72.", "72", "any", 1.0),
         ("It is 72.", 72.0, "all", 1.0),
@@ -171,17 +173,17 @@ def test_contains_looks_for_its_text(text, settings, paid):
         ("3 of 4", [3.0, 4.0], "all", 1.0),
     ],
 )
-def test_contains_looks_for_the_ground_truth_where_it_has_no_text(text, truth, need, paid):
-    assert value("contains", text, truth, need=need) == paid
+def test_contains_looks_for_the_ground_truth_if_it_has_no_text(text, truth, need, expected):
+    assert value("contains", text, truth, need=need) == expected
 
 
 @pytest.mark.parametrize("truth", [None, "", "  ", [], ["red", ""], {"a": 1}])
 def test_contains_needs_a_text_or_a_truth(truth):
-    assert is_the_datas_fault(score("contains", "red", truth))
+    assert is_ground_truth_failure(score("contains", "red", truth))
     assert value("contains", "red", truth, text="red") == 1.0
 
 
-def test_contains_takes_no_empty_text():
+def test_contains_rejects_an_empty_text():
     with pytest.raises(ValidationError, match="an empty text is in every response"):
         rule("contains", text=["red", ""])
 
@@ -190,7 +192,7 @@ def test_contains_takes_no_empty_text():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text", "full", "paid"),
+    ("pattern", "text", "full", "expected"),
     [
         (r"\d+", "It is 72.", False, 1.0),
         (r"\d+", "It is 72.", True, 0.0),
@@ -204,19 +206,19 @@ def test_contains_takes_no_empty_text():
         (r"\ud800", "\ud800", True, 1.0),
     ],
 )
-def test_regex(pattern, text, full, paid):
+def test_regex(pattern, text, full, expected):
     got = score("regex", text, pattern=pattern, full=full)
-    assert (got.value, got.malformed, got.parts) == (paid, False, {"timed_out": 0.0})
+    assert (got.value, got.malformed, got.parts) == (expected, False, {"timed_out": 0.0})
 
 
 @pytest.mark.parametrize("pattern", ["(", "a{2,1}", "(?P<x", "*", "(" * 5000 + ")" * 5000], ids=lambda pattern: pattern[:8])
-def test_a_pattern_that_cannot_be_read_is_told_when_the_recipe_is_read(pattern):
+def test_an_invalid_pattern_is_reported_when_the_recipe_is_read(pattern):
     with pytest.raises(ValidationError, match="is not a regular expression"):
         rule("regex", pattern=pattern)
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_search_that_takes_too_long_is_the_policys_fault(full):
+def test_a_search_that_times_out_is_malformed(full):
     got = score("regex", "a" * 50_000, pattern=r"(a|aa)+(?=b)c", full=full, limits={"timeout_s": 0.05})
     assert (got.value, got.malformed, got.parts) == (0.0, True, {"timed_out": 1.0})
 
@@ -227,14 +229,14 @@ def test_a_search_that_takes_too_long_is_the_policys_fault(full):
 @pytest.mark.parametrize(
     ("text", "unknown", "prefilled", "written"),
     [
-        # Well-formed or not: prefilled is null, true, false.
+        # Whether it is well-formed with prefilled null, true and false.
         pytest.param("<think>Two.</think>4", 1, 0, 1, id="thoughts and an answer"),
-        pytest.param(" \n<think>\nTwo.\n</think>\n\n4\n", 1, 0, 1, id="white space is free"),
-        pytest.param("Two.</think>4", 1, 1, 0, id="the template wrote the first tag"),
+        pytest.param(" \n<think>\nTwo.\n</think>\n\n4\n", 1, 0, 1, id="extra white space"),
+        pytest.param("Two.</think>4", 1, 1, 0, id="the template wrote the opening tag"),
         pytest.param("\nTwo.\n</think>\n4", 1, 1, 0, id="the same, with white space"),
         pytest.param("4", 0, 0, 0, id="no thoughts"),
-        pytest.param("", 0, 0, 0, id="nothing"),
-        pytest.param("<think>Two.", 0, 0, 0, id="thoughts without end"),
+        pytest.param("", 0, 0, 0, id="empty"),
+        pytest.param("<think>Two.", 0, 0, 0, id="unclosed thoughts"),
         pytest.param("<think>Two.</think>", 0, 0, 0, id="no answer"),
         pytest.param("<think>Two.</think> \n", 0, 0, 0, id="a blank answer"),
         pytest.param("Two.</think>\n", 0, 0, 0, id="prefilled, no answer"),
@@ -247,13 +249,13 @@ def test_a_search_that_takes_too_long_is_the_policys_fault(full):
         pytest.param("<think>a</think>b</think>4", 0, 0, 0, id="a stray closing tag"),
         pytest.param("<think>a</think>4<think>", 0, 0, 0, id="a stray opening tag in the answer"),
         pytest.param("a</think>4<think>", 0, 0, 0, id="the tags the wrong way round"),
-        pytest.param("<THINK>a</THINK>4", 0, 0, 0, id="capital letters"),
+        pytest.param("<THINK>a</THINK>4", 0, 0, 0, id="uppercase tags"),
     ],
 )
 def test_think_format(text, unknown, prefilled, written):
-    for setting, paid in ((None, unknown), (True, prefilled), (False, written)):
+    for setting, expected in ((None, unknown), (True, prefilled), (False, written)):
         got = score("think_format", text, prefilled=setting)
-        assert (got.value, got.malformed) == (paid, not paid), setting
+        assert (got.value, got.malformed) == (expected, not expected), setting
 
 
 def test_think_format_with_other_tags_and_empty_thoughts():
@@ -263,7 +265,7 @@ def test_think_format_with_other_tags_and_empty_thoughts():
 
 
 @pytest.mark.parametrize(
-    ("text", "paid"),
+    ("text", "expected"),
     [
         ("<think> a </think> <response> 4 </response>", 1),
         ("<think>a</think><response>4</response>\n", 1),
@@ -281,8 +283,8 @@ def test_think_format_with_other_tags_and_empty_thoughts():
         ("<think> a </think> </response> 4 <response>", 0),
     ],
 )
-def test_think_format_of_zero_models(text, paid):
-    assert value("think_format", text, answer_tag="response") == paid
+def test_think_format_with_an_answer_tag(text, expected):
+    assert value("think_format", text, answer_tag="response") == expected
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,7 @@ def test_think_format_of_zero_models(text, paid):
         {"closing": ""},
     ],
 )
-def test_tags_that_cannot_be_told_apart_are_no_settings(tags):
+def test_invalid_tags_are_rejected(tags):
     with pytest.raises(ValidationError):
         rule("think_format", **tags)
 
@@ -304,16 +306,16 @@ def test_tags_that_cannot_be_told_apart_are_no_settings(tags):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "paid"),
+    ("tokens", "expected"),
     [(0, 0.0), (60, 0.0), (70, 0.25), (90, 0.75), (100, 1.0), (150, 1.0), (200, 1.0), (210, 0.75), (240, 0.0), (999, 0.0)],
 )
-def test_length_falls_in_a_line_outside_its_bounds(tokens, paid):
+def test_length_falls_linearly_outside_its_bounds(tokens, expected):
     got = score("length", "", tokens=tokens, at_least=100, at_most=200, slack=40)
-    assert (got.value, got.parts, got.malformed) == (paid, {"length": tokens}, False)
+    assert (got.value, got.parts, got.malformed) == (expected, {"length": tokens}, False)
 
 
 @pytest.mark.parametrize(
-    ("unit", "settings", "paid"),
+    ("unit", "settings", "expected"),
     [
         ("words", {"at_most": 3}, 1.0),
         ("words", {"at_most": 2}, 0.0),
@@ -324,20 +326,20 @@ def test_length_falls_in_a_line_outside_its_bounds(tokens, paid):
         ("characters", {"at_most": 0, "slack": 13}, 0.0),
     ],
 )
-def test_length_in_words_and_characters(unit, settings, paid):
-    assert value("length", "one two\nthree", unit=unit, **settings) == pytest.approx(paid)
+def test_length_in_words_and_characters(unit, settings, expected):
+    assert value("length", "one two\nthree", unit=unit, **settings) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"at_least": 2, "at_most": 1}, {"at_least": -1}, {"at_most": 1, "slack": -1}, {"unit": "lines", "at_most": 1}]
 )
-def test_lengths_that_make_no_sense_are_no_settings(settings):
+def test_invalid_length_settings_are_rejected(settings):
     with pytest.raises(ValidationError):
         rule("length", **settings)
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("length", {"at_most": 9}), ("overlong", {"max_tokens": 9, "buffer_tokens": 3})])
-def test_without_a_number_of_tokens_there_is_no_value(kind, settings):
+def test_a_missing_token_count_is_a_failure(kind, settings):
     reward = rule(kind, **settings, max_failure_rate=1.0)
     read = SavedSample("p", 0, NONE, "one two", "finished", NONE, NONE, 0)
     got = scored(reward, read)
@@ -352,19 +354,19 @@ def test_without_a_number_of_tokens_there_is_no_value(kind, settings):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cost", "open_end"),
+    ("tokens", "cost", "uncapped_cost"),
     [(0, 0.0, 0.0), (2176, 0.0, 0.0), (2432, 0.25, 0.25), (2688, 0.5, 0.5), (3200, 1.0, 1.0), (3712, 1.0, 1.5), (4224, 1.0, 2.0)],
 )
 @pytest.mark.parametrize("penalty", [1.0, 0.04, 0.0])
-def test_overlong_grows_over_the_buffer(tokens, cost, open_end, penalty):
-    # L = 3200, B = 1024: it begins at 2176.
+def test_overlong_penalty_grows_over_the_buffer(tokens, cost, uncapped_cost, penalty):
+    # L = 3200, B = 1024: the penalty begins at 2176.
     settings = {"max_tokens": 3200, "buffer_tokens": 1024, "penalty": penalty}
     assert value("overlong", "", tokens=tokens, **settings) == pytest.approx(-penalty * cost, abs=1e-15)
     assert value("overlong", "", tokens=tokens, capped=True, **settings) == pytest.approx(-penalty * cost, abs=1e-15)
-    assert value("overlong", "", tokens=tokens, capped=False, **settings) == pytest.approx(-penalty * open_end, abs=1e-15)
+    assert value("overlong", "", tokens=tokens, capped=False, **settings) == pytest.approx(-penalty * uncapped_cost, abs=1e-15)
 
 
-def test_overlong_costs_nothing_as_plus_zero_and_may_begin_at_once():
+def test_overlong_without_a_penalty_is_plus_zero_and_the_buffer_may_cover_everything():
     assert str(value("overlong", "", tokens=1, max_tokens=8, buffer_tokens=4)) == "0.0"
     assert value("overlong", "", tokens=2, max_tokens=8, buffer_tokens=8) == -0.25
 
@@ -375,8 +377,8 @@ def test_overlong_settings():
     for wrong in ({"buffer_tokens": 0}, {"penalty": -1.0}, {"max_tokens": 0}, {"capped": "somewhat"}):
         with pytest.raises(ValidationError):
             rule("overlong", **{"max_tokens": 8, "buffer_tokens": 4} | wrong)
-    opened = rule("overlong", max_tokens=8, buffer_tokens=4, capped=False)
-    assert rule("overlong", **{k: v for k, v in opened.model_dump().items() if k != "kind"}) == opened
+    uncapped = rule("overlong", max_tokens=8, buffer_tokens=4, capped=False)
+    assert rule("overlong", **{k: v for k, v in uncapped.model_dump().items() if k != "kind"}) == uncapped
     assert rule("overlong", max_tokens=8, buffer_tokens=4, bounds=[-0.5, None]).bounds == (-0.5, None)
 
 
@@ -386,29 +388,29 @@ def test_overlong_settings():
 @pytest.mark.parametrize(
     ("text", "settings", "share"),
     [
-        pytest.param("", {}, 0, id="nothing"),
+        pytest.param("", {}, 0, id="empty"),
         pytest.param("a a a", {}, 0, id="shorter than n"),
         pytest.param("a a a a", {}, 0, id="one n-gram"),
         pytest.param("a a a a a", {}, 1 / 2, id="two, one distinct"),
         pytest.param("a b c d a b c d a b c d", {}, 5 / 9, id="nine, four distinct"),
-        pytest.param("the cat saw the cat", {"n": 2}, 1 / 4, id="the cat, twice of four"),
+        pytest.param("the cat saw the cat", {"n": 2}, 1 / 4, id="one of four repeated"),
         pytest.param("the cat\n saw\tthe  cat", {"n": 2}, 1 / 4, id="any white space"),
-        pytest.param("The cat saw the cat", {"n": 2}, 0, id="capital letters differ"),
+        pytest.param("The cat saw the cat", {"n": 2}, 0, id="case-sensitive"),
         pytest.param("a b a", {"n": 1}, 1 / 3, id="single words"),
         pytest.param("今天很好今天很好", {}, 0, id="Chinese is one word"),
         pytest.param("今天很好今天很好", {"unit": "characters"}, 1 / 5, id="Chinese by characters"),
-        pytest.param("今天很好\n今天很好", {"unit": "characters", "n": 2}, 3 / 7, id="white space is no character"),
+        pytest.param("今天很好\n今天很好", {"unit": "characters", "n": 2}, 3 / 7, id="white space is not a character"),
     ],
 )
 @pytest.mark.parametrize("penalty", [1.0, 0.5])
-def test_repetition_costs_the_share_of_repeated_ngrams(text, settings, share, penalty):
+def test_repetition_penalises_the_share_of_repeated_ngrams(text, settings, share, penalty):
     got = score("repetition", text, penalty=penalty, **settings)
     assert got.value == pytest.approx(-penalty * share, abs=1e-12)
     assert got.parts == pytest.approx({"repeated": share}, abs=1e-12)
     assert str(value("repetition", "a b c d e")) == "0.0"
 
 
-# All of them ---------------------------------------------------------------------------------------------------------
+# Every rule ----------------------------------------------------------------------------------------------------------
 
 SETTINGS = {
     "contains": [{}, {"text": ["a", "B"], "need": "all", "ignore_case": True}],
@@ -419,7 +421,7 @@ SETTINGS = {
     "repetition": [{}, {"unit": "characters", "n": 1}],
     "think_format": [{}, {"prefilled": True}, {"answer_tag": "response", "prefilled": False, "empty_thoughts": True}],
 }
-"""Where a kind cannot do without settings, or has several ways to go."""
+"""For kinds with required settings or several modes."""
 TRUTHS = [
     None,
     "",
@@ -454,7 +456,7 @@ TEXTS = [
     "Total Score: 1e999",
     "x\nR\nA > B\nS\nA: ٣, B: ²",
 ]
-ENDLESS = [
+REPEATED = [
     "{",
     "}",
     "[",
@@ -477,7 +479,7 @@ ENDLESS = [
     "/",
     "'",
 ]
-ENDLESS += [
+REPEATED += [
     "Total Score",
     "points",
     "point:",
@@ -495,16 +497,16 @@ ENDLESS += [
     "\\frac{1}{",
 ]
 KINDS = [kind for kind in plugins.kinds("rewards") if issubclass(plugins.kind("rewards", kind), Rule)]
-EACH = [(kind, settings) for kind in KINDS for settings in SETTINGS.get(kind, [{}])]
-each_rule = pytest.mark.parametrize(("kind", "given_settings"), EACH, ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(EACH)])
+CASES = [(kind, settings) for kind in KINDS for settings in SETTINGS.get(kind, [{}])]
+each_rule = pytest.mark.parametrize(("kind", "given_settings"), CASES, ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)])
 
-pieces = st.sampled_from([*TEXTS, *ENDLESS, "A: 7, B: 9", "B > A", "Total Score: 8/10", "</think>", "4"])
+pieces = st.sampled_from([*TEXTS, *REPEATED, "A: 7, B: 9", "B > A", "Total Score: 8/10", "</think>", "4"])
 any_text = st.one_of(st.text(), st.lists(pieces, max_size=8).map("\n".join), st.lists(pieces, max_size=8).map("".join))
 
 
-def keeps_the_contract(reward: Rule, text: str, truth: object) -> None:
+def check_contract(reward: Rule, text: str, truth: object) -> None:
     sample = sample_of(text, tokens=len(text))
-    got = reward.value(Prompt("p", [], ground_truth=truth), sample)  # not through `score`, which turns what is raised into failures
+    got = reward.value(Prompt("p", [], ground_truth=truth), sample)  # not through the runner, which turns exceptions into failures
     got = got if isinstance(got, Score) else Score(got)
     if got.failure is None:
         assert got.value is not None
@@ -524,13 +526,13 @@ def test_any_response_gives_a_finite_value_or_a_failure(kind, given_settings):
     @settings(max_examples=60, deadline=None)
     @given(any_text, st.sampled_from(TRUTHS))
     def check(text, truth):
-        keeps_the_contract(reward, text, truth)
+        check_contract(reward, text, truth)
 
     check()
 
 
 @each_rule
-def test_the_same_words_from_the_runner_with_all_truths(kind, given_settings):
+def test_rules_in_the_runner_fail_only_for_missing_data(kind, given_settings):
     reward: Reward = rule(
         kind, **{**given_settings, "limits": {**given_settings.get("limits", {}), "give_up_after": None}}, max_failure_rate=1.0
     )
@@ -543,9 +545,9 @@ def test_the_same_words_from_the_runner_with_all_truths(kind, given_settings):
 
 
 @each_rule
-def test_a_long_text_of_anything_is_read_in_one_go(kind, given_settings):
-    # What grows with the square of its length would not end before pytest's own time limit.
+def test_long_texts_are_scored_in_linear_time(kind, given_settings):
+    # Quadratic time would exceed pytest's timeout.
     reward = rule(kind, **given_settings)
-    for piece in ENDLESS:
+    for piece in REPEATED:
         for text in (piece * (LONG // len(piece)), "x\nTotal Score: " + piece * (LONG // len(piece)) + "\n4"):
-            keeps_the_contract(reward, text, {"A": 9, "B": 7} if kind == "ranking" else 1)
+            check_contract(reward, text, {"A": 9, "B": 7} if kind == "ranking" else 1)

@@ -1,4 +1,4 @@
-"""On a GPU, in bf16: what the sampler says of a token is what training computes for it, to the bit but for the last sum."""
+"""On a GPU in half precision, the sampler's log-probs are the trainer's, up to the order of the last sum."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.types import Example
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU's products add up in many orders")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU, the order of sums varies")
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
-LAST_SUM = 1e-5  # over the vocabulary, which both do in their own order
+TOLERANCE = 1e-5  # sampler and trainer sum over the vocabulary in different orders
 
 
-def agrees(model, count: int, longest: int, new: int) -> None:
-    """What the engine says of prompts of 1…`longest` tokens and their responses, and what training does: packed, and one by one."""
+def assert_agreement(model, count: int, longest: int, new: int) -> None:
+    """For prompts of 1…`longest` tokens, the engine's log-probs match those of training, packed and one by one."""
     rng, engine = np.random.default_rng(0), NativeEngine(model, None)
     requests = [Request(f"p{i}", rng.integers(5, 300, 1 + 17 * i % longest), n=2) for i in range(count)]
     prompts = {request.prompt_id: request.tokens for request in requests}
@@ -30,25 +30,25 @@ def agrees(model, count: int, longest: int, new: int) -> None:
     for sample in samples:
         tokens = np.concatenate([prompts[sample.prompt_id], sample.tokens])
         examples.append(Example(tokens, np.arange(len(tokens)) >= len(prompts[sample.prompt_id])))
-    said = torch.from_numpy(np.concatenate([sample.sampler_logprobs for sample in samples]))
+    sampled = torch.from_numpy(np.concatenate([sample.sampler_logprobs for sample in samples]))
     together = target_logprobs(model, pack(examples, "cuda")).logprobs_N.detach().cpu()
-    assert (together - said).abs().max() < LAST_SUM
+    assert (together - sampled).abs().max() < TOLERANCE
     alone = torch.cat([target_logprobs(model, pack([example], "cuda")).logprobs_N.detach().cpu() for example in examples[:5]])
-    assert (alone - together[: len(alone)]).abs().max() < LAST_SUM
+    assert (alone - together[: len(alone)]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_and_trainer_agree(tiny_models, kind, dtype):
-    """Few sequences and many, short ones and such as attention splits."""
+    """Few sequences and many, short ones and ones long enough for attention to split."""
     model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda")).to(getattr(torch, dtype))
     for count, new in ((40, 60), (3, 700)):
-        agrees(model, count, 300, new)
+        assert_agreement(model, count, 300, new)
 
 
 @pytest.mark.parametrize("count", [1, 4, 17, 70])
-def test_they_agree_in_the_widths_of_large_models(count):
-    """Two layers of Qwen2.5-7B: products that the library splits for few rows, if it may."""
+def test_sampler_and_trainer_agree_at_the_widths_of_large_models(count):
+    """Two layers of Qwen2.5-7B, whose matrix products the library would split for few rows if allowed."""
     config = Qwen2Config(
         vocab_size=32_000, hidden_size=3584, num_hidden_layers=2, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=18944, max_position_embeddings=2048, eos_token_id=None,
@@ -57,25 +57,25 @@ def test_they_agree_in_the_widths_of_large_models(count):
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
     prepare_layers(model)
-    agrees(model, count, 90, 40)
+    assert_agreement(model, count, 90, 40)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients(tiny_models, kind):
-    """Of the same weights in fp32 and on the CPU, up to what bf16 rounds."""
+def test_gradients_match_fp32(tiny_models, kind):
+    """Up to the rounding of bf16, gradients are those of the same weights in fp32 on the CPU."""
     half = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="bfloat16"), torch.device("cuda"))
     exact = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="float32"), torch.device("cpu"))
     exact.load_state_dict({name: value.float().cpu() for name, value in half.state_dict().items()})
     sequences = [np.arange(length) % 300 for length in (20, 1, 300)]
     examples = [Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences]
-    wanted = torch.randn(321, half.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    output_grad = torch.randn(321, half.config.hidden_size, generator=torch.Generator().manual_seed(0))
     for model, device in ((half, "cuda"), (exact, "cpu")):
         model.train()
         states = model.get_decoder()(**packed_arguments(pack(examples, device)), use_cache=False).last_hidden_state[0]
-        (states.float() * wanted.to(device)).sum().backward()
+        (states.float() * output_grad.to(device)).sum().backward()
     for (name, ours), (_, theirs) in zip(half.named_parameters(), exact.named_parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if theirs.grad is None:
-            continue  # the head, which nobody asked
-        apart = (ours.grad.float().cpu() - theirs.grad).norm() / theirs.grad.norm()
-        assert apart < 0.03, name
+            continue  # the head is not used
+        error = (ours.grad.float().cpu() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 0.03, name

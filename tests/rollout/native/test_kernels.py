@@ -1,9 +1,9 @@
-"""The engine's Triton kernels, and the torch operations next door, compute what is written down here once more in float64.
+"""The engine's Triton kernels and their torch equivalents match float64 references.
 
-Without a GPU, Triton's interpreter runs the kernels, program by program: it shows wrong indices, masks and formulas, but not what a
-compiler or racing threads add. With a GPU the same tests run compiled. The interpreter knows no bfloat16; float16 stands for it.
+Without a GPU, Triton's interpreter runs the kernels one program at a time: this finds wrong indices, masks and formulas, but not
+compiler errors or races. With a GPU the same tests run compiled. The interpreter lacks bfloat16, so float16 stands in for it.
 
-Unused memory holds NaN: whoever reads it is found out.
+Unused memory holds NaN, so that reading it is detected.
 """
 
 import importlib
@@ -34,14 +34,14 @@ _ours: dict[str, ModuleType] = {}
 
 
 def _swapped(name: str) -> bool:
-    """Triton and what it decorates. Its binary part can be loaded only once, and serves both."""
+    """Triton and the kernels it decorates. Its C extension can be loaded only once and is shared."""
     return (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name.startswith((KERNELS, SHARED))
 
 
 @contextmanager
 def interpreter() -> Iterator[None]:
-    """Triton is interpreted if it was asked to before its first import; other tests' imports may have come earlier, and child
-    processes should not be asked. So there is a Triton for this module's tests, which only they see."""
+    """Triton interprets kernels only if TRITON_INTERPRET is set before its first import. Other tests may have imported it already,
+    and child processes must not inherit the variable, so this module's tests get a separate copy of Triton."""
     if DEVICE.type == "cuda":
         yield
         return
@@ -62,21 +62,21 @@ def interpreter() -> Iterator[None]:
 
 
 with interpreter():
-    triton = pytest.importorskip("triton", reason="kernels need Triton; the dev extra brings it to machines without a GPU")
+    triton = pytest.importorskip("triton", reason="kernels need Triton; the dev extra installs it on machines without a GPU")
     tl = importlib.import_module("triton.language")
     kernels, shared = importlib.import_module(KERNELS), importlib.import_module(SHARED)
     _exponential, _position_key = kernels.draw._exponential, kernels.draw._position_key
 
     @triton.jit
     def _noise(keys_ptr, written_ptr, out_ptr, KEYS: tl.constexpr, TOKENS: tl.constexpr):
-        """The time at which each token arrives, for some keys."""
+        """The arrival time of each token, for some keys."""
         at = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
         token = tl.arange(0, TOKENS)
         key = _position_key(tl.load(keys_ptr + at), tl.load(written_ptr + at))
         tl.store(out_ptr + at[:, None] * TOKENS + token[None, :], _exponential(key[:, None], token[None, :]))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the logarithm of 0, on purpose, in the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # log(0), on purpose, in the interpreter's numpy
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 both = pytest.mark.parametrize("ops", [torch_ops, kernels], ids=["torch", "kernels"])
@@ -84,7 +84,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def shapes_of_each_dtype(count: int) -> pytest.MarkDecorator:
-    """Each dtype meets shapes of its own."""
+    """Different shapes for each dtype."""
     cases = [(dtype, i * count + seed) for i, dtype in enumerate(DTYPES) for seed in range(count)]
     return pytest.mark.parametrize(("dtype", "seed"), cases, ids=str)
 
@@ -95,8 +95,8 @@ def _interpreted() -> Iterator[None]:
         yield
 
 
-def test_the_interpreter_is_seen_by_these_tests_only(monkeypatch):
-    """A kernel that is interpreted, one that was compiled before, and an environment that says nothing of it."""
+def test_the_interpreter_is_visible_to_these_tests_only(monkeypatch):
+    """Inside, kernels are interpreted; outside, the previous Triton and environment are back."""
     if DEVICE.type == "cuda":
         pytest.skip("compiled here")
     assert type(kernels.attention._attend).__name__ == type(tl.sum).__name__ == "InterpretedFunction"
@@ -124,7 +124,7 @@ def exact(x: Tensor) -> Tensor:
 
 
 def close(ours: Tensor, reference: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
-    """To within some roundings of the greatest number; NaN only where there should be."""
+    """Equal to within a few roundings of the largest value; NaN only where the reference has it."""
     assert ours.dtype == dtype
     size = reference.nan_to_num(0.0).abs().max().item() if reference.numel() else 0.0
     rounding = ROUNDING[dtype] * times
@@ -135,7 +135,7 @@ def share_equal(a: Tensor, b: Tensor) -> float:
     return (a == b).double().mean().item()
 
 
-# Between products ----------------------------------------------------------------------------------------------------
+# Norms and activations -----------------------------------------------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,7 +146,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @each_dtype
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (2, 64), (4, 96), (3, 2050)])
 def test_add_norm(ops, dtype, tokens, width):
-    """Also of numbers as small as eps, which must count, and as large as half precision has."""
+    """Also of inputs so small that eps matters, and of large ones."""
     g = generator(width)
     for size, eps in ((1.0, 1e-6), (1e-3, 1e-5), (100.0, 1e-6)):
         x, delta = ((torch.randn(tokens, width, generator=g) * size).to(DEVICE, dtype) for _ in range(2))
@@ -164,8 +164,8 @@ def test_add_norm(ops, dtype, tokens, width):
 
 @each_dtype
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_add_norm_of_parts(dtype, parts):
-    """Parts of a product are added up in fp32 and rounded once, as the product in one piece is."""
+def test_add_norm_of_split_k_parts(dtype, parts):
+    """Parts of a split-K product are summed in fp32 and rounded once, like an unsplit product."""
     g = generator(parts)
     x, parts_PTD = torch.randn(3, 96, generator=g).to(DEVICE), torch.randn(parts, 3, 96, generator=g).to(DEVICE)
     weight = torch.randn(96, generator=g).to(DEVICE, dtype)
@@ -174,15 +174,15 @@ def test_add_norm_of_parts(dtype, parts):
         torch.testing.assert_close(a, b)
 
 
-def test_parts_of_a_product():
+def test_split_k_product():
     g = generator(0)
     x, weight = (torch.randn(shape, generator=g).to(DEVICE, torch.float16) for shape in ((5, 160), (64, 160)))
     parts = split_k_product(x, weight)
     assert parts.shape == (PARTS, 5, 64)
     close(parts.sum(0), exact(x) @ exact(weight).T, torch.float32, times=4)
     assert uses_split_k(x, weight, None) == (DEVICE.type == "cuda")
-    assert not uses_split_k(x[:, :120], weight[:, :120], None), "not much longer than there are columns"
-    assert not uses_split_k(x, weight, weight[:, 0]), "nobody adds a bias to parts"
+    assert not uses_split_k(x[:, :120], weight[:, :120], None), "the inner dimension is too short"
+    assert not uses_split_k(x, weight, weight[:, 0]), "split-K has no bias"
 
 
 @both
@@ -190,7 +190,7 @@ def test_parts_of_a_product():
 @pytest.mark.parametrize(("tokens", "half"), [(1, 1), (3, 100), (2, 1024), (2, 1500)])
 def test_swiglu(ops, dtype, tokens, half):
     gate_up = (torch.randn(tokens, 2 * half, generator=generator(half)) * 3).to(DEVICE, dtype)
-    gate_up[:, 0] = -200.0  # whose exponential is infinite
+    gate_up[:, 0] = -200.0  # exp(200) overflows
     gate, up = exact(gate_up).chunk(2, -1)
     out = ops.swiglu(gate_up)
     assert out.shape == (tokens, half)
@@ -198,7 +198,7 @@ def test_swiglu(ops, dtype, tokens, half):
     assert torch.equal(out[:, 0].abs(), torch.zeros_like(out[:, 0]))
 
 
-def test_rounding_is_that_of_modules():
+def test_kernels_round_where_modules_round():
     """In half precision, intermediate results are rounded where transformers rounds them; one rounding fewer changes 1 in 5."""
     g, dtype = generator(0), torch.float16
     x, delta, weight = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((8, 256), (8, 256), (256,)))
@@ -208,13 +208,13 @@ def test_rounding_is_that_of_modules():
     heads, angles = Heads(6, 2, 64), torch.randn(32, 64, generator=g).to(DEVICE)
     for norms in ((None, None), (weight[:64], weight[64:128])):
         rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), *norms, 1e-6)
-        turned = []
+        rotated = []
         for ops in (torch_ops, kernels):
             cache = cache_of(heads, 16, 8, 2, dtype, seed=0)
-            turned.append(torch.randn(8, 10 * 64, generator=generator(1)).to(DEVICE, dtype))
+            rotated.append(torch.randn(8, 10 * 64, generator=generator(1)).to(DEVICE, dtype))
             rows = torch.arange(8, dtype=torch.int32, device=DEVICE)
-            ops.rotate_and_write(turned[-1], heads, rotation, cache, 0, rows, torch.arange(8, device=DEVICE) * 3)
-        assert share_equal(*turned) > 0.98
+            ops.rotate_and_write(rotated[-1], heads, rotation, cache, 0, rows, torch.arange(8, device=DEVICE) * 3)
+        assert share_equal(*rotated) > 0.98
 
 
 # The cache -----------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ LAYERS = 3
 
 
 def cache_of(heads: Heads, block_tokens: int, rows: int, blocks_per_row: int, dtype: torch.dtype, seed: int) -> KVCache:
-    """All NaN; rows' blocks lie anywhere, and some are nobody's."""
+    """All NaN; rows have random blocks, and some blocks are unused."""
     cache = KVCache(CacheShape(LAYERS, heads, dtype, DEVICE), rows, blocks_per_row, block_tokens=block_tokens)
     blocks = rows * blocks_per_row + 2
     cache.allocate(blocks)
@@ -235,14 +235,14 @@ def cache_of(heads: Heads, block_tokens: int, rows: int, blocks_per_row: int, dt
 
 
 def strided(numbers: list[int]) -> Tensor:
-    """As a column of something wider, which positions are; what lies around them would be far outside."""
+    """A column of a wider tensor, as positions are; the values around it would be far out of range."""
     wide = torch.full((len(numbers), 5), 1 << 40)
     wide[:, 1] = torch.tensor(numbers)
     return wide.to(DEVICE)[:, 1]
 
 
 class Tokens:
-    """Some tokens of some rows, each with a place of its own, or none (position −1)."""
+    """Random tokens of random rows, each in a different place; position −1 marks an idle one."""
 
     def __init__(self, seed: int, dtype: torch.dtype):
         pick = random.Random(seed)
@@ -261,7 +261,7 @@ class Tokens:
         self.cache = cache_of(self.heads, self.block, rows, blocks_per_row, dtype, seed)
 
     def expected_memory(self, keys: Tensor, values: Tensor) -> Tensor:
-        """NaN but for these tokens' keys and values, one by one."""
+        """NaN except for these tokens' keys and values."""
         memory = torch.full(self.cache.memory.shape, math.nan, dtype=torch.float64)
         for i, (row, at) in enumerate(self.places):
             if at >= 0:
@@ -274,7 +274,7 @@ class Tokens:
 @both
 @shapes_of_each_dtype(5)
 def test_rotate_and_write(ops, dtype, seed):
-    """Queries and keys turned, values as they are, keys and values in their places, and nothing else changed anywhere."""
+    """Queries and keys are rotated, values are not; keys and values are written to their places, and nothing else changes."""
     tokens, g, with_norms = Tokens(seed, dtype), generator(seed), seed % 2 == 1
     heads, size, count = tokens.heads, tokens.heads.size, len(tokens.places)
     angles = torch.randn(2, tokens.longest, size, generator=g)  # real tables repeat their first half
@@ -289,7 +289,7 @@ def test_rotate_and_write(ops, dtype, seed):
     ops.rotate_and_write(qkv, heads, rotation, tokens.cache, tokens.layer, tokens.rows, tokens.positions)
     without_cache = before.clone()
     ops.rotate(without_cache[:, :width], heads, rotation, tokens.positions)
-    assert torch.equal(without_cache[:, :width], qkv), "turned alone"
+    assert torch.equal(without_cache[:, :width], qkv), "rotated without a cache"
     assert without_cache[:, width:].isnan().all()
 
     query, key, value = exact(before[:, :width]).view(count, -1, size).split([heads.query, heads.kv, heads.kv], 1)
@@ -298,17 +298,17 @@ def test_rotate_and_write(ops, dtype, seed):
     at = tokens.positions.cpu().clamp(min=0)
     cos, sin = exact(rotation.cos)[at, None], exact(rotation.sin)[at, None]
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate_reference(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         return x * cos + torch.cat([-b, a], -1) * sin
 
-    expected = torch.cat([turn(query), turn(key), value], 1)
+    expected = torch.cat([rotate_reference(query), rotate_reference(key), value], 1)
     used = torch.tensor(tokens.used)
     close(qkv.view(count, -1, size).cpu()[used], expected[used], dtype, times=2)
     assert torch.equal(qkv[:, -heads.kv * size :], before[:, :width][:, -heads.kv * size :]), "values"
     assert wide[:, width:].isnan().all()
     if ops is kernels and not with_norms:
-        assert torch.equal(qkv.cpu()[~used], before.cpu()[~used, :width]), "a row that nobody uses"
+        assert torch.equal(qkv.cpu()[~used], before.cpu()[~used, :width]), "an idle row"
     close(tokens.cache.memory, tokens.expected_memory(expected[:, heads.query : -heads.kv], value), dtype, times=2)
 
 
@@ -316,7 +316,7 @@ def test_rotate_and_write(ops, dtype, seed):
 @each_dtype
 @pytest.mark.parametrize("seed", range(8))
 def test_write(ops, dtype, seed):
-    """Keys and values as transformers hands them over, head by head, or token by token out of a product."""
+    """Keys and values laid out by head, as transformers passes them, or by token, as a matrix product returns them."""
     tokens, g = Tokens(seed, dtype), generator(seed)
     count, kv, size = len(tokens.places), tokens.heads.kv, tokens.heads.size
     if seed % 2:
@@ -333,7 +333,7 @@ def test_write(ops, dtype, seed):
 
 
 class Past:
-    """Queries, and a cache that holds numbers where they may look."""
+    """Queries, and a cache that holds numbers only where they may attend."""
 
     def __init__(self, seed: int, dtype: torch.dtype):
         pick, g = random.Random(1000 + seed), generator(seed)
@@ -342,7 +342,7 @@ class Past:
         self.heads, self.block = Heads(kv * group, kv, size), pick.choice([16, 32, 64])
         blocks_per_row, count = pick.choice([1, 3, 5, 6]), pick.randint(1, 3)
         longest = blocks_per_row * self.block
-        # At the edges of blocks and of parts, and anywhere.
+        # At the edges of blocks and of parts, and at random.
         lengths = [1, longest, self.block, self.block + 1, 2 * self.block, pick.randint(1, longest), pick.randint(1, longest)]
         self.lengths = [min(pick.choice(lengths), longest) for _ in range(count)] + [0]
         pick.shuffle(self.lengths)
@@ -357,7 +357,7 @@ class Past:
             for at in range(length):
                 place = cache.memory[int(cache.block_tables[row, at // self.block]), self.layer, :, :, at % self.block]
                 place[0], place[1] = self.keys[row, :, at], self.values[row, :, at]
-        # Small, so that all count; or large, so that without care exponentials overflow.
+        # Small, so that all keys count; or so large that a naive softmax overflows.
         self.size = pick.choice([0.1, 1.0, 1.0, 30.0 / (self.scale * size**0.5)])
         query = (torch.randn(self.rows, self.heads.query + 2 * kv, size, generator=g) * self.size).to(DEVICE, dtype)
         query[:, self.heads.query :] = math.nan
@@ -366,7 +366,7 @@ class Past:
             self.query = self.query.transpose(0, 1).contiguous().transpose(0, 1)
 
     def expected(self) -> Tensor:
-        """Row by row and head by head; NaN for rows without a sequence."""
+        """Row by row and head by head; NaN for idle rows."""
         out = torch.full((self.rows, self.heads.query, self.heads.size), math.nan, dtype=torch.float64)
         for row, length in enumerate(self.lengths):
             first = 0 if self.window is None else max(0, length - self.window)
@@ -379,7 +379,7 @@ class Past:
     def check(self, out: Tensor, dtype: torch.dtype) -> None:
         used = torch.tensor(self.lengths) > 0
         assert out.shape == (self.rows, self.heads.query * self.heads.size)
-        # Scores of 100 are off by 100 roundings of what they are made of.
+        # Errors grow with the scores: a score of 100 is off by 100 roundings of its terms.
         times = max(1.0, self.size * self.scale * self.heads.size**0.5) * 2
         close(out.cpu()[used], self.expected()[used], dtype, times=times if dtype == torch.float32 else 2)
 
@@ -391,7 +391,7 @@ class Past:
 
 @shapes_of_each_dtype(8)
 def test_attend(dtype, seed, monkeypatch):
-    """In one part and in many, with the same result; memory that holds nothing of a row's is not read."""
+    """The same result in one part and in many; memory outside a row is not read."""
     past = Past(seed, dtype)
     pick = random.Random(seed)
     monkeypatch.setattr(kernels.attention, "PROGRAMS", pick.choice([1, 1, 16, 512]))
@@ -402,12 +402,12 @@ def test_attend(dtype, seed, monkeypatch):
     past.check(found, dtype)
     for programs in (1, 512):
         monkeypatch.setattr(kernels.attention, "PROGRAMS", programs)
-        assert torch.equal(past.attend(kernels)[used], found[used]), "to the bit, however it is shared out"
+        assert torch.equal(past.attend(kernels)[used], found[used]), "bitwise equal, however the work is split"
 
 
 @shapes_of_each_dtype(8)
-def test_plain_attend(dtype, seed):
-    """Which multiplies what it does not see by 0, and so needs numbers there."""
+def test_attend_in_torch(dtype, seed):
+    """Masked values are multiplied by 0, so they must be finite."""
     past = Past(seed, dtype)
     past.cache.memory.nan_to_num_(nan=7.0)
     past.check(past.attend(torch_ops), dtype)
@@ -415,7 +415,7 @@ def test_plain_attend(dtype, seed):
 
 @shapes_of_each_dtype(8)
 def test_rotate_and_attend(dtype, seed, monkeypatch):
-    """What rotating, writing and attending one after another give, each of which is checked above; in the cache too."""
+    """Output and cache are those of rotating, writing and attending in turn, each of which is tested above."""
     past, pick, g = Past(seed, dtype), random.Random(seed), generator(seed)
     heads, size = past.heads, past.heads.size
     monkeypatch.setattr(kernels.attention, "PROGRAMS", pick.choice([1, 1, 16, 512]))
@@ -436,8 +436,8 @@ def test_rotate_and_attend(dtype, seed, monkeypatch):
         close(ours, exact(theirs), dtype, times=2)
 
 
-def test_attend_splits_as_it_says(monkeypatch):
-    """So that the tests above have seen all ways: one part, several, and more than some sequences have."""
+def test_split_for(monkeypatch):
+    """Shows that the tests above cover one part, several, and more than some sequences need."""
     attention = kernels.attention
     monkeypatch.setattr(attention, "STRETCH", 16)
     monkeypatch.setattr(attention, "MOST_TOKENS", 64)
@@ -450,7 +450,7 @@ def test_attend_splits_as_it_says(monkeypatch):
 
 @pytest.mark.parametrize("sequences", [1, 3, 64, 1024])
 @pytest.mark.parametrize("longest", [1, 100, 128, 1000, 4097, 131_072])
-def test_parts_are_whole_stretches_and_cover_everything(sequences, longest):
+def test_parts_are_multiples_of_a_stretch_and_cover_the_sequence(sequences, longest):
     for kv_heads in (1, 2, 8):
         parts, tokens = kernels.attention.split_for(sequences, kv_heads, longest)
         assert parts * tokens >= longest
@@ -463,7 +463,7 @@ def test_parts_are_whole_stretches_and_cover_everything(sequences, longest):
 
 @shapes_of_each_dtype(6)
 def test_attend_packed(dtype, seed, monkeypatch):
-    """Sequences side by side, some with keys from before; tiles and stretches of several sizes; what lies between them is NaN."""
+    """Packed sequences, some with earlier keys; tiles and stretches of several sizes; the memory between them is NaN."""
     pick, g = random.Random(seed), generator(seed)
     kv, size = pick.choice([1, 2, 3]), pick.choice(SIZES)
     heads, scale = kv * pick.choice([1, 2, 7]), pick.choice([size**-0.5, 1.0])
@@ -485,16 +485,16 @@ def test_attend_packed(dtype, seed, monkeypatch):
         at = slice(int(starts_q[i]), int(starts_q[i + 1]))
         times = 2 * max(1.0, scale * size**0.5) if dtype == torch.float32 else 2
         close(out[at], torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), dtype, times=times)
-        # Of weights that are rounded before they are added up, as the values they weigh are.
+        # The kernel rounds attention weights before it sums them.
         torch.testing.assert_close(exact(logsum[:, at]), scores.logsumexp(-1), rtol=1e-4, atol=max(1e-4, ROUNDING[dtype] / 4))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_token_alone_attends_as_among_others(seed):
-    """The sampler's kernel and training's: to the bit on a GPU; the interpreter's products add up in numpy's order."""
+def test_decoding_and_training_attend_alike(seed):
+    """The sampler's kernel and the trainer's are bitwise equal on a GPU; in the interpreter, numpy decides the order of sums."""
     g, dtype = generator(seed), torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
     size, group = (64, 7) if seed % 2 else (128, 4)
-    lengths = (300, 40, 257, 511, 64, 1) if DEVICE.type == "cuda" else (150, 40, 129, 255, 64, 1)  # an interpreter takes its time
+    lengths = (300, 40, 257, 511, 64, 1) if DEVICE.type == "cuda" else (150, 40, 129, 255, 64, 1)  # the interpreter is slow
     heads, length = Heads(2 * group, 2, size), lengths[seed]
     block = block_tokens(size)
     qkv = torch.randn(length, heads.query + 4, size, generator=g).to(DEVICE, dtype)
@@ -502,20 +502,20 @@ def test_a_token_alone_attends_as_among_others(seed):
     starts = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
     others = length if DEVICE.type == "cuda" else min(length, 20)
     few = torch.tensor([0, others], dtype=torch.int32, device=DEVICE)
-    among, _ = shared.attend(query[-others:], key, value, few, starts, others, size**-0.5)
+    packed, _ = shared.attend(query[-others:], key, value, few, starts, others, size**-0.5)
     cache = cache_of(heads, block, 1, -(-length // block), dtype, seed)
     rows, positions = torch.zeros(length, dtype=torch.int32, device=DEVICE), torch.arange(length, device=DEVICE)
     kernels.write(key, value, cache, 1, rows, positions)
     alone = kernels.attend(query[-1:], cache, 1, positions[-1:], scale=size**-0.5, window=None, longest=length)
     if DEVICE.type == "cuda":
-        assert torch.equal(alone.view(-1), among[-1].view(-1))
+        assert torch.equal(alone.view(-1), packed[-1].view(-1))
     else:
-        close(alone.view(-1), exact(among[-1].view(-1)), dtype)
+        close(alone.view(-1), exact(packed[-1].view(-1)), dtype)
 
 
 @each_dtype
 @pytest.mark.parametrize("parts", [2, 4])
-def test_parts_are_joined_as_norms_join_them(dtype, parts):
+def test_sum_splits_matches_add_norm(dtype, parts):
     parts_PTD = torch.randn(parts, 5, 301, generator=generator(parts)).to(DEVICE)
     joined = shared.sum_splits(parts_PTD, dtype)
     _, summed = kernels.add_norm(torch.zeros(5, 301, device=DEVICE), parts_PTD, torch.ones(301, device=DEVICE, dtype=dtype), 1e-6)
@@ -527,7 +527,7 @@ def test_parts_are_joined_as_norms_join_them(dtype, parts):
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (70, 64), (4, 2050)])
 @pytest.mark.parametrize("added", [False, True])
 def test_norm_backward(dtype, tokens, width, added, monkeypatch):
-    monkeypatch.setattr(shared.layers, "PROGRAMS", 4)  # each has several tokens
+    monkeypatch.setattr(shared.layers, "PROGRAMS", 4)  # so that each has several tokens
     g = generator(width)
     x, grad_x = (torch.randn(tokens, width, generator=g).to(DEVICE) for _ in range(2))
     weight, grad = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((width,), (tokens, width)))
@@ -547,7 +547,7 @@ def norm_of(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def test_swiglu_backward(dtype, tokens, half):
     g = generator(half)
     gate_up, grad = ((torch.randn(tokens, n, generator=g) * 3).to(DEVICE, dtype) for n in (2 * half, half))
-    gate_up[:, 0] = -200.0  # whose exponential is infinite
+    gate_up[:, 0] = -200.0  # exp(200) overflows
     found = shared.swiglu_backward(grad, gate_up)
     at = exact(gate_up).requires_grad_()
     gate, up = at.chunk(2, -1)
@@ -557,7 +557,7 @@ def test_swiglu_backward(dtype, tokens, half):
 
 @pytest.mark.parametrize(("kind", "checkpointed"), [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", False)])
 def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
-    """Hidden states and every gradient are those of the model's own modules; also of one whose weights lie apart again."""
+    """Hidden states and all gradients match the model's own modules; also after its fused weights have been separated again."""
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
     from plaudit.models.trainable import load_model
@@ -565,23 +565,23 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     from plaudit.types import Example
 
     recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32")
-    theirs, ours, apart = (load_model(recipe, DEVICE) for _ in range(3))
+    theirs, ours, separated = (load_model(recipe, DEVICE) for _ in range(3))
     monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
-    for model in (ours, apart):
+    for model in (ours, separated):
         fused.fuse_layers(model)
-    for parameter in apart.parameters():
+    for parameter in separated.parameters():
         parameter.data = parameter.data.clone()
     sequences = [np.arange(length) % 300 for length in (4, 1, 6)]
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
-    wanted = torch.randn(11, ours.config.hidden_size, generator=generator(0)).to(DEVICE)
-    for model in (theirs, ours, apart):
+    output_grad = torch.randn(11, ours.config.hidden_size, generator=generator(0)).to(DEVICE)
+    for model in (theirs, ours, separated):
         model.train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         states = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
-        (states * wanted).sum().backward()
+        (states * output_grad).sum().backward()
         model.found = states.detach()
-    for model in (ours, apart):
+    for model in (ours, separated):
         torch.testing.assert_close(model.found, theirs.found, rtol=1e-5, atol=1e-5)
         for (name, expected), (_, parameter) in zip(theirs.named_parameters(), model.named_parameters(), strict=True):
             if expected.grad is not None:
@@ -591,16 +591,16 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
                 assert parameter.grad is None, name
 
 
-def test_a_product_in_parts_learns(monkeypatch):
+def test_split_k_product_backward(monkeypatch):
     monkeypatch.setattr(fused, "uses_split_k", lambda *product: True)
     g = generator(1)
     x, weight = (torch.randn(shape, generator=g).to(DEVICE).requires_grad_() for shape in ((5, 160), (64, 160)))
-    wanted = torch.randn(5, 64, generator=g).to(DEVICE)
+    output_grad = torch.randn(5, 64, generator=g).to(DEVICE)
     found = fused._Product.apply(x, 1, weight)
     close(found.detach(), exact(x) @ exact(weight).T, torch.float32, times=4)
     at = exact(x).requires_grad_(), exact(weight).requires_grad_()
-    expected = torch.autograd.grad(at[0] @ at[1].T, at, exact(wanted))
-    for ours, theirs in zip(torch.autograd.grad(found, (x, weight), wanted), expected, strict=True):
+    expected = torch.autograd.grad(at[0] @ at[1].T, at, exact(output_grad))
+    for ours, theirs in zip(torch.autograd.grad(found, (x, weight), output_grad), expected, strict=True):
         close(ours, theirs, torch.float32, times=4)
 
 
@@ -608,14 +608,14 @@ def test_a_product_in_parts_learns(monkeypatch):
 
 
 def random_keys(count: int, seed: int) -> Tensor:
-    """Any 64 bits, and those at which arithmetic could go wrong."""
+    """Random 64-bit keys, and edge cases of integer arithmetic."""
     numbers = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, count, dtype=np.int64)
     numbers[:6] = [0, 1, -1, 2**63 - 1, -(2**63), 2**32][:count]
     return torch.from_numpy(numbers)
 
 
 def test_noise():
-    """Arrival times are those of noise.gumbel, to rounding; so thousands of draws give the same tokens, but for near ties."""
+    """Arrival times match noise.gumbel up to rounding, so thousands of draws give the same tokens, except for near ties."""
     count, tokens, together = 4096, 128, 512
     keys, written = random_keys(count, 0), torch.arange(count) * 3
     out = torch.empty(count, tokens, device=DEVICE)
@@ -641,10 +641,10 @@ SETTINGS = {
     "nearly greedy": {"temperature": 1e-3},
     "top k": {"top_k": 7},
     "top 1": {"top_k": 1},
-    "more than all": {"top_k": 100_000},
+    "top k above the vocabulary": {"top_k": 100_000},
     "top p": {"top_p": 0.8},
-    "little p": {"top_p": 0.05},
-    "no p": {"top_p": 0.0},
+    "small p": {"top_p": 0.05},
+    "zero p": {"top_p": 0.0},
     "min p": {"min_p": 0.1},
     "top k and p": {"top_k": 20, "top_p": 0.5},
     "top k and min p": {"temperature": 1.3, "top_k": 60, "min_p": 0.05},
@@ -654,7 +654,7 @@ SETTINGS = {
 
 
 def likely(scaled: np.ndarray, sampling: Sampling, lenience: float) -> np.ndarray:
-    """Which tokens of a row may be drawn, by sorting; with some lenience (or severity) where rounding may decide."""
+    """Which tokens of a row may be drawn, by sorting; with some lenience (negative: strictness) where rounding decides."""
     kept = np.isfinite(scaled)
     if sampling.top_k is not None and sampling.top_k < len(scaled):
         kept &= scaled >= np.sort(scaled)[-sampling.top_k]
@@ -683,14 +683,14 @@ LOGITS = {
     "peaked": lambda z: z.index_fill(0, torch.tensor([len(z) // 2]), 60.0),
     "ties": lambda z: (z * 2).round(),
     "far below 0": lambda z: z * 5 - 90,
-    "impossible here and there": lambda z: (z * 2).masked_fill(torch.arange(len(z)) % 3 != 1, -math.inf),
-    "all but impossible": lambda z: z.masked_fill(torch.arange(len(z)) % 97 != 13, -1e30),
+    "some impossible": lambda z: (z * 2).masked_fill(torch.arange(len(z)) % 3 != 1, -math.inf),
+    "nearly all impossible": lambda z: z.masked_fill(torch.arange(len(z)) % 97 != 13, -1e30),
 }
-PLACES = {"nobody": (-1, 0, 3), "first": (5, 0, 9), "last": (7, 8, 9), "beyond": (0, 9, 4)}  # position, written, limit
+PLACES = {"idle": (-1, 0, 3), "first": (5, 0, 9), "last": (7, 8, 9), "beyond": (0, 9, 4)}  # position, written, limit
 
 
 def state_of(count: int, seed: int) -> Tensor:
-    """Rows with different keys, at their limits and before, some unused."""
+    """Rows with different keys, at their limits and before, some idle."""
     pick = random.Random(seed)
     keys = random_keys(count, seed).tolist()
     some = [(pick.randrange(2000), *pick.choice(list(PLACES.values())), keys[i]) for i in range(count)]
@@ -699,7 +699,7 @@ def state_of(count: int, seed: int) -> Tensor:
 
 
 def logits_of(vocabulary: int, kinds: list[str], seed: int) -> Tensor:
-    """Part of something wider, that is NaN outside."""
+    """A slice of a wider tensor that is NaN elsewhere."""
     wide = torch.full((len(kinds), vocabulary + 11), math.nan)
     for i, kind in enumerate(kinds):
         wide[i, :vocabulary] = LOGITS[kind](torch.randn(vocabulary, generator=generator(seed * 1000 + i)))
@@ -715,8 +715,8 @@ def drawn(ops: ModuleType, logits: Tensor, state: Tensor, sampling: Sampling, en
     return state, results
 
 
-def in_two_races(scaled: np.ndarray, noise: np.ndarray, of_tiles: np.ndarray) -> np.ndarray:
-    """Greatest for who wins both races; less by what it lacks to win the first and the second."""
+def two_race_scores(scaled: np.ndarray, noise: np.ndarray, of_tiles: np.ndarray) -> np.ndarray:
+    """Highest for the token that wins both races; others are lower by what they lack to win the first and the second."""
     scores = scaled + noise
     for tile, start in enumerate(range(0, len(scaled), sampler.TILE)):
         inside = slice(start, start + sampler.TILE)
@@ -726,7 +726,7 @@ def in_two_races(scaled: np.ndarray, noise: np.ndarray, of_tiles: np.ndarray) ->
 
 
 def check_draws(ops: ModuleType, logits: Tensor, state: Tensor, ends: frozenset[int] = END_TOKENS, **settings) -> None:
-    """All that a step may say and change."""
+    """Check everything a step returns and changes."""
     sampling = Sampling(max_new_tokens=1, **settings)
     after, results = (x.cpu() for x in drawn(ops, logits, state, sampling, ends))
     before = state.cpu()
@@ -743,11 +743,11 @@ def check_draws(ops: ModuleType, logits: Tensor, state: Tensor, ends: frozenset[
         scaled = z / (settings.get("temperature") or 1.0)
         greatest = np.abs(scaled[np.isfinite(scaled)]).max()
         if sampling.temperature == 0.0:
-            assert token == z.argmax(), "the first of the best"
+            assert token == z.argmax(), "the first of the highest"
         else:
-            # fp32 cannot tell what differs in its last digits: neither at the edge of what is kept, nor at the winner's heels.
+            # fp32 cannot resolve differences in the last digits: neither at the cutoff, nor between the best two.
             truncated = sampler.is_truncated(sampling, len(z))
-            scores = scaled + noise[i] if truncated else in_two_races(scaled, noise[i], of_tiles[i])
+            scores = scaled + noise[i] if truncated else two_race_scores(scaled, noise[i], of_tiles[i])
             last_digits = 1e-5 + 3e-7 * greatest
             assert likely(scaled, sampling, 1e-5)[token], f"row {i}: {token} should not have been kept"
             rivals = scores[likely(scaled, sampling, -1e-5)]
@@ -780,8 +780,8 @@ some_settings = pytest.mark.parametrize("settings", [SETTINGS[name] for name in 
 
 @both
 @some_settings
-def test_tiles_of_which_no_token_is_possible(ops, settings, monkeypatch):
-    """As where a vocabulary is padded, and the padding masked; or where but one token is allowed."""
+def test_tiles_without_a_possible_token(ops, settings, monkeypatch):
+    """As when a vocabulary is padded and the padding masked, or when only one token is allowed."""
     monkeypatch.setattr(sampler, "TILE", TILE)
     logits, at = logits_of(3 * TILE - 5, ["usual"] * 4, 2), torch.arange(3 * TILE - 5, device=DEVICE)
     for row, possible in zip(logits, (at < 9, at >= 2 * TILE, (at >= TILE) & (at < 2 * TILE), at == TILE + 3), strict=True):
@@ -794,8 +794,8 @@ def test_tiles_of_which_no_token_is_possible(ops, settings, monkeypatch):
 @both
 @some_settings
 @pytest.mark.timeout(100)
-def test_logits_that_are_no_numbers_are_seen_in_the_log_probs(ops, settings, monkeypatch):
-    """What a model that has diverged gives: a token of the vocabulary, and NaN; but an end, whatever was asked for."""
+def test_nan_logits_give_nan_logprobs(ops, settings, monkeypatch):
+    """With a diverged model a step still ends, whatever the settings: a token of the vocabulary, with NaN log-probs."""
     monkeypatch.setattr(sampler, "TILE", TILE)
     logits, state = torch.full((2, TILE + 7), math.nan, device=DEVICE), state_of(2, 1)
     logits[1, : TILE // 2] = 1.0
@@ -808,7 +808,7 @@ def test_logits_that_are_no_numbers_are_seen_in_the_log_probs(ops, settings, mon
 @both
 @some_settings
 @pytest.mark.parametrize("vocabulary", [1, 2, TILE - 1, TILE, TILE + 1])
-def test_vocabularies(ops, settings, vocabulary, monkeypatch):
+def test_vocabulary_sizes(ops, settings, vocabulary, monkeypatch):
     monkeypatch.setattr(sampler, "TILE", TILE)
     check_draws(ops, logits_of(vocabulary, ["usual", "flat", "ties"], 1), state_of(3, 3), **settings)
 
@@ -829,8 +829,8 @@ def test_vocabularies(ops, settings, vocabulary, monkeypatch):
     ],
     ids=str,
 )
-def test_edges_of_what_is_kept(ops, settings, kept):
-    """Probabilities of 0.4, 0.3, 0.2, 0.1 (squared, by temperature 0.5: 16, 9, 4 and 1 in 30). All that may be drawn are."""
+def test_cutoffs(ops, settings, kept):
+    """Probabilities of 0.4, 0.3, 0.2, 0.1 (squared, by temperature 0.5: 16, 9, 4 and 1 in 30). All kept tokens are drawn."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1], device=DEVICE).log().repeat(20, 1)
     state = state_of(20, 4)
     state[:, POSITION] = 3
@@ -841,7 +841,7 @@ def test_edges_of_what_is_kept(ops, settings, kept):
 @both
 @pytest.mark.parametrize("ends", [frozenset(), frozenset([41]), frozenset([0, 41, 99]), frozenset(range(100))], ids=len)
 def test_ends_and_limits(ops, ends):
-    """Token 41 is the answer. An end token ends a row also at its limit; at the limit or beyond, it stops without one."""
+    """Token 41 is always drawn. An end token ends a row even at its limit; at or past the limit, a row stops without one."""
     logits = torch.zeros(4, 100, device=DEVICE)
     logits[:, 41] = 100.0
     state = torch.tensor([[9, 5, 1, 0, 2], [9, 5, 2, 1, 2], [9, 5, 3, 2, 2], [9, -1, 4, 0, 2]], device=DEVICE)
@@ -855,7 +855,7 @@ def test_ends_and_limits(ops, ends):
 
 
 @pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["all, hot"]], ids=str)
-def test_batches_do_not_matter(settings, monkeypatch):
+def test_draws_do_not_depend_on_the_batch(settings, monkeypatch):
     monkeypatch.setattr(sampler, "TILE", 128)
     logits, state = logits_of(600, ["usual", "nearly flat"] * 4, 5), state_of(8, 5)
     state[:, POSITION] = 3
@@ -863,13 +863,13 @@ def test_batches_do_not_matter(settings, monkeypatch):
     together = drawn(kernels, logits, state, sampling, frozenset())[1][:, 1].tolist()
     alone = [drawn(kernels, logits[i : i + 1], state[i : i + 1], sampling, frozenset())[1][0, 1].item() for i in range(8)]
     assert alone == together
-    if sampler.is_truncated(sampling, 600):  # one race, whatever is read at a time
+    if sampler.is_truncated(sampling, 600):  # a single race, whatever the tile size
         monkeypatch.setattr(sampler, "TILE", 1024)
         assert drawn(kernels, logits, state, sampling, frozenset())[1][:, 1].tolist() == together
 
 
-def test_kernels_draw_what_plain_draws(monkeypatch):
-    """Over as many rows as the interpreter has time for; the noise itself is compared above, for thousands."""
+def test_kernels_and_torch_draw_the_same_tokens(monkeypatch):
+    """For as many rows as the interpreter has time for; the noise itself is compared above, for thousands."""
     monkeypatch.setattr(sampler, "TILE", 128)
     logits, state = logits_of(500, ["usual", "nearly flat", "ties"] * 14, 9), state_of(42, 9)
     state[:, POSITION] = 3
@@ -888,15 +888,15 @@ def test_kernels_draw_what_plain_draws(monkeypatch):
     [("qwen2", {}), pytest.param("qwen3", {"temperature": 0.8, "top_p": 0.9}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings):
-    """As on a GPU, but for graphs: the samples that torch gives, with rows that come and go and blocks that are shared."""
+def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind, settings):
+    """As on a GPU, but without graphs: the same samples as in torch, with rows that come and go and shared blocks."""
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
     from plaudit.rollout.engine import Request
     from plaudit.rollout.native import forward
     from plaudit.rollout.native.engine import NativeEngine
 
-    sizes = [(18, 2, 2), (1, 1, 4), (5, 1, 3)]  # of the prompt, how many samples, how many new tokens
+    sizes = [(18, 2, 2), (1, 1, 4), (5, 1, 3)]  # prompt length, number of samples, new tokens
     requests = [Request(f"p{i}", np.arange(length) % 300, n=n, max_new_tokens=new) for i, (length, n, new) in enumerate(sizes)]
     sampling = Sampling(max_new_tokens=8, seed=3, **settings)
     monkeypatch.setattr(sampler, "TILE", 64)
@@ -920,8 +920,8 @@ def test_an_engine_that_runs_on_kernels(tiny_models, monkeypatch, kind, settings
     [("mistral", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.bfloat16)],
     ids=str,
 )
-def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
-    """Hidden states of packed sequences: on kernels and in torch, those of the model's own modules."""
+def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
+    """Hidden states of packed sequences, with kernels and in torch, match the model's own modules."""
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_arguments
     from plaudit.models.trainable import load_model
@@ -938,5 +938,5 @@ def test_whole_sequences_on_kernels(tiny_models, monkeypatch, kind, dtype):
         monkeypatch.setattr(scoring_pass, "ops_for", lambda device, ops=ops: ops)
         found = scoring_pass.ScoringPass(model)(batch)
         assert found.dtype == expected.dtype
-        apart = (found.float() - expected.float()).abs().max().item()
-        assert apart < (1e-4 if dtype == torch.float32 else 0.06), ops.__name__
+        error = (found.float() - expected.float()).abs().max().item()
+        assert error < (1e-4 if dtype == torch.float32 else 0.06), ops.__name__

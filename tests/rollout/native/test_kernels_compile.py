@@ -1,7 +1,7 @@
-"""The kernels compile for GPUs, which takes no GPU: what the interpreter lets pass, a compiler may not.
+"""The kernels compile for GPUs, which needs no GPU: the compiler may reject what the interpreter accepts.
 
-Compiled in a process of its own, because other tests may have Triton interpreted. And looked at: the cache must be read sixteen
-bytes at a time, past the registers, or attention takes twice as long.
+They are compiled in a separate process, because other tests may run Triton's interpreter. The PTX is checked too: the cache must be
+read with asynchronous copies of 16 bytes, which bypass the registers, or attention takes twice as long.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton", reason="kernels need Triton; the dev extra brings it to machines without a GPU")
+pytest.importorskip("triton", reason="kernels need Triton; the dev extra installs it on machines without a GPU")
 
 COMPILE = """
 import json, re, sys
@@ -24,18 +24,18 @@ from plaudit.rollout.native.kernels import attention, draw, layers
 
 WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "layer_offset", "value_offset", "qkv_stride",
         "logits_stride", "part_tokens", "key_stride", "key_head_stride", "value_stride", "value_head_stride"}
-WHOLE = {"base_ptr": "i64", "rows_ptr": "i64", "positions_ptr": "i64", "tables_ptr": "i32", "tokens_ptr": "i32", "ends_ptr": "i64",
+TYPES = {"base_ptr": "i64", "rows_ptr": "i64", "positions_ptr": "i64", "tables_ptr": "i32", "tokens_ptr": "i32", "ends_ptr": "i64",
          "results_ptr": "i32", "numbers_ptr": "fp32", "floor_ptr": "fp32", "logits_ptr": "fp32", "sums_ptr": "fp32",
          "starts_q_ptr": "i32", "starts_k_ptr": "i32", "logsum_ptr": "fp32"}
-FRACTIONS = {"eps", "scale"}
+FLOATS = {"eps", "scale"}
 
 
 def type_of(name, dtype, types):
     if name in types:
         return types[name]
-    if name in FRACTIONS:
+    if name in FLOATS:
         return "fp32"
-    return "*" + WHOLE.get(name, dtype) if name.endswith("_ptr") else "i32"
+    return "*" + TYPES.get(name, dtype) if name.endswith("_ptr") else "i32"
 
 
 def compiled(kernel, dtype, capability, constants, options, **types):
@@ -106,7 +106,7 @@ def found(tmp_path_factory) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def test_all_compile(found):
+def test_all_kernels_compile(found):
     assert {entry["kernel"] for entry in found} == {
         "models_attend", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward", "models_join_parts",
         "models_rotate", "models_norm_heads", "rollout_attend", "rollout_combine", "rollout_write", "rollout_read",
@@ -117,7 +117,7 @@ def test_all_compile(found):
 
 
 def test_a_new_key_is_written_before_it_is_read(found):
-    """By other threads of the program: there is a barrier between the stores and the copies that begin the loop."""
+    """By other threads: a barrier separates the stores from the copies at the start of the loop."""
     for entry in found:
         if entry["kernel"] == "rollout_attend" and entry["constants"]["ROTATE"]:
             before = entry["order"][: entry["order"].index("cp.async.cg")]
@@ -125,15 +125,15 @@ def test_a_new_key_is_written_before_it_is_read(found):
             assert "bar.sync" in before[last_store:], entry
 
 
-def test_a_row_is_written_after_warps_have_waited_for_each_other(found):
-    """Or one of them might read what another has already brought forward."""
+def test_a_row_is_written_after_the_last_barrier(found):
+    """Otherwise a warp might read state that another has already advanced."""
     for entry in found:
         if entry["kernel"] == "rollout_settle" and not entry["constants"]["AT_ONCE"]:
             last = len(entry["order"]) - 1 - entry["order"][::-1].index("bar.sync")
             assert "st.global" not in entry["order"][:last], entry
 
 
-def test_the_cache_is_read_in_wide_pieces(found):
+def test_the_cache_is_read_in_copies_of_16_bytes(found):
     for entry in found:
         if entry["kernel"] == "rollout_attend":
             assert "0x10" in entry["copies"], entry

@@ -1,7 +1,7 @@
-"""Tokens are drawn from exactly the distribution that was asked for, by noise that is a function of its key alone.
+"""Tokens are drawn from exactly the requested distribution, with noise that depends on its key only.
 
-A chi-square test takes a sampler for wrong if so large a deviation has a probability below 1e-6. Keys are fixed, so no test fails
-by chance. What it would catch is shown by a test of its own.
+A chi-square test rejects a sampler whose p-value is below 1e-6. Keys are fixed, so no test fails by chance. A separate test shows
+what this would catch.
 """
 
 import math
@@ -43,7 +43,7 @@ def sequence_keys(count: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(scope="module")
 def keys() -> dict[str, Tensor]:
-    """At the same position of many sequences, along few long ones, and a bit of both."""
+    """Keys of one position across many sequences, along a few long sequences, and of both."""
     sequences = sequence_keys(DRAWS)
     along = position_keys(sequences[:4].repeat_interleave(DRAWS // 4), torch.arange(DRAWS // 4).repeat(4))
     both = position_keys(sequences[:200].repeat_interleave(DRAWS // 200), torch.arange(DRAWS // 200).repeat(200))
@@ -55,7 +55,7 @@ def logits_of(vocabulary: int, scale: float = 1.5, seed: int = 0) -> Tensor:
 
 
 def draws(logits_V: Tensor, keys_B: Tensor, **settings) -> Tensor:
-    """A token for every key; chunked, for noise is made whole."""
+    """A token for every key; in chunks, because the noise for all keys would be large."""
     sampling = sampling_of(**settings)
     return torch.cat([draw(logits_V.expand(len(keys), -1), keys, sampling).tokens_B for keys in keys_B.split(8192)])
 
@@ -63,7 +63,7 @@ def draws(logits_V: Tensor, keys_B: Tensor, **settings) -> Tensor:
 def exact(
     logits_V: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """The distribution, written down once more, token by token."""
+    """The reference distribution, computed token by token."""
     probs = (logits_V.double() / temperature).softmax(-1)
     kept = sorted(range(len(probs)), key=lambda v: -probs[v])[:top_k]
     total, nucleus, mass = sum(float(probs[v]) for v in kept), [], 0.0
@@ -79,8 +79,8 @@ def exact(
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Of Pearson's chi-square; cells that expect fewer than 10 are taken together."""
-    assert counts[probs == 0].sum() == 0, "a token outside"
+    """Of Pearson's chi-square test; cells with an expected count below 10 are pooled."""
+    assert counts[probs == 0].sum() == 0, "a token of probability 0 was drawn"
     expected = probs.double() * counts.sum()
     small, counts = expected < 10, counts.double()
     if small.any():
@@ -114,8 +114,8 @@ def test_small_and_large_vocabularies(keys, vocabulary):
 
 @pytest.mark.parametrize("tile", [1, 2, 7, 8, 20, 39, 40])
 @pytest.mark.parametrize("direction", ["across", "along"])
-def test_two_races_draw_from_it_too(keys, monkeypatch, tile, direction):
-    """First a tile of the vocabulary, then one of its tokens: with tiles of one size and a smaller last one, some impossible."""
+def test_draws_by_tile_come_from_the_exact_distribution(keys, monkeypatch, tile, direction):
+    """A tile of the vocabulary is drawn, then one of its tokens: with equal tiles and a smaller last one, some impossible."""
     monkeypatch.setattr(sampler, "TILE", tile)
     logits = logits_of(40)
     logits[8:16] = logits[20] = -math.inf
@@ -127,14 +127,14 @@ def test_two_races_draw_from_it_too(keys, monkeypatch, tile, direction):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
 @pytest.mark.parametrize("vocabulary", [7, 8, 9, 16, 40])
-def test_standings_are_those_of_the_draw(keys, monkeypatch, vocabulary, settings):
+def test_the_drawn_token_has_the_highest_draw_score(keys, monkeypatch, vocabulary, settings):
     monkeypatch.setattr(sampler, "TILE", 8)
-    asked = logits_of(vocabulary).expand(500, -1), keys["both"][:500], sampling_of(**settings)
-    assert torch.equal(sampler.draw_scores(*asked).argmax(-1), draw(*asked).tokens_B)
+    arguments = logits_of(vocabulary).expand(500, -1), keys["both"][:500], sampling_of(**settings)
+    assert torch.equal(sampler.draw_scores(*arguments).argmax(-1), draw(*arguments).tokens_B)
 
 
-def test_a_tile_says_nothing_of_the_token_in_it(keys, monkeypatch):
-    """Pairs of tile and place in it, where they are independent."""
+def test_a_tile_and_the_token_in_it_are_independent(keys, monkeypatch):
+    """Pairs of a tile and a place in it, for logits that make them independent."""
     monkeypatch.setattr(sampler, "TILE", 6)
     tiles, places = logits_of(5), logits_of(6, seed=1)
     tokens = draws((tiles[:, None] + places).flatten(), keys["both"])
@@ -142,8 +142,8 @@ def test_a_tile_says_nothing_of_the_token_in_it(keys, monkeypatch):
     assert_drawn_from(tokens // 6 * 6 + tokens.roll(1) % 6, (exact(tiles)[:, None] * exact(places)).flatten())
 
 
-def test_unlikely_tokens_are_drawn_as_often_as_they_should(keys):
-    """One in a thousand, and one in 13 thousand, each of eight."""
+def test_rare_tokens_are_drawn_at_the_right_rate(keys):
+    """Eight tokens with odds of one in a thousand each, and eight with one in 13 thousand."""
     logits = torch.cat([torch.zeros(1), torch.full((8,), math.log(1e-3)), torch.full((8,), math.log(1e-3 / 13))])
     tokens = torch.cat([draws(logits, keys[direction]) for direction in ("across", "along")])
     probs, counts = exact(logits), torch.bincount(tokens, minlength=17)
@@ -152,8 +152,8 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should(keys):
         assert abs(counts[cells].sum() - expected) < 5 * expected.sqrt()
 
 
-def test_that_check_itself(keys):
-    """A temperature off by 5 %, or a token lost, would be seen."""
+def test_the_check_detects_a_wrong_distribution(keys):
+    """A temperature that is off by 5 %, or a missing token."""
     logits = logits_of(40)
     tokens = draws(logits, keys["across"])
     for probs in (
@@ -167,14 +167,14 @@ def test_that_check_itself(keys):
 
 
 @pytest.mark.parametrize("direction", ["across", "along"])
-def test_neighbours_are_independent(keys, direction):
+def test_neighbouring_draws_are_independent(keys, direction):
     """Tokens at adjacent positions of a sequence, or at one position of adjacent sequences, as pairs."""
     logits = logits_of(6, scale=0.7)
     tokens, probs = draws(logits, keys[direction]), exact(logits)
     assert_drawn_from(tokens[0::2] * 6 + tokens[1::2], (probs[:, None] * probs).flatten())
 
 
-def test_steps_seeds_and_prompts_are_independent():
+def test_seeds_and_positions_are_independent():
     logits, count = logits_of(6, scale=0.7), 20_000
     probs = exact(logits)
     pairs = (probs[:, None] * probs).flatten()
@@ -193,8 +193,8 @@ def noise(keys) -> Tensor:
     return gumbel(torch.cat([keys["across"][:1000], keys["along"][:1000]]), 1000)
 
 
-def test_moments(noise):
-    """Mean γ, variance π²/6, skewness 1.1395; of two million, so to within 5 standard errors."""
+def test_moments_of_the_noise(noise):
+    """Mean γ, variance π²/6, skewness 1.1395; for two million values, to within 5 standard errors."""
     g = noise.double().flatten()
     sigma = math.pi / math.sqrt(6)
     assert g.mean().item() == pytest.approx(0.5772157, abs=5 * sigma / math.sqrt(len(g)))
@@ -203,14 +203,14 @@ def test_moments(noise):
 
 
 @pytest.mark.parametrize("x", [-2.0, -1.0, 0.0, 1.0, 3.0, 6.0, 8.0, 10.0, 12.0])
-def test_tails(noise, x):
-    """P(g > x) = 1 − exp(−exp(−x)). Beyond 10 lie 91 of two million, where noise of too few bits would have none or too many."""
+def test_tails_of_the_noise(noise, x):
+    """P(g > x) = 1 − exp(−exp(−x)). Of two million, 91 exceed 10, where noise with too few bits has none or too many."""
     p = -math.expm1(-math.exp(-x))
     assert abs((noise > x).sum().item() - p * noise.numel()) < 5 * math.sqrt(noise.numel() * p * (1 - p)) + 1
 
 
 def test_extremes_are_finite():
-    """The smallest and largest of four million are where they should be, and none is infinite."""
+    """The smallest and largest of four million are in the expected range, and none is infinite."""
     g = gumbel(position_keys(sequence_keys(4), torch.arange(4)), 1_000_000)
     assert g.isfinite().all()
     assert 12 < g.max() < 22.3
@@ -236,7 +236,7 @@ def test_noise_is_uncorrelated(noise):
 
 
 def test_noise_never_changes():
-    """A run resumed with another version must draw what it would have drawn. (These are Python's own integers' numbers.)"""
+    """A run resumed with another version must draw the same tokens. (The golden values were computed with Python integers.)"""
     assert position_keys(torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 1, 2, 1000])).tolist() == GOLDEN_KEYS
     assert tile_noise(torch.tensor([0]), 3)[0].tolist() == pytest.approx(GOLDEN_TILES, abs=2e-6)
     logits = (torch.arange(10_000) * 0.37).sin() * 4
@@ -269,11 +269,11 @@ def test_splitmix64():
 
 def test_noise_is_the_same_in_any_batch(keys):
     some = keys["both"][:50]
-    whole = gumbel(some, 500)
-    assert torch.equal(gumbel(some.flip(0), 500).flip(0), whole)
-    assert torch.equal(torch.cat([gumbel(key[None], 500) for key in some]), whole)
-    torch.testing.assert_close(gumbel(some, 333), whole[:, :333])
-    assert len(whole[:, 0].unique()) == 50
+    full = gumbel(some, 500)
+    assert torch.equal(gumbel(some.flip(0), 500).flip(0), full)
+    assert torch.equal(torch.cat([gumbel(key[None], 500) for key in some]), full)
+    torch.testing.assert_close(gumbel(some, 333), full[:, :333])
+    assert len(full[:, 0].unique()) == 50
 
 
 def test_tokens_are_the_same_in_any_batch(keys):
@@ -282,19 +282,19 @@ def test_tokens_are_the_same_in_any_batch(keys):
     assert torch.equal(together, torch.cat([draws(logits, key[None], top_p=0.9) for key in some]))
 
 
-# What is kept --------------------------------------------------------------------------------------------------------
+# Top-k, top-p and min-p ----------------------------------------------------------------------------------------------
 
 
 def kept(logits: Tensor, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     result = keep_likely(logits, top_k, top_p, min_p)
-    assert torch.equal(result[result.isfinite()], logits[result.isfinite()]), "what is kept stays as it is"
+    assert torch.equal(result[result.isfinite()], logits[result.isfinite()]), "kept logits are unchanged"
     return result.isfinite()
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 2, 7, 50, 199, 200, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.5, 0.05])
 @pytest.mark.parametrize("min_p", [0.0, 0.001, 0.05, 0.5])
-def test_the_same_tokens_are_kept_as_by_transformers(top_k, top_p, min_p):
+def test_the_same_tokens_are_kept_as_in_transformers(top_k, top_p, min_p):
     logits = torch.randn(64, 200, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.2, 6, 64)[:, None]
     theirs = logits
     if top_k is not None:
@@ -306,11 +306,11 @@ def test_the_same_tokens_are_kept_as_by_transformers(top_k, top_p, min_p):
     assert torch.equal(kept(logits, top_k, top_p, min_p), theirs.isfinite())
 
 
-def test_kept_by_hand():
+def test_kept_tokens_computed_by_hand():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
     assert kept(logits, top_k=2).tolist() == [[True, True, False, False], [False, False, True, True]]
     assert kept(logits, top_p=0.39)[0].tolist() == [True, False, False, False]
-    assert kept(logits, top_p=0.41)[0].tolist() == [True, True, False, False], "the one that crosses"
+    assert kept(logits, top_p=0.41)[0].tolist() == [True, True, False, False], "with the token that crosses the threshold"
     assert kept(logits, min_p=0.49)[0].tolist() == [True, True, True, False]
     assert kept(logits, top_k=2, top_p=0.56)[0].tolist() == [True, False, False, False], "of what top-k leaves: 0.4 / 0.7 = 0.571"
     assert kept(logits, top_k=2, top_p=0.58)[0].tolist() == [True, True, False, False]
@@ -318,7 +318,7 @@ def test_kept_by_hand():
 
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.35}, {"min_p": 1 / 3}], ids=str)
 def test_ties_are_kept_together(keys, settings):
-    """Three tokens are second-best; whichever way they are sorted, all stay, and are drawn as often."""
+    """Three tokens tie for second place; however they are sorted, all are kept and drawn equally often."""
     logits = torch.tensor([0.1, 0.3, 0.1, 0.5, 0.3, 0.05, 0.3]).log()
     if "min_p" in settings:
         settings = {"min_p": 0.3 / 0.5 - 1e-4}
@@ -327,8 +327,8 @@ def test_ties_are_kept_together(keys, settings):
     assert_drawn_from(draws(logits, keys["across"], **settings), probs / probs.sum())
 
 
-def test_all_equal(keys):
-    """All tie, so none is left out."""
+def test_equal_logits_are_all_kept(keys):
+    """All tie, so none is dropped."""
     for settings in ({}, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.99}):
         assert_drawn_from(draws(torch.zeros(10), keys["along"], **settings), torch.full((10,), 0.1))
 
@@ -343,14 +343,14 @@ def drawn(logits: Tensor, keys: Tensor, **settings) -> Drawn:
 @pytest.mark.parametrize(
     "settings", [{"top_k": 1}, {"top_p": 1e-9}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 1e-4}], ids=str
 )
-def test_nothing_but_the_best_is_greedy(keys, settings):
+def test_keeping_only_the_best_token_is_greedy(keys, settings):
     logits = torch.stack([logits_of(100, seed=seed) for seed in range(500)])
     assert torch.equal(drawn(logits, keys["across"], **settings).tokens_B, logits.argmax(-1))
     assert torch.equal(drawn(logits, keys["across"], **{**settings, "temperature": 0.0}).tokens_B, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS.values(), {"temperature": 0.0}], ids=str)
-def test_one_word(keys, settings):
+def test_a_vocabulary_of_one_token(keys, settings):
     result = drawn(torch.full((20, 1), 3.0), keys["across"], **settings)
     assert result.tokens_B.tolist() == [0] * 20
     assert result.logprobs_B.tolist() == result.untempered_B.tolist() == [0.0] * 20
@@ -372,7 +372,7 @@ def test_impossible_tokens_are_never_drawn(keys, settings):
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_large_logits(keys, settings, shift):
-    """Only differences count, to what fp32 can tell at this size."""
+    """Only differences matter, as far as fp32 resolves them at this size."""
     logits = logits_of(40) + shift
     assert_drawn_from(draws(logits, keys["across"], **settings), exact(logits, **settings))
     result = drawn(logits.expand(500, -1), keys["across"], **settings)
@@ -380,7 +380,7 @@ def test_large_logits(keys, settings, shift):
     torch.testing.assert_close(result.logprobs_B.double(), expected, rtol=0, atol=4e-3)
 
 
-def test_one_token_far_above_all(keys):
+def test_one_dominant_token(keys):
     logits = torch.zeros(500, 40)
     logits[:, 11] = 1e4
     for settings in SETTINGS.values():
@@ -393,8 +393,8 @@ def test_one_token_far_above_all(keys):
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS.values(), {"temperature": 0.0}], ids=str)
-def test_logprobs_are_of_the_whole_softmax(keys, settings):
-    """What top-k, top-p and min-p left out still counts in the sum."""
+def test_logprobs_are_of_the_full_softmax(keys, settings):
+    """Tokens dropped by top-k, top-p and min-p still count in the sum."""
     logits = torch.stack([logits_of(100, seed=seed) for seed in range(500)])
     result = drawn(logits, keys["across"], **settings)
     at = torch.arange(500), result.tokens_B
@@ -404,7 +404,7 @@ def test_logprobs_are_of_the_whole_softmax(keys, settings):
     assert result.logprobs_B.dtype == result.untempered_B.dtype == torch.float32
 
 
-def test_logits_are_left_as_they_are(keys):
+def test_logits_are_not_modified(keys):
     logits = torch.stack([logits_of(100, seed=seed) for seed in range(8)])
     before = logits.clone()
     for settings in SETTINGS.values():

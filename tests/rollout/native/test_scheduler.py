@@ -1,8 +1,8 @@
-"""Who runs where: the scheduler inside the engine's own loop, on a device that is made of lists.
+"""The scheduler, run by the engine's own loop on a simulated device that is made of lists.
 
-That device has a cache of tokens in place of keys and values. Before it writes a token it looks at all that its row can see, which
-must be the prompt and what the sample has written so far, each at its place. So whatever goes wrong while prompts are read in
-chunks, shared and copied, or while sequences grow, move, give up their memory and begin again, comes out here.
+The device caches tokens instead of keys and values. Before it draws a token it checks everything that its row attends to: the
+prompt and the sample so far, each token in its place. This detects any error while prompts are prefilled in chunks, shared and
+copied, and while sequences grow, move, are preempted and resume.
 """
 
 from collections import Counter
@@ -30,13 +30,13 @@ SAMPLING = Sampling(max_new_tokens=4, seed=1, step=2)
 
 @dataclass(frozen=True)
 class Answer:
-    """What will be sampled: `length` tokens, all different, and none that occurs anywhere else."""
+    """The response to be sampled: `length` distinct tokens that occur nowhere else."""
 
     request: Request
     index: int
     length: int
     by_host: bool = False
-    """The end is a stop string, which the device does not see."""
+    """Ended by a stop string, which the device does not see."""
 
     @property
     def key(self) -> int:
@@ -50,10 +50,10 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         first = 1_000_000 + 10_000 * int(self.request.prompt_id) + 100 * self.index
-        return list(range(first, first + self.limit + 2))  # one may be drawn too many, before the host sees a stop string
+        return list(range(first, first + self.limit + 2))  # one too many may be drawn before the host sees a stop string
 
     def seen_at(self, written: int) -> list[int]:
-        """What its newest token looks back on, itself included."""
+        """The tokens that its newest token attends to, itself included."""
         return self.request.tokens.tolist() + self.tokens[:written]
 
     @property
@@ -67,7 +67,7 @@ class Setting:
     rows: int
     block_tokens: int
     more_blocks: int | None = None
-    """Than a sequence alone may need; default: as many as the engine would like to have."""
+    """Blocks beyond what a single sequence may need; default: as many as the engine would request."""
     prefill_tokens: int = 1000
     device: str = "cpu"
 
@@ -87,8 +87,8 @@ class Setting:
         return max(least, _blocks_needed(self.requests, SAMPLING, self.rows, self.block_tokens))
 
     @property
-    def most_steps(self) -> int:
-        """One token at a time, and one more each for steps under way."""
+    def max_steps(self) -> int:
+        """One token at a time, plus one step in flight per sequence."""
         return sum(min(a.length, a.limit) + 1 for a in self.answers)
 
     @property
@@ -142,19 +142,19 @@ class Forward:
 
     def prefill(self, chunks: Sequence[PrefillChunk], cache: Cache) -> None:
         assert sum(chunk.end - chunk.begin for chunk in chunks) <= self.setting.prefill_tokens
-        assert all(chunk.begin == 0 and chunk.end == chunk.job.prefill_length for chunk in chunks[1:]), "what is cut comes first"
+        assert all(chunk.begin == 0 and chunk.end == chunk.job.prefill_length for chunk in chunks[1:]), "only the first may be cut"
         assert len({id(chunk.job) for chunk in chunks}) == len(chunks)
         for chunk in chunks:
             assert chunk.begin < chunk.end
             known = chunk.job.tokens.tolist()
-            assert cache.read(chunk.job.blocks, chunk.begin) == known[: chunk.begin], "what was read before is still there"
+            assert cache.read(chunk.job.blocks, chunk.begin) == known[: chunk.begin], "earlier chunks are still cached"
             for at in range(chunk.begin, chunk.end):
                 cache.write(chunk.job.blocks, at, known[at])
             self.tokens_read += chunk.end - chunk.begin
 
     def step(self, rows: BatchRows, count: int, cache: Cache, longest: int, draw: object) -> None:
         self.steps += 1
-        assert self.steps <= self.setting.most_steps
+        assert self.steps <= self.setting.max_steps
         used = [row for row in range(count) if rows.state[row][POSITION] >= 0]
         for row in used:
             cache.write(cache.block_tables[row], rows.state[row][POSITION], rows.state[row][TOKEN])
@@ -170,7 +170,7 @@ class Forward:
 
     def _draw(self, state: list[int]) -> tuple[int, int, int, int]:
         answer = self.answers[state[KEY]]
-        assert (answer.key, state[WRITTEN]) not in self.drawn, "what was drawn is kept, also by those that are put off"
+        assert (answer.key, state[WRITTEN]) not in self.drawn, "drawn tokens are kept, even by preempted sequences"
         self.drawn.add((answer.key, state[WRITTEN]))
         state[TOKEN] = answer.tokens[state[WRITTEN]]
         state[WRITTEN] += 1
@@ -191,32 +191,32 @@ class Stopping:
         return ""
 
 
-# The scheduler, watched ----------------------------------------------------------------------------------------------
+# The scheduler with checks -------------------------------------------------------------------------------------------
 
 
-class Watched(Scheduler):
-    """Looks at itself after everything it does."""
+class CheckedScheduler(Scheduler):
+    """Checks its invariants after every operation."""
 
     def __init__(self, setting: Setting):
         super().__init__(
             setting.requests, SAMPLING, rows=setting.rows, blocks=setting.blocks, block_tokens=setting.block_tokens,
             prefill_tokens=setting.prefill_tokens,
         )  # fmt: skip
-        self.began: list[tuple[str, int]] = []
-        self.put_off: list[tuple[str, int]] = []
-        # Every step is one token further for someone. Between two steps all may have to be read again, in chunks.
+        self.started: list[tuple[str, int]] = []
+        self.preempted_samples: list[tuple[str, int]] = []
+        # Every step adds a token to some sequence. Between two steps everything may have to be prefilled again, in chunks.
         longest_read = sum(-(-(len(a.request.tokens) + a.limit) // setting.prefill_tokens) for a in setting.answers)
-        self.turns_left = (1 + longest_read) * setting.most_steps
+        self.turns_left = (1 + longest_read) * setting.max_steps
 
     def next_chunks(self) -> list[PrefillChunk]:
         self.turns_left -= 1
-        assert self.turns_left >= 0, "it goes in circles"
+        assert self.turns_left >= 0, "it makes no progress"
         read = {id(job): job.prefilled for job in self.prefilling}
         chunks = super().next_chunks()
         for chunk in chunks:
             assert chunk.begin == read.get(id(chunk.job), 0)
-        assert chunks or self.ready or self.running or self.prefilling, "there is always something to do"
-        self.look()
+        assert chunks or self.ready or self.running or self.prefilling, "there must always be work"
+        self.check_invariants()
         return chunks
 
     def start(self) -> list[tuple[int, int]]:
@@ -227,12 +227,12 @@ class Watched(Scheduler):
                 assert before[row] is None
                 assert sequence is not None
                 assert sequence.device_row is None
-                self.began.append((sequence.request.prompt_id, sequence.index))
+                self.started.append((sequence.request.prompt_id, sequence.index))
         if self.ready:
             job = self.ready[0]
             in_its_last_block = len(job.sequences) == 1 and job.prefill_length % self.block_tokens
-            assert None not in self.rows or (not self.blocks.free and not in_its_last_block), "nothing waits without need"
-        self.look()
+            assert None not in self.rows or (not self.blocks.free and not in_its_last_block), "nothing waits that could start"
+        self.check_invariants()
         return copies
 
     def preempt(self) -> None:
@@ -240,48 +240,48 @@ class Watched(Scheduler):
         super().preempt()
         for sequence in before:
             if sequence is not None and sequence.row is None:
-                self.put_off.append((sequence.request.prompt_id, sequence.index))
+                self.preempted_samples.append((sequence.request.prompt_id, sequence.index))
                 assert self.waiting[0].tokens.tolist() == sequence.request.tokens.tolist() + sequence.tokens
         assert self.blocks.free >= free
-        self.look()
+        self.check_invariants()
 
     def extend_blocks(self) -> bool:
         enough = super().extend_blocks()
-        self.look()
+        self.check_invariants()
         if enough:
             for sequence in self._running():
                 if sequence.launched < sequence.limit:
                     assert sequence.position < len(sequence.blocks) * self.block_tokens
-                    assert self.hands()[sequence.blocks[sequence.position // self.block_tokens]] == 1, "it writes where none reads"
+                    assert self.refcounts()[sequence.blocks[sequence.position // self.block_tokens]] == 1, "the block is not shared"
         return enough
 
     def remove(self, sequence: RunningSequence) -> None:
         super().remove(sequence)
-        self.look()
+        self.check_invariants()
 
     def compact(self) -> None:
         super().compact()
         assert all(sequence is not None for sequence in self.rows[: self.running])
-        self.look()
+        self.check_invariants()
 
     def align_blocks(self) -> list[tuple[int, int]]:
         moves = super().align_blocks()
         assert [sequence.blocks for sequence in self._running()] == [[row] for row in range(self.running)]
-        self.look()
+        self.check_invariants()
         return moves
 
-    def hands(self) -> Counter[int]:
-        """In how many each block is."""
+    def refcounts(self) -> Counter[int]:
+        """The number of holders of each block."""
         holders = [*self._running(), *self.prefilling, *self.ready]
         return Counter(block for holder in holders for block in holder.blocks)
 
-    def look(self) -> None:
+    def check_invariants(self) -> None:
         running = self._running()
         assert len(running) == self.running <= len(self.rows)
         assert all(sequence.row == row for row, sequence in enumerate(self.rows) if sequence is not None)
         assert len({id(sequence) for sequence in running}) == len(running)
         assert not any(job.blocks or job.prefilled for job in self.waiting)
-        assert self.blocks.free + len(self.hands()) == self.blocks.total
+        assert self.blocks.free + len(self.refcounts()) == self.blocks.total
 
     def _running(self) -> list[RunningSequence]:
         return [sequence for sequence in self.rows if sequence is not None]
@@ -289,14 +289,14 @@ class Watched(Scheduler):
 
 @dataclass
 class Outcome:
-    scheduler: Watched
+    scheduler: CheckedScheduler
     forward: Forward
     samples: list[Sample] = field(default_factory=list)
 
 
 def simulate(setting: Setting) -> Outcome:
-    """A call of the engine; every sample must come, once, with its own tokens."""
-    scheduler, forward = Watched(setting), Forward(setting)
+    """Run a call of the engine; every sample must be returned exactly once, with its own tokens."""
+    scheduler, forward = CheckedScheduler(setting), Forward(setting)
     stopping = Stopping(setting.answers)
     call = _Call(forward, scheduler, BatchRows(setting), Cache(setting), None, stopping, 7)  # pyright: ignore
     outcome = Outcome(scheduler, forward)
@@ -309,16 +309,16 @@ def simulate(setting: Setting) -> Outcome:
         assert sample.status == answer.status
     assert not scheduler.busy
     assert scheduler.blocks.free == scheduler.blocks.total
-    again = Counter(scheduler.put_off)
-    assert Counter(scheduler.began) == {name: 1 + again[name] for name in answers}
+    again = Counter(scheduler.preempted_samples)
+    assert Counter(scheduler.started) == {name: 1 + again[name] for name in answers}
     if not scheduler.preempted:
-        assert scheduler.began == list(answers), "first come, first served"
-        assert forward.tokens_read == sum(len(r.tokens) - 1 for r in setting.requests), "each prompt is read once"
+        assert scheduler.started == list(answers), "first come, first served"
+        assert forward.tokens_read == sum(len(r.tokens) - 1 for r in setting.requests), "each prompt is prefilled once"
     return outcome
 
 
 def answers_of(*groups: tuple[int, int, int, Sequence[int]]) -> list[Answer]:
-    """From (prompt's length, samples, limit, lengths of the answers, the last of them for all others too)."""
+    """From (prompt length, samples, limit, response lengths), of which the last is used for all further samples."""
     made = []
     for name, (prompt, n, limit, lengths) in enumerate(groups):
         tokens = np.arange(1000 * (name + 1), 1000 * (name + 1) + prompt)
@@ -327,7 +327,7 @@ def answers_of(*groups: tuple[int, int, int, Sequence[int]]) -> list[Answer]:
     return made
 
 
-# Settings of all kinds -----------------------------------------------------------------------------------------------
+# Random settings -----------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -349,14 +349,14 @@ few = st.integers(0, 3) | st.integers(0, 60)
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(answers(), rows, st.sampled_from([1, 2, 3, 4, 8, 16]), few, budgets, st.sampled_from(["cpu", "cuda"]))
-def test_in_small_blocks(answers, rows, block_tokens, more_blocks, prefill_tokens, device):
+def test_random_settings_with_small_blocks(answers, rows, block_tokens, more_blocks, prefill_tokens, device):
     simulate(Setting(answers, rows, block_tokens, more_blocks, prefill_tokens, device))
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(answers(), rows, st.integers(0, 9), budgets)
-def test_a_block_for_each_row(answers, rows, more_blocks, prefill_tokens):
-    """As on a CPU: nothing grows, and row i lies in block i."""
+def test_random_settings_with_a_block_per_row(answers, rows, more_blocks, prefill_tokens):
+    """As on a CPU: no sequence needs a second block, and row i uses block i."""
     setting = Setting(answers, rows, 64, more_blocks, prefill_tokens)
     assert setting.blocks_match_rows
     simulate(setting)
@@ -364,7 +364,7 @@ def test_a_block_for_each_row(answers, rows, more_blocks, prefill_tokens):
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(answers(), rows, st.sampled_from([1, 4, 16, 64]), budgets, st.sampled_from(["cpu", "cuda"]))
-def test_with_blocks_for_everyone_nobody_is_put_off(answers, rows, block_tokens, prefill_tokens, device):
+def test_nothing_is_preempted_with_enough_blocks(answers, rows, block_tokens, prefill_tokens, device):
     all_at_once = sum(-(-(len(a.request.tokens) + a.limit) // block_tokens) + 1 for a in answers)
     outcome = simulate(Setting(answers, rows, block_tokens, all_at_once, prefill_tokens, device))
     assert outcome.scheduler.preempted == 0
@@ -373,12 +373,12 @@ def test_with_blocks_for_everyone_nobody_is_put_off(answers, rows, block_tokens,
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17])
 @pytest.mark.parametrize("block_tokens", [4, 64])
-def test_blocks_that_the_engine_wants_are_enough_for_prompts_of_their_own(rows, block_tokens, device):
+def test_blocks_needed_are_enough_for_different_prompts(rows, block_tokens, device):
     answers = answers_of(*[(13, 1, 18, [length]) for length in (19, 1, 7, 19, 18, 3) * 6])
     assert simulate(Setting(answers, rows, block_tokens, device=device)).scheduler.preempted == 0
 
 
-# One thing at a time -------------------------------------------------------------------------------------------------
+# Single behaviours ---------------------------------------------------------------------------------------------------
 
 
 def test_requests_become_sequences():
@@ -399,7 +399,7 @@ def scheduler_of(answers: list[Answer], rows: int = 8, block_tokens: int = 4, bl
 
 
 def test_samples_of_a_prompt_share_its_full_blocks():
-    """Ten tokens are read: two full blocks of four, and half of a third, which all samples but one copy."""
+    """Ten tokens are prefilled: two full blocks of four, and half of a third, which all samples but one copy."""
     scheduler = scheduler_of(answers_of((11, 3, 5, [6])))
     (chunk,) = scheduler.next_chunks()
     assert (chunk.begin, chunk.end, chunk.job.blocks) == (0, 10, [0, 1, 2])
@@ -413,8 +413,8 @@ def test_samples_of_a_prompt_share_its_full_blocks():
     assert scheduler.blocks.free == 100
 
 
-def test_pieces():
-    """What fits goes together; what is too long is cut, alone, before others are read."""
+def test_prompts_are_prefilled_in_chunks():
+    """Prompts that fit are prefilled together; one that is too long is split, and finished before others begin."""
     scheduler = scheduler_of(answers_of(*[(length, 1, 5, [6]) for length in (6, 13, 9, 46, 5, 1, 1, 30)]), prefill_tokens=20)
     passes = []
     while scheduler.waiting or scheduler.prefilling:
@@ -425,21 +425,21 @@ def test_pieces():
     assert passes[5:] == [[(7, 0, 20)], [(7, 20, 29)]]
 
 
-def test_prompts_are_not_read_before_there_are_rows_for_them():
+def test_prompts_wait_for_free_rows():
     scheduler = scheduler_of(answers_of((6, 2, 5, [6]), (6, 2, 5, [6]), (6, 2, 5, [6])), rows=3)
     assert len(scheduler.next_chunks()) == 2, "two of one prompt, one of the next"
     scheduler.start()
     assert not scheduler.next_chunks()
     scheduler.remove(scheduler.rows[1])
-    assert not scheduler.next_chunks(), "the row is for the second prompt's second"
+    assert not scheduler.next_chunks(), "the row is for the second sample of the second prompt"
     scheduler.start()
     assert [s.request.prompt_id for s in scheduler.rows] == ["0", "1", "1"]
     scheduler.remove(scheduler.rows[0])
     assert len(scheduler.next_chunks()) == 1
 
 
-def test_prompts_are_read_together_when_rows_fall_free():
-    """With many rows, not for each of them alone."""
+def test_prompts_are_prefilled_in_batches_as_rows_become_free():
+    """With many rows, prefill does not run for every single free row."""
     scheduler = scheduler_of(answers_of(*[(6, 1, 5, [6])] * 100), rows=48, prefill_tokens=1000, blocks=1000)
     scheduler.next_chunks()
     scheduler.start()
@@ -452,12 +452,12 @@ def test_prompts_are_read_together_when_rows_fall_free():
     assert read == [0, 0, 3, 0, 0, 3]
 
 
-def test_who_is_put_off():
-    """Prompts that none has begun to answer, the last first; then whoever has written least; and it goes on where it was."""
+def test_which_sequences_are_preempted():
+    """First prompts without a running sample, the last one first; then the shortest sequence, which keeps its tokens."""
     scheduler = scheduler_of(answers_of((6, 3, 9, [10]), (6, 1, 9, [10]), (30, 1, 9, [10])), rows=8, prefill_tokens=20)
     scheduler.next_chunks()
     scheduler.start()
-    assert len(scheduler.next_chunks()) == 1, "some of the long one"
+    assert len(scheduler.next_chunks()) == 1, "a chunk of the long one"
     for written, sequence in zip((3, 1, 4, 1), scheduler.rows, strict=False):
         sequence.tokens = list(range(written))
         sequence.launched = written
@@ -467,7 +467,7 @@ def test_who_is_put_off():
     scheduler.preempt()
     scheduler.preempt()
     assert [s.index for s in scheduler.rows if s is not None and s.request.prompt_id == "0"] == [0, 2]
-    assert [job.tokens.tolist()[:1] for job in scheduler.waiting] == [[1000], [2000], [3000]], "in their old order"
+    assert [job.tokens.tolist()[:1] for job in scheduler.waiting] == [[1000], [2000], [3000]], "in their original order"
     assert scheduler.waiting[0].tokens.tolist() == [*range(1000, 1006), 0]
     assert scheduler.preempted == 3
     scheduler.preempt()
@@ -475,8 +475,8 @@ def test_who_is_put_off():
         scheduler.preempt()
 
 
-def test_a_prompt_that_is_being_read_keeps_what_it_has_while_rows_are_put_in_order():
-    """It is longer than all that runs beside it."""
+def test_a_partly_prefilled_prompt_survives_compaction():
+    """It is longer than everything that runs alongside it."""
     answers = answers_of((1, 2, 9, [10]), (30, 1, 9, [10]), (1, 3, 9, [2, 3]))
     outcome = simulate(Setting(answers, rows=5, block_tokens=64, prefill_tokens=4))
     assert outcome.scheduler.preempted == 0
@@ -488,49 +488,49 @@ def test_a_gpu_step_may_have_more_rows_than_the_call(rows):
     simulate(Setting(answers_of((9, rows, 9, [10])), rows=rows, block_tokens=8, device="cuda"))
 
 
-def test_far_more_samples_than_memory():
-    """One sequence has just enough; they still all come, and take turns."""
+def test_far_more_samples_than_fit_in_memory():
+    """There is just enough memory for one sequence; all samples still finish, taking turns."""
     outcome = simulate(Setting(answers_of(*[(9, 4, 16, [17])] * 5), rows=6, block_tokens=4, more_blocks=0, prefill_tokens=5))
     assert outcome.scheduler.preempted > 0
-    assert outcome.scheduler.put_off
+    assert outcome.scheduler.preempted_samples
 
 
-# BlockAllocator alone --------------------------------------------------------------------------------------------------------
+# BlockAllocator ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
-def test_blocks(data):
-    """Against hands that hold them."""
+def test_block_allocator(data):
+    """Against reference counts kept here."""
     total = data.draw(st.integers(1, 8))
-    blocks, hands = BlockAllocator(total), Counter()
+    blocks, refcounts = BlockAllocator(total), Counter()
     for _ in range(data.draw(st.integers(0, 30))):
-        held, free = sorted(+hands), sorted(set(range(total)) - set(+hands))
+        held, free = sorted(+refcounts), sorted(set(range(total)) - set(+refcounts))
         assert blocks.free == len(free)
         can = ["take"] * bool(free) + ["share", "give back"] * bool(held) + ["exchange"] * bool(free and held)
         match data.draw(st.sampled_from(can)):
             case "take":
                 assert blocks.allocate() == free[0], "the lowest"
-                hands[free[0]] = 1
+                refcounts[free[0]] = 1
             case "share":
                 block = data.draw(st.sampled_from(held))
                 assert blocks.share(block) == block
-                hands[block] += 1
+                refcounts[block] += 1
             case "give back":
                 block = data.draw(st.sampled_from(held))
                 blocks.release(block)
-                hands[block] -= 1
+                refcounts[block] -= 1
             case "exchange":
                 block, other = data.draw(st.sampled_from(held)), data.draw(st.sampled_from(free))
                 blocks.swap(block, other)
-                hands[other] = hands.pop(block)
-    for block in hands.elements():
+                refcounts[other] = refcounts.pop(block)
+    for block in refcounts.elements():
         blocks.release(block)
     assert blocks.free == blocks.total == total
     assert [blocks.allocate() for _ in range(total)] == list(range(total))
 
 
-def test_blocks_that_nobody_holds():
+def test_free_blocks_cannot_be_released_or_shared():
     blocks = BlockAllocator(2)
     with pytest.raises(AssertionError):
         blocks.release(0)
