@@ -228,7 +228,7 @@ def _logarithms(draw: random.Random) -> Pair:
 def _set(draw: random.Random) -> Pair:
     values = [Fraction(n, draw.choice([1, 1, 2, 3])) for n in draw.sample(range(-20, 21), 3)]
     other = [*values[:2], values[2] + 1]
-    while len({*values}) < 3 or other[2] in values:
+    if len({*values}) < 3 or other[2] in values:
         return _set(draw)
     lists = [", ".join(map(_fraction, one)) for one in (values, values[::-1], other[::-1])]
     return f"\\{{{lists[0]}\\}}", f"\\{{{lists[1]}\\}}", f"\\{{{lists[2]}\\}}"

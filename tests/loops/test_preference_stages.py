@@ -84,7 +84,7 @@ def test_dpo_learns(tmp_path, tiny_model, pairs_file, loss):
     assert [row["step"] for row in rows] == list(range(9))
     if loss == {}:
         assert first["val/loss"] == pytest.approx(math.log(2), abs=1e-6), "the policy still equals its reference"
-    assert (first["val/accuracy"], first["val/margin"]) == (pytest.approx(0.5, abs=0.5), pytest.approx(0.0, abs=1e-4))
+    assert first["val/margin"] == pytest.approx(0.0, abs=1e-4)
     assert last["val/loss"] < first["val/loss"]
     assert last["val/accuracy"] == 1.0
     assert last["val/margin"] > 0.1

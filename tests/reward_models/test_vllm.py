@@ -401,7 +401,7 @@ def test_a_server_that_dies_is_restarted_and_finally_stopped(models, scoring):
     after = scoring.descendants()
     assert scoring.process.wait(120) == 0, scoring.log.read_text()
     output = " ".join(scoring.log.read_text().split())
-    assert "starting it once more" in output
+    assert "restarting it" in output
     assert KEY not in output
     lines = [json.loads(line) for line in scoring.out.read_text().splitlines()]
     assert len(lines) == 20 * len(ROWS)

@@ -414,9 +414,14 @@ class Patient(Offloaded):
     kind: Literal["patient"] = "patient"
     release: ClassVar[asyncio.Event]
 
+    def build(self) -> LiveRule:
+        return LivePatient(self)
+
+
+class LivePatient(LiveOffloaded):
     async def load(self) -> None:
         await super().load()
-        await self.release.wait()
+        await Patient.release.wait()
 
 
 def test_groups_that_arrive_while_the_device_is_busy_are_scored_together_next():

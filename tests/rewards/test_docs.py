@@ -221,6 +221,9 @@ def test_scalar_model_by_hand():
 PARSERS = re.findall(r"^\| (`\w+`.*) \|$", PAGES["judge"].partition("| `parser` | the answer's end | value |")[2], re.M)
 
 
+assert PARSERS, "the judge's page lost its table of parsers"
+
+
 @pytest.mark.parametrize("row", PARSERS)
 def test_parsers_by_hand(row, tmp_path):
     settings, answer, value = (cell.strip() for cell in row.split(" | "))
@@ -300,7 +303,11 @@ def test_pairs_by_hand():
     assert [score.parts["consistent"] for score in scores] == [0.5, 1, 0.5]
 
 
-@pytest.mark.parametrize("row", re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", PAGES["pairwise_judge"], re.M))
+CALLS = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", PAGES["pairwise_judge"], re.M)
+assert CALLS, "the pairwise judge's page lost its table of calls"
+
+
+@pytest.mark.parametrize("row", CALLS)
 def test_number_of_calls_for_pairs(row):
     n, every, tournament = map(int, row)
     for pairs, calls in (("all", every), ("tournament", tournament)):

@@ -483,7 +483,6 @@ def test_scoring_overlaps_with_sampling():
 
     with RewardRunner([Awaiting(handler=handler)]) as rewards:
         assert [one.group.prompt.id for one in rewards.collect(groups())] == ["first", "second"]
-        assert rewards.waited_s >= 0.0
 
 
 def test_groups_are_returned_in_submission_order():

@@ -131,12 +131,12 @@ def test_tolerance_accepts_close_numbers():
         ("So there are 42 apples in the basket.", "42"),
         ("", None),
         ("\n \n", None),
-        ("\\boxed{}", None),
+        ("\\boxed{}", "\\boxed{}"),
     ],
 )
 def test_find_answer(response, answer):
     found = find_answer(response)
-    assert (None if found is None else found.strip()) == answer or (answer is None and found == "\\boxed{}")
+    assert (None if found is None else found.strip()) == answer
 
 
 # The reward ----------------------------------------------------------------------------------------------------------
