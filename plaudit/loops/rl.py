@@ -31,7 +31,8 @@ from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, require_context, validate
 from plaudit.rl.learner import Learner
-from plaudit.rollout.engine import EngineSetup, build_engine
+from plaudit.rollout.build import build_engine
+from plaudit.rollout.engine import EngineSetup
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import compute_repeatably

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models.trainable import load_policy
 from plaudit.recipe import ModelSettings, RolloutSettings
-from plaudit.rollout.engine import EngineSetup, build_engine
+from plaudit.rollout.build import build_engine
+from plaudit.rollout.engine import EngineSetup
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.world import World
 from support.engine_contract import EngineContract, Subject, sharpen
