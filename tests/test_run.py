@@ -747,7 +747,7 @@ def test_an_incomplete_trainer_state_is_refused(tmp_path, recipe):
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["trainer/00000.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match="trainer state is not whole"):
+    with pytest.raises(RunError, match="trainer state is incomplete"):
         train_sft(file)
 
 

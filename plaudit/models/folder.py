@@ -25,12 +25,14 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             raise RecipeError(_without_config(folder))
         require_weights(folder)
     elif _must_be_a_folder(path):
-        raise RecipeError(f"{path}: there is no such folder.{nearest_path(folder)}")
+        raise RecipeError(f"{path}: no such folder.{nearest_path(folder)}")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         where = (
-            f"{path}/config.json cannot be read" if folder.is_dir() else f"{path} is no folder here, and not to be had from the hub"
+            f"{path}/config.json cannot be read"
+            if folder.is_dir()
+            else f"{path} is neither a folder nor a model that the hub could provide"
         )
         raise RecipeError(f"{where}: {redact(' '.join(str(error).split()))[:300]}") from None
 
@@ -94,7 +96,7 @@ def _must_be_a_folder(path: str) -> bool:
 
 def _without_config(folder: Path) -> str:
     if (folder / "adapter_config.json").exists():
-        return f"{folder}: this is a LoRA adapter, not a whole model; merge it into its model first"
+        return f"{folder}: this is a LoRA adapter, not a complete model; merge it into its model first"
     inside = [child for child in sorted(folder.iterdir()) if (child / "config.json").exists()]
     hint = f" Did you mean {inside[0]}?" if inside else ""
     return f"{folder}: no config.json (found: {_names(folder)}), so it is no model in Hugging Face format.{hint}"

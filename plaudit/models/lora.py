@@ -29,7 +29,7 @@ def attach_lora(
     from peft.tuners.lora import LoraLayer
 
     if head is not None and not isinstance(lora.targets, str) and head in lora.targets:
-        raise RecipeError(f"{section}.lora.targets: {head} is trained whole, so it cannot be adapted too")
+        raise RecipeError(f"{section}.lora.targets: {head} is trained in full, so it cannot have an adapter too")
     torch.manual_seed(seed)  # for the adapters' initial weights
     config = LoraConfig(
         r=lora.rank,

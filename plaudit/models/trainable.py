@@ -132,7 +132,7 @@ def load_pretrained(
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise RecipeError(f"{path}: this is a LoRA adapter, not a whole model; save it with model.lora.merge_on_save")
+        raise RecipeError(f"{path}: this is a LoRA adapter, not a complete model; save it with model.lora.merge_on_save")
     rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
     for kind in (part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)):
         if kind in ("longrope", "dynamic"):

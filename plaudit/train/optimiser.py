@@ -225,5 +225,5 @@ class Optimiser:
                 self._moments[name][kind].copy_(tensor)
                 missing.discard(key)
         if missing:
-            raise RunError(f"the saved trainer state is not whole: {min(missing)} is missing")
+            raise RunError(f"the saved trainer state is incomplete: {min(missing)} is missing")
         self._publish()

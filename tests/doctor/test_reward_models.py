@@ -207,7 +207,7 @@ def test_unusable_models_are_reported_in_one_line_each(doctor, tmp_path, tiny_mo
     messages = dict(text.split(": ", 1) for _, text in findings_for(findings, "reward"))
     assert [mark for mark, _ in findings_for(findings, "reward")] == ["✗"] * 7 + ["✓"]
     assert messages["dead"].startswith("http://127.0.0.1:9/v1/models: nothing listens there")
-    assert messages["nowhere"] == f"{tmp_path / 'bar'}: there is no such folder. Did you mean {bare}?"
+    assert messages["nowhere"] == f"{tmp_path / 'bar'}: no such folder. Did you mean {bare}?"
     assert "has no score: it is not a ...ForSequenceClassification" in messages["headless"]
     assert messages["bare"].startswith(f"no tokenizer could be loaded from {bare}")
     assert "scores and does not generate; use it with kind: scalar_model" in messages["classifier"]

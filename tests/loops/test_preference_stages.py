@@ -184,7 +184,7 @@ def test_a_reward_model_can_start_from_a_value_head(tmp_path, tiny_model, pairs_
 
 
 def test_lora_on_the_score_head_is_refused(tmp_path, tiny_model, pairs_file):
-    with pytest.raises(RecipeError, match="score is trained whole"):
+    with pytest.raises(RecipeError, match="score is trained in full"):
         run_stage(tmp_path, "reward-model", tiny_model, pairs_file, model={"lora": {"targets": ["q_proj", "score"]}})
 
 

@@ -657,7 +657,7 @@ def error_for(folder: Path, *, scalar: bool = True, **settings) -> str:
 def test_bad_folders_are_rejected_before_weights_are_read(classifier, tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr(scalar_inference, "load_scalar", None)
     near = classifier.with_name("rmm")
-    assert error_for(near) == f"{near}: there is no such folder. Did you mean {classifier}?"
+    assert error_for(near) == f"{near}: no such folder. Did you mean {classifier}?"
     (tmp_path / "empty").mkdir()
     assert "no config.json (found: nothing)" in error_for(tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").touch()

@@ -199,9 +199,9 @@ def test_models_with_different_settings_are_not_shared(folders, loads):
 
 def test_a_model_that_cannot_be_opened_is_reported_once(tmp_path):
     nowhere = model(tmp_path / "none", "resident")
-    with pytest.raises(RecipeError, match="there is no such folder") as caught:
+    with pytest.raises(RecipeError, match="no such folder") as caught:
         runner_of({**JUDGING, "name": "a", "model": nowhere}, {**JUDGING, "name": "b", "model": nowhere}).__enter__()
-    assert str(caught.value).count("there is no such folder") == 1
+    assert str(caught.value).count("no such folder") == 1
 
 
 # One model at a time -------------------------------------------------------------------------------------------------

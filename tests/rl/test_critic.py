@@ -530,7 +530,7 @@ def test_a_non_finite_critic_loss_stops_the_run(recipe, monkeypatch):
         ({"algorithm": {"kind": "ppo", "lam": 0.9}}, "Did you mean algorithm.gae_lambda"),
         ({"critic": {"lora": {"merge_on_save": False}}}, "a critic is always saved merged"),
         ({"critic": {"clip_value": 0}}, "critic.clip_value"),
-        ({"critic": {"path": "nowhere/at/all"}}, "there is no such folder"),
+        ({"critic": {"path": "nowhere/at/all"}}, "no such folder"),
         ({"critic": {"loss_coefficient": 0.1}}, "loss_coefficient has no effect: it applies to a shared critic only"),
         ({"critic": {"shared": True, "path": "models/rm"}}, "critic: path has no effect: it applies to a separate critic"),
         ({"critic": {"shared": True, "lora": {"rank": 2}}}, "critic: lora has no effect: it applies to a separate critic"),
@@ -617,7 +617,7 @@ def test_doctor_checks_the_critic(plaudit, recipe, tiny_model, tmp_path):
     assert "Traceback" not in out
     code, out, _ = plaudit("doctor", recipe(critic={"path": str(tmp_path / "nowhere")}))
     assert code == 1
-    assert "there is no such folder" in " ".join(out.split())
+    assert "no such folder" in " ".join(out.split())
 
 
 def test_doctors_memory_plan_counts_every_critic_weight(recipe, tiny_model):

@@ -297,7 +297,7 @@ def test_auto_is_resolved_for_policy_and_critic(large, ppo, monkeypatch):
     assert resolved.model.gradient_checkpointing == 5
     assert need(5, resolved.critic.gradient_checkpointing) == need(5, True)
     assert 0 < resolved.critic.gradient_checkpointing <= 5
-    with pytest.raises(RecipeError, match="no is no folder here"):
+    with pytest.raises(RecipeError, match="no is neither a folder nor"):
         resolve_checkpointing(
             load_recipe(ppo("no", **ALL_RESIDENT | {"critic": {"path": "no", "gradient_checkpointing": "auto"}})).recipe
         )
