@@ -42,7 +42,7 @@ import torch
 from safetensors.torch import load_file
 
 import plaudit.objectives.advantages
-import plaudit.run
+import plaudit.report.curves
 from plaudit.data.conversations import Source
 from plaudit.data.examples import load_examples
 from plaudit.data.order import RowOrder
@@ -507,7 +507,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.trl_python.exists():
         sys.exit(f"{args.trl_python} does not exist: make .venv-trl/installed")
-    plaudit.run.draw_curves = lambda *_: None  # drawing takes longer than these runs
+    plaudit.report.curves.draw_curves = lambda *_: None  # drawing takes longer than these runs
     step_by_step = [name for name, case in STEP_BY_STEP.items() if case.stage in args.stage]
     agree = []
     for kind in args.kind:
