@@ -133,7 +133,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     except RecursionError:
         raise RecipeError(f"{path} is not a recipe: it is nested too deeply") from None
     if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(f"{path} is not a recipe: it should be settings like `model: {{path: …}}`, one section a line")
+        raise RecipeError(
+            f"{path} is not a recipe: it should be sections of settings, such as `model: {{path: …}}` or `rewards: [{{kind: …}}]`"
+        )
     sources: dict[Place, str] = {}
     return _build(node, (), sources, str(path)), sources
 
@@ -308,14 +310,14 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
             continue
         seen.add(place)
         where = _where(place, sources, path) if place else str(path)
-        described = f" It is: {fields[place].description}" if place in fields else ""
+        described = f" ({fields[place].description})" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
                 yield f"{where} is not a setting.{_suggest(place, fields)}"
             case "missing" if inside:
-                yield f"{where} has too few values.{described}"
+                yield f"{where} has too few values{described}"
             case "missing":
-                yield f"{where} is missing.{described}"
+                yield f"{where} is missing{described}"
             case "union_tag_not_found" | "union_tag_invalid" as kind:  # a list entry that can be one of several sections
                 where = _where((*place, context["discriminator"].strip("'")), sources, path)
                 if kind == "union_tag_not_found":

@@ -69,13 +69,14 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
 
 
 def nearest_path(path: Path) -> str:
-    """' Did you mean …?' with the most similar name in the same folder."""
+    """' Did you mean …?' with the most similar name in the same folder; else where a relative path was looked for."""
     parent = path.parent
-    if not parent.is_dir():
-        return f" There is no folder {parent} either." if str(parent) != "." else ""
     # Compare names only: paths below a long folder name all look alike.
-    near = nearest(path.name, [child.name for child in parent.iterdir()])
-    return f" Did you mean {parent / near}?" if near else ""
+    near = nearest(path.name, [child.name for child in parent.iterdir()]) if parent.is_dir() else None
+    if near:
+        return f" Did you mean {parent / near}?"
+    missing = "" if parent.is_dir() else f" There is no folder {parent} either."
+    return missing if path.is_absolute() else f"{missing} (Paths are relative to the current folder, {Path.cwd()}.)"
 
 
 def redact(text: str) -> str:

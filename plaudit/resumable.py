@@ -65,11 +65,15 @@ def _done(out: Path, inputs: dict[str, Any], may_change: dict[str, Any], verb: s
             write_atomic(inputs_file, json.dumps(inputs | may_change, indent=1))
             return []
         before = _require_same(out, inputs_file, inputs, verb)
+        done = _read_ids(out, verb)
         for name in may_change:
             if before.get(name) != may_change[name]:
-                print_line(f"{name} changed since the first rows of {out} were written", "yellow")
-                write_atomic(inputs_file, json.dumps(inputs | may_change, indent=1))
-        return _read_ids(out, verb)
+                print_line(
+                    f"{name} changed since the first rows of {out} were written; the {len(done):,} rows it has stay as they are. "
+                    "For new ones choose another --out",
+                    "yellow",
+                )
+        return done
     except OSError as error:
         raise RunError(f"--out: {out} cannot be written: {error}") from None
 

@@ -214,7 +214,7 @@ def test_unknown_settings_are_located(error_for):
         ("optim.lr=.nan", "optim.lr should be a finite number, not NaN."),
         ("optim.lr=1e999", "optim.lr should be a finite number, not Infinity."),
         ("optim.betas=0.9", "optim.betas should be a list, not 0.9."),
-        ("optim.betas=[0.9]", "optim.betas has too few values. It is: Decay rates of"),
+        ("optim.betas=[0.9]", "optim.betas has too few values (Decay rates of"),
         ("optim.betas=[0.9, 0.9, 0.9]", "optim.betas should be 2 values, not [0.9, 0.9, 0.9]."),
         ("optim.betas=[0.9, x]", 'optim.betas.1 should be a valid number, not "x".'),
         ("optim.betas=[0.9, 1.0]", "optim.betas.1 should be less than 1, not 1.0."),
@@ -301,10 +301,10 @@ class WithRewards(SFTRecipe):
     [
         ("{kind: length, limit: 1, weight: true}", "r.yaml:5: rewards.0.weight: should not be true"),
         ("{kind: length, limit: x}", 'r.yaml:5: rewards.0.limit should be a valid integer, not "x".'),
-        ("{kind: length}", "r.yaml:5: rewards.0.limit is missing."),
+        ("{kind: length}", "r.yaml:5: rewards.0.limit is missing"),
         ("{kind: judge, limit: 1}", "r.yaml:5: rewards.0.limit is not a setting."),
         ("{kind: juge}", "r.yaml:5: rewards.0.kind should be one of 'length', 'judge', not \"juge\". Did you mean judge?"),
-        ("{limit: 1}", "r.yaml:5: rewards.0.kind is missing."),
+        ("{limit: 1}", "r.yaml:5: rewards.0.kind is missing"),
         ("length", 'r.yaml:5: rewards.0 should be a section, not "length".'),
     ],
 )
@@ -318,10 +318,10 @@ def test_a_list_of_sections_distinguished_by_kind(read, error_for, monkeypatch, 
 
 def test_missing_settings_are_described(error_for):
     assert error_for("model: {path: m}\ndata: {train: x}\n") == (
-        "r.yaml: run is missing. It is: Run folder, length, validation and checkpoints."
+        "r.yaml: run is missing (Run folder, length, validation and checkpoints.)"
     )
     assert error_for("data: {train: x}\nrun: {dir: d}\nmodel: {dtype: auto}").startswith(
-        "r.yaml:3: model.path is missing. It is: A folder in Hugging Face format"
+        "r.yaml:3: model.path is missing (A folder in Hugging Face format"
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from plaudit import plugins
 from support.paths import REPOSITORY, TESTS
 
 # From the bottom up; packages on one line do not import each other.
@@ -119,3 +120,11 @@ def test_paths_named_in_documents_exist(document):
     for path in re.findall(r"(?<![\w/.])(?:tests|bench|recipes|plaudit|docs)/[\w./-]*\w", document.read_text(encoding="utf-8")):
         if Path(path).name not in ("x.py", "x"):
             assert (REPOSITORY / path).exists(), f"{document}: {path}"
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "plaudit/rewards").rglob("*.py")), ids=lambda file: file.stem)
+def test_a_reward_is_named_after_its_file(file):
+    """Otherwise a recipe could not name it: `kind: x` is looked up as a class in x.py."""
+    kinds = re.findall(r'^    kind: Literal\["(\w+)"\]', file.read_text(encoding="utf-8"), re.M)
+    assert kinds in ([], [file.stem])
+    assert not kinds or file.stem in plugins.kinds("rewards"), f"{file.name} has no class named after it"

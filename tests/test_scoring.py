@@ -159,8 +159,11 @@ def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files
     path.write_text("def compute_score(solution_str): return float(solution_str)")
     code, _, err = score(plaudit, files, "--set", "rewards.0.limits.group_retries=1")
     assert code == 0
-    assert "files of function changed since the first rows" in err
+    assert f"{path} changed since the first rows" in " ".join(err.split())
+    assert "the 256 rows it has stay as they are" in " ".join(err.split())
     assert [line["reward"] for line in lines(files)] == list(range(600))
+    _, _, err = score(plaudit, files, "--set", "rewards.0.limits.group_retries=1")
+    assert f"{path} changed since the first rows" in " ".join(err.split()), "the file still holds scores of two versions"
 
 
 @pytest.mark.parametrize(

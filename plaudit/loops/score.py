@@ -64,7 +64,7 @@ class Summary:
                 self.messages.setdefault(score.failure.cause, " ".join(score.failure.message.split())[:200])
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows, {self.samples:,} responses"]
+        parts = [f"{self.rows:,} row{'s' * (self.rows != 1)}, {self.samples:,} response{'s' * (self.samples != 1)}"]
         if self.values:
             parts.append(f"mean reward {sum(self.values) / len(self.values):.4g}")
         if self.malformed:
@@ -85,7 +85,7 @@ def score(job: ScoreJob) -> Summary:
         "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
         "tokenizer": job.tokenizer,
     }
-    files = {f"files of {reward.label}": [fingerprint(file) for file in reward.files] for reward in job.rewards}
+    files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
     count_tokens = token_counter(job.tokenizer)
     total = sum(len(read_rows(source.path)) for source in job.sources)
     total = min(total, job.max_rows or total)

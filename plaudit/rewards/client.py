@@ -220,4 +220,4 @@ def _checked(score: Score, text: str) -> Score:
         failure = Failure("not_a_number", f"the value is {score.value!r:.100}")
         return dataclasses.replace(score, value=None, failure=failure, view=view)
     parts = {name: float(part) for name, part in score.parts.items() if math.isfinite(part)}
-    return dataclasses.replace(score, value=value, parts=parts, view=view)
+    return dataclasses.replace(score, value=value + 0.0, parts=parts, view=view)  # −0.0 becomes 0.0
