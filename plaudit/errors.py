@@ -58,8 +58,9 @@ class Interrupted(PlauditError):
 
 
 def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The most similar candidate, if any is similar enough."""
-    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)), None)
+    """The most similar candidate, upper and lower case aside, if any is similar enough."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    return next((by_lower[near] for near in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -86,7 +86,7 @@ def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
         if not any(block[: len(place)] == place for block, _ in blocks):
             names = [dotted(block) for block, _ in blocks]
             hint = did_you_mean(dotted(place), names) or did_you_mean(str(place[-1]), [name.rpartition(".")[2] for name in names])
-            raise RecipeError(f"--explain: {dotted(place)} is not a setting of a {loaded.recipe.stage} recipe.{hint}")
+            raise RecipeError(f"--explain: {dotted(place)} is not a setting of {loaded.recipe.stage} recipes.{hint}")
     lines = []
     for place, text in blocks:
         if not wanted or any(place[: len(one)] == one for one in wanted):

@@ -462,7 +462,7 @@ def test_explain_prints_only_the_named_settings(read):
     one = explain(loaded, ["optim.lr"])
     assert [line.split("#")[0].strip() for line in one.splitlines()] == ["optim:", "lr: 1e-06", ""]
     assert "# max_tokens: … " in explain(loaded, ["rewards.overlong"]), "a kind that the recipe does not use"
-    with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of a rl recipe\. Did you mean critic\?"):
+    with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of rl recipes\. Did you mean critic\?"):
         explain(loaded, ["critc"])
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from plaudit.audit.certificate import require_passed
 from plaudit.doctor.findings import Finding
+from plaudit.objectives.registry import ESTIMATORS
 from plaudit.recipe import RewardSettings, RLRecipe
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample
@@ -24,7 +25,8 @@ def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
             "algorithm.kl_estimator is k1, which as a loss does not pull towards the reference; k2 has the exact gradient, "
             "k3 a close one",
         )
-    if recipe.algorithm.kl_reward is not None and recipe.algorithm.kind == "grpo" and recipe.algorithm.divide_by_std:
+    divides = "divide_by_std" in ESTIMATORS[recipe.algorithm.kind].settings and recipe.algorithm.divide_by_std
+    if recipe.algorithm.kl_reward is not None and divides:
         yield (
             "!",
             "algorithm.kl_reward is divided by the group's standard deviation with the rewards: if all rewards are equal, KL alone "

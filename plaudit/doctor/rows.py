@@ -105,7 +105,8 @@ def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Ite
         setting, per_step, noun = "train.pairs_per_step", recipe.train.pairs_per_step, "pairs"
     else:
         setting, per_step = "train.prompts_per_step", recipe.train.prompts_per_step
-        noun = f"prompts × {recipe.rollout.n} samples, {recipe.train.updates_per_step} updates per step"
+        updates = recipe.train.updates_per_step
+        noun = f"prompts × {recipe.rollout.n} samples, {updates} update{'s' * (updates > 1)} per step"
     order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
     steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
     yield "✓", f"at most {steps:,} steps of {per_step:,} {noun}"

@@ -1,7 +1,7 @@
 """Advantages: how much better a sample, or each of its tokens, is than expected.
 
 Shapes: G samples of one prompt; S samples of a step, of at most T tokens, padded on the right; N tokens of a step, or any other
-numbers; P prompts. A sample that was dropped is not valid: it gets A = 0, and its reward (which may be NaN) counts nowhere.
+numbers; P prompts. Samples whose reward failed are dropped before: they are in no group here.
 
 Estimators (named in `registry.py`) come first, the formulas they are made of below.
 """
@@ -60,52 +60,44 @@ class StepRewards:
 
     def by_group(self, advantages: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """A_S of a function of one group's rewards."""
-        groups = self.totals_S.split(self.sizes_P.tolist())
-        return torch.cat([advantages(r, torch.ones_like(r, dtype=torch.bool)) for r in groups])
+        return torch.cat([advantages(r) for r in self.totals_S.split(self.sizes_P.tolist())])
 
 
 # Estimators ----------------------------------------------------------------------------------------------------------
 
 
-def grpo(rewards_G: Tensor, valid_G: Tensor, *, divide_by_std: bool, eps: float = EPS) -> Tensor:
-    """A_i = r_i − mean(r) over the group's valid samples; / (std(r) + eps) if `divide_by_std` (Shao et al. 2024; Dr.GRPO: not).
+def grpo(rewards_G: Tensor, *, divide_by_std: bool, eps: float = EPS) -> Tensor:
+    """A_i = r_i − mean(r); / (std(r) + eps) if `divide_by_std` (Shao et al. 2024; Dr.GRPO: not). std has divisor n − 1.
 
-    std is the unbiased one (divisor n − 1). An invalid sample gets A = 0; its reward may be NaN and counts nowhere.
-    Differs from verl on purpose: a group with fewer than two valid samples carries no signal, so A = 0 (verl: the raw reward).
+    Differs from verl on purpose: a group of one carries no signal, so A = 0 (verl: the raw reward).
     """
-    advantages_G = torch.zeros_like(rewards_G)
-    if valid_G.sum() < 2:
-        return advantages_G
-    r = rewards_G[valid_G]
+    if len(rewards_G) < 2:
+        return torch.zeros_like(rewards_G)
     # The lowest reward is subtracted first (A stays the same), so that equal rewards give exactly 0. The mean of seven 0.1s in
     # fp32 is not 0.1, and dividing by a std near 0 would make an advantage of that rounding.
-    r = r - r.min()
-    advantages_G[valid_G] = standardise(r, r.mean(), r.std(correction=1), eps) if divide_by_std else r - r.mean()
-    return advantages_G
+    r = rewards_G - rewards_G.min()
+    return standardise(r, r.mean(), r.std(correction=1), eps) if divide_by_std else r - r.mean()
 
 
-def rloo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
-    """A_i = r_i − mean of the other valid samples' r = (r_i − mean(r)) · n / (n − 1)          (Ahmadian et al. 2024)
+def rloo(rewards_G: Tensor) -> Tensor:
+    """A_i = r_i − mean of the other samples' r = (r_i − mean(r)) · n / (n − 1)          (Ahmadian et al. 2024)
 
-    Differs from verl on purpose, as GRPO does: with fewer than two valid samples, A = 0 (verl: the raw reward).
+    Differs from verl on purpose, as GRPO does: in a group of one, A = 0 (verl: the raw reward).
     """
-    n = int(valid_G.sum())
-    return grpo(rewards_G, valid_G, divide_by_std=False) * (n / max(n - 1, 1))
+    n = len(rewards_G)
+    return grpo(rewards_G, divide_by_std=False) * (n / max(n - 1, 1))
 
 
-def opo(rewards_G: Tensor, valid_G: Tensor, *, lengths_G: Tensor) -> Tensor:
-    """A_i = r_i − Σ_j n_j r_j / Σ_j n_j over the group's valid samples, n their lengths in tokens        (OPO, Hao et al. 2025)
+def opo(rewards_G: Tensor, *, lengths_G: Tensor) -> Tensor:
+    """A_i = r_i − Σ_j n_j r_j / Σ_j n_j, n the samples' lengths in tokens        (OPO, Hao et al. 2025)
 
     The baseline of least gradient variance, where a sample's gradient has a squared norm in proportion to its length. Never
-    divided by the std. As in GRPO, with fewer than two valid samples A = 0.
+    divided by the std. As in GRPO, in a group of one A = 0.
     """
-    advantages_G = torch.zeros_like(rewards_G)
-    if valid_G.sum() < 2:
-        return advantages_G
-    r, n = rewards_G[valid_G], lengths_G[valid_G].to(rewards_G.dtype)
-    r = r - r.min()  # so that equal rewards give exactly 0
-    advantages_G[valid_G] = r - (n * r).sum() / n.sum()
-    return advantages_G
+    if len(rewards_G) < 2:
+        return torch.zeros_like(rewards_G)
+    r, n = rewards_G - rewards_G.min(), lengths_G.to(rewards_G.dtype)  # equal rewards give exactly 0
+    return r - (n * r).sum() / n.sum()
 
 
 def gdpo(step: StepRewards) -> Tensor:

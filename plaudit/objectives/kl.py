@@ -5,7 +5,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-Estimator = Literal["k1", "abs", "k2", "k3"]
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
 
 # k3 grows like exp(d): without bounds one token far off would outweigh the batch.
 MAX_LOG_RATIO = 20.0
@@ -14,7 +14,7 @@ MAX_K3 = 10.0
 MAX_KL_ERROR = 0.2
 
 
-def kl(policy_logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: Estimator) -> Tensor:
+def kl(policy_logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: KLEstimator) -> Tensor:
     """Estimates of KL(π ‖ ref) (Schulman, "Approximating KL Divergence"), with d = log ref − log π at a token drawn from π.
 
         k1  = −d                    unbiased, of high variance, negative at many tokens

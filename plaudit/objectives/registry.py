@@ -20,7 +20,7 @@ class Estimator:
     function: str
     """Its name in `advantages.py`."""
     scope: Literal["group", "step", "token"]
-    """group: called for each group, `(rewards_G, valid_G) → A_G`. step: called once, `(StepRewards) → A_S`, a number per sample.
+    """group: called for each group, `(rewards_G) → A_G`. step: called once, `(StepRewards) → A_S`, a number per sample.
     token: called once, `(StepRewards) → A_N`, a number per token; with a critic `(A_N, returns_N)`."""
     summary: str
     """For `plaudit config --explain`."""

@@ -193,11 +193,11 @@ class AlgorithmSettings(Section):
     def ineffective_settings(self) -> dict[str, str]:
         ineffective = {}
         estimator, loss = ESTIMATORS[self.kind], POLICY_LOSSES[self.loss]
-        for name in ("divide_by_std", "discount", "gae_lambda"):
+        for name in dict.fromkeys(name for other in ESTIMATORS.values() for name in other.settings):
             if name not in estimator.settings:
                 users = " and ".join(other.name for other in ESTIMATORS.values() if name in other.settings)
                 ineffective[name] = f"it applies to kind {users}, not {self.kind}"
-        for name in ("clip_ratio", "dual_clip"):
+        for name in dict.fromkeys(name for other in POLICY_LOSSES.values() for name in other.settings):
             if name not in loss.settings:
                 users = ", ".join(other.name for other in POLICY_LOSSES.values() if name in other.settings)
                 ineffective[name] = f"it applies to loss {users}, not {self.loss}"

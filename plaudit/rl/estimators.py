@@ -43,12 +43,7 @@ def estimate_advantages(step: StepRewards, algorithm: AlgorithmSettings) -> Adva
         case "group":
             groups = zip(step.totals_S.split(step.sizes_P.tolist()), lengths_S.split(step.sizes_P.tolist()), strict=True)
             advantages_S = [
-                function(
-                    rewards_G,
-                    torch.ones_like(rewards_G, dtype=torch.bool),
-                    **settings,
-                    **({"lengths_G": lengths_G} if "lengths" in estimator.needs else {}),
-                )
+                function(rewards_G, **settings, **({"lengths_G": lengths_G} if "lengths" in estimator.needs else {}))
                 for rewards_G, lengths_G in groups
             ]
             advantages_N = spread(torch.cat(advantages_S), lengths_S)

@@ -1118,7 +1118,7 @@ def test_doctor_reports_problems_before_training(tmp_path, recipe, plaudit, monk
     assert code == 0
     for line in (
         "train: 12 prompts rendered: ",
-        "at most 2 steps of 3 prompts × 4 samples, 1 updates per step",
+        "at most 2 steps of 3 prompts × 4 samples, 1 update per step",
         "the longest prompt plus max_new_tokens is ",
         "for the ground truth, 0 for an empty answer; weight 1, on failure drop",
     ):

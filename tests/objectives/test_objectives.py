@@ -11,12 +11,12 @@ from torch import Tensor
 from plaudit.objectives.advantages import gae, grpo, returns_to_go, rloo, whiten
 from plaudit.objectives.aggregate import Aggregation, sequence_weights, spread, sum_by_sequence
 from plaudit.objectives.importance import importance_weights
-from plaudit.objectives.kl import Estimator, adapted, kl
+from plaudit.objectives.kl import KLEstimator, adapted, kl
 from plaudit.objectives.policy import TokenLoss, cispo, clipped, gspo, policy_gradient, positive_sft
 from support.paths import REFERENCE
 
 AGGREGATIONS = get_args(Aggregation)
-ESTIMATORS = get_args(Estimator)
+KL_ESTIMATORS = get_args(KLEstimator)
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 # Every policy loss as a function of the same arguments.
@@ -47,35 +47,22 @@ def clipped_at(ratios: list[float], advantages: list[float], **settings) -> tupl
 
 
 def test_grpo_subtracts_the_mean():
-    assert grpo(tensor([3.0, 0.0, 0.0, 1.0]), torch.ones(4, dtype=torch.bool), divide_by_std=False).tolist() == [
-        2.0,
-        -1.0,
-        -1.0,
-        0.0,
-    ]
+    assert grpo(tensor([3.0, 0.0, 0.0, 1.0]), divide_by_std=False).tolist() == [2.0, -1.0, -1.0, 0.0]
 
 
 def test_grpo_divides_by_the_unbiased_std():
     """Rewards 0, 2, 4: the squares 4 + 0 + 4 over 3 − 1 give a std of 2 (the biased one is 1.63)."""
-    rewards, valid = tensor([0.0, 2.0, 4.0]), torch.ones(3, dtype=torch.bool)
-    assert grpo(rewards, valid, divide_by_std=True, eps=0.0).tolist() == [-1.0, 0.0, 1.0]
-    assert grpo(rewards, valid, divide_by_std=True, eps=2.0).tolist() == [-0.5, 0.0, 0.5]
-    close(grpo(rewards, valid, divide_by_std=True), [-2 / 2.000001, 0.0, 2 / 2.000001])
-
-
-@pytest.mark.parametrize("invalid_reward", [9.0, math.nan, math.inf])
-def test_dropped_sample_is_excluded_from_the_group_statistics(invalid_reward):
-    rewards, valid = tensor([1.0, 0.0, invalid_reward]), torch.tensor([True, True, False])
-    assert grpo(rewards, valid, divide_by_std=False).tolist() == [0.5, -0.5, 0.0]
-    close(grpo(rewards, valid, divide_by_std=True, eps=0.0), [math.sqrt(0.5), -math.sqrt(0.5), 0.0])
+    rewards = tensor([0.0, 2.0, 4.0])
+    assert grpo(rewards, divide_by_std=True, eps=0.0).tolist() == [-1.0, 0.0, 1.0]
+    assert grpo(rewards, divide_by_std=True, eps=2.0).tolist() == [-0.5, 0.0, 0.5]
+    close(grpo(rewards, divide_by_std=True), [-2 / 2.000001, 0.0, 2 / 2.000001])
 
 
 @pytest.mark.parametrize("divide_by_std", [False, True])
-def test_fewer_than_two_valid_samples_carry_no_signal(divide_by_std):
+def test_a_group_of_one_carries_no_signal(divide_by_std):
     """verl keeps the raw reward of a group of one, here 5. plaudit differs on purpose: such a group carries no signal."""
-    for valid in ([False, True, False], [False, False, False]):
-        assert grpo(tensor([math.nan, 5.0, 2.0]), torch.tensor(valid), divide_by_std=divide_by_std).tolist() == [0.0, 0.0, 0.0]
-    assert grpo(tensor([5.0]), torch.tensor([True]), divide_by_std=divide_by_std).tolist() == [0.0]
+    assert grpo(tensor([5.0]), divide_by_std=divide_by_std).tolist() == [0.0]
+    assert grpo(tensor([]), divide_by_std=divide_by_std).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -84,7 +71,7 @@ def test_fewer_than_two_valid_samples_carry_no_signal(divide_by_std):
 def test_equal_rewards_give_exactly_zero(reward, divide_by_std, dtype):
     """Even if their mean is rounded: seven 0.1s in fp32 would get 0.007, a rounding error divided by a std near 0."""
     for n in (2, 3, 7):
-        advantages = grpo(torch.full((n,), reward, dtype=dtype), torch.ones(n, dtype=torch.bool), divide_by_std=divide_by_std)
+        advantages = grpo(torch.full((n,), reward, dtype=dtype), divide_by_std=divide_by_std)
         assert advantages.dtype == dtype
         assert advantages.tolist() == [0.0] * n
 
@@ -132,16 +119,13 @@ def test_ratio_is_policy_over_old():
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
-    all_valid = torch.ones(3, dtype=torch.bool)
-    close(rloo(tensor([3.0, 0.0, 1.0]), all_valid), [3 - 0.5, 0 - 2.0, 1 - 1.5])
-    assert rloo(tensor([3.0, math.nan, 1.0]), torch.tensor([True, False, True])).tolist() == [2.0, 0.0, -2.0]
-    assert rloo(tensor([0.1] * 7), torch.ones(7, dtype=torch.bool)).tolist() == [0.0] * 7
+    close(rloo(tensor([3.0, 0.0, 1.0])), [3 - 0.5, 0 - 2.0, 1 - 1.5])
+    assert rloo(tensor([0.1] * 7)).tolist() == [0.0] * 7
 
 
-@pytest.mark.parametrize("valid", [[False, True, False], [False, False, False]])
-def test_rloo_of_fewer_than_two_carries_no_signal(valid):
+def test_rloo_of_a_group_of_one_carries_no_signal():
     """verl keeps the raw reward, here 5. plaudit differs on purpose, as for GRPO."""
-    assert rloo(tensor([math.nan, 5.0, 2.0]), torch.tensor(valid)).tolist() == [0.0, 0.0, 0.0]
+    assert rloo(tensor([5.0])).tolist() == [0.0]
 
 
 def test_whitened_values_have_mean_0_and_std_1():
@@ -332,8 +316,7 @@ def test_grpo_equals_verl(reference, divide_by_std):
     rewards, advantages = tensor(reference["inputs"]["sequence_rewards"]), torch.zeros(len(mask), dtype=torch.float64)
     for group in group_of.unique():
         members = group_of == group
-        valid = torch.ones(int(members.sum()), dtype=torch.bool)
-        advantages[members] = grpo(rewards[members], valid, divide_by_std=divide_by_std)
+        advantages[members] = grpo(rewards[members], divide_by_std=divide_by_std)
     expected = tensor(reference["advantages"][f"grpo std={divide_by_std}"]["advantages"])
     close(advantages[:, None] * mask, expected)
 
@@ -342,7 +325,7 @@ def by_group(reference: dict, advantages, rewards: Tensor) -> Tensor:
     group_of, found = torch.tensor(reference["inputs"]["group_index"]), torch.zeros(len(rewards), dtype=torch.float64)
     for group in group_of.unique():
         members = group_of == group
-        found[members] = advantages(rewards[members], torch.ones(int(members.sum()), dtype=torch.bool))
+        found[members] = advantages(rewards[members])
     return found
 
 
@@ -379,7 +362,7 @@ def test_reinforce_plus_plus_equals_verl(reference):
 
 def test_reinforce_plus_plus_baseline_equals_verl(reference):
     mask = mask_of(reference)
-    centred = by_group(reference, lambda r, v: grpo(r, v, divide_by_std=False), tensor(reference["inputs"]["sequence_rewards"]))
+    centred = by_group(reference, lambda r: grpo(r, divide_by_std=False), tensor(reference["inputs"]["sequence_rewards"]))
     whitened = whiten(spread(centred, mask.sum(1)), torch.ones(int(mask.sum()), dtype=torch.bool))
     close(whitened, tensor(reference["advantages"]["reinforce_plus_plus_baseline"]["advantages"])[mask], 1e-9)
 
@@ -578,15 +561,14 @@ def test_weights_do_not_depend_on_order_or_empty_sequences(mode):
 @pytest.mark.parametrize("divide_by_std", [False, True])
 def test_permuting_a_group_permutes_its_advantages(divide_by_std):
     generator = torch.Generator().manual_seed(0)
-    rewards, valid = torch.randn(8, generator=generator, dtype=torch.float64), torch.rand(8, generator=generator) < 0.7
-    advantages = grpo(rewards, valid, divide_by_std=divide_by_std)
-    assert 2 < valid.sum() < 8
+    rewards = torch.randn(8, generator=generator, dtype=torch.float64)
+    advantages = grpo(rewards, divide_by_std=divide_by_std)
     for seed in range(5):
         order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
-        close(grpo(rewards[order], valid[order], divide_by_std=divide_by_std), advantages[order])
+        close(grpo(rewards[order], divide_by_std=divide_by_std), advantages[order])
     close(advantages.sum(), tensor(0.0))
-    close(grpo(rewards + 100, valid, divide_by_std=divide_by_std), advantages, 1e-10)
-    close(grpo(rewards * 3, valid, divide_by_std=divide_by_std, eps=0.0), advantages * (1 if divide_by_std else 3), 1e-5)
+    close(grpo(rewards + 100, divide_by_std=divide_by_std), advantages, 1e-10)
+    close(grpo(rewards * 3, divide_by_std=divide_by_std, eps=0.0), advantages * (1 if divide_by_std else 3), 1e-5)
 
 
 def test_an_unchanged_policy_has_no_clipping_and_zero_kl():
@@ -598,7 +580,7 @@ def test_an_unchanged_policy_has_no_clipping_and_zero_kl():
     close(torch.autograd.grad(token_loss.loss_N.sum(), policy)[0], -advantages)
     assert not token_loss.clipped_N.any()
     assert not token_loss.dual_clipped_N.any()
-    for kind in ESTIMATORS:
+    for kind in KL_ESTIMATORS:
         estimate = kl(policy, old, kind)
         assert estimate.tolist() == [0.0] * 20
         if kind in ("k2", "k3"):
@@ -611,7 +593,7 @@ def test_extreme_log_ratios_stay_finite(dtype, dual_clip):
     policy = torch.tensor([1e4, -1e4, 1e4, -1e4], dtype=dtype, requires_grad=True)
     old = torch.zeros_like(policy)
     token_losses = [clipped(policy, old, torch.tensor([1, 1, -1, -1], dtype=dtype), **{**CLIP, "dual_clip": dual_clip}).loss_N]
-    token_losses += [kl(policy, old, kind) for kind in ESTIMATORS]
+    token_losses += [kl(policy, old, kind) for kind in KL_ESTIMATORS]
     for loss in token_losses:
         assert loss.dtype == dtype
         assert loss.isfinite().all()
@@ -635,7 +617,7 @@ def test_gradients_match_finite_differences():
         assert torch.autograd.gradcheck(
             lambda x, c=dual_clip: clipped(x, old, advantages, **{**CLIP, "dual_clip": c}).loss_N, policy
         )
-    for kind in ESTIMATORS:
+    for kind in KL_ESTIMATORS:
         assert torch.autograd.gradcheck(lambda x, kind=kind: kl(x, ref, kind), policy)
 
 
@@ -647,7 +629,7 @@ def test_expectation_of_each_kl_estimator():
     policy, ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     p = policy.exp().detach()
     divergence = policy.exp() @ (policy - ref)
-    mean = {kind: p @ kl(policy, ref, kind) for kind in ESTIMATORS}
+    mean = {kind: p @ kl(policy, ref, kind) for kind in KL_ESTIMATORS}
 
     close(mean["k1"], divergence.detach())
     close(mean["k3"], divergence.detach())

@@ -297,10 +297,9 @@ def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
 
     first = values(scored[0])
     assert first == [0.0, 1.0, None, 3.0, 4.0, None, 1.0, 2.0]
-    valid = torch.tensor([value is not None for value in first])
-    rewards = torch.tensor([value if value is not None else float("nan") for value in first], dtype=torch.float64)
-    advantages = grpo(rewards, valid, divide_by_std=False)
-    assert advantages.tolist() == pytest.approx([-11 / 6, -5 / 6, 0, 7 / 6, 13 / 6, 0, -5 / 6, 1 / 6])
+    rewards = torch.tensor([value for value in first if value is not None], dtype=torch.float64)
+    advantages = grpo(rewards, divide_by_std=False)
+    assert advantages.tolist() == pytest.approx([-11 / 6, -5 / 6, 7 / 6, 13 / 6, -5 / 6, 1 / 6])
 
 
 def test_plaudit_score_resumes_after_kill_9(faulty, tmp_path):

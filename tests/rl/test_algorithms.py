@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,6 +62,19 @@ ALGORITHMS = {
     "truncated importance": {"kind": "grpo", "importance": {"level": "token", "high": 2.0}},
     "masked importance": {"kind": "grpo", "importance": {"level": "sequence", "mode": "mask", "low": 0.5, "high": 2.0}},
 }
+
+
+def test_every_registered_name_is_trained_with():
+    assert {algorithm["kind"] for algorithm in ALGORITHMS.values()} == set(KINDS)
+    assert {algorithm.get("loss", "clipped") for algorithm in ALGORITHMS.values()} == set(POLICY_LOSSES)
+
+
+def test_registered_settings_exist():
+    """Each is a setting of `algorithm` and an argument of the function."""
+    for entry in (*ESTIMATORS.values(), *POLICY_LOSSES.values()):
+        assert set(entry.settings) <= AlgorithmSettings.model_fields.keys(), entry.name
+        parameters = signature(entry.load()).parameters
+        assert all(name in parameters for name in entry.settings if name != "clip_ratio"), entry.name
 
 
 @pytest.fixture(scope="module", autouse=True)
