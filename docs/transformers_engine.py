@@ -1,4 +1,4 @@
-"""A rollout engine of one's own: transformers, one sample at a time. Slow, and all that an engine has to be.
+"""A rollout engine of your own: transformers, one sample at a time. Slow, but complete.
 
 In a recipe: `rollout: {engine: docs/transformers_engine.py:TransformersEngine}`.
 """

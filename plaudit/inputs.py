@@ -40,8 +40,9 @@ def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None)
     if isinstance(recipe, DPORecipe | RLRecipe) and recipe.reference.path is not None:
         require_model_folder(recipe.reference.path, "reference.path")
         require_causal_model(recipe.reference.path, "reference.path", "the reference computes log-probs of responses")
-    if isinstance(recipe, RLRecipe) and recipe.rollout.engine != "native":
-        _require_engine_file(recipe.rollout.engine)
+    for file in recipe.rollout.files if isinstance(recipe, RLRecipe) else ():
+        if not file.is_file():
+            raise PlauditError(f"rollout.engine: {file} is not a file.{nearest_path(file)}")
     return loaded, sources
 
 
@@ -93,12 +94,6 @@ def require_causal_model(path: str, setting: str, reason: str) -> None:
             f"{setting}: {path} is a reward model ({kind}), which gives scores, but {reason}. Name a causal model, such as the one "
             f"it was trained from. To use it as a reward: {{kind: scalar_model, model: {{path: {path}}}}}."
         )
-
-
-def _require_engine_file(engine: str) -> None:
-    file = Path(engine.rpartition(":")[0]).expanduser()
-    if not file.is_file():
-        raise PlauditError(f"rollout.engine: {file} is not a file.{nearest_path(file)}")
 
 
 def _require_path(path: str | None, setting: str, names: Sequence[str]) -> None:

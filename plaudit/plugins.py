@@ -64,5 +64,5 @@ def load_attribute(reference: str) -> Any:
     except Exception as error:
         raise RecipeError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
-        raise RecipeError(f"{file} has no {name}{did_you_mean(name, vars(module))}")
+        raise RecipeError(f"{file} has no {name}.{did_you_mean(name, vars(module))}")
     return getattr(module, name)

@@ -78,13 +78,13 @@ class Run:
         template: ChatTemplate | None = None,
         inputs: dict[str, str] | None = None,
         *,
-        reward_files: Sequence[Path] = (),
+        code: Sequence[Path] = (),
         best: str = "val/loss",
         higher_is_better: bool = False,
     ):
         """The result depends on the recipe, on the content of `files`, on the model and its `template`, and on `inputs`: digests by
-        a name that a person understands. `reward_files` may be edited between starts, with a warning. `best` is the metric that
-        decides which checkpoint is best."""
+        a name that a person understands. `code`: files of rewards and engines, which may be edited between starts, with a warning.
+        `best` is the metric that decides which checkpoint is best."""
         assert not isinstance(loaded.recipe, ScoreRecipe), "scoring is not a training run"
         self.recipe = loaded.recipe
         self.folder = Path(self.recipe.run.dir)
@@ -95,7 +95,7 @@ class Run:
         self.unvalidated: dict[str, float] | None = None
         """Metrics of the last step done, if the run stopped before its validation."""
         self._loaded, self._template = loaded, template
-        self._files, self._reward_files = [*files, *reward_files], {str(path) for path in reward_files}
+        self._files, self._code = [*files, *code], {str(path) for path in code}
         self._inputs = inputs or {}
         self._best_metric, self._sign = best, 1.0 if higher_is_better else -1.0
         self._owner: Saveable | None = None
@@ -163,13 +163,15 @@ class Run:
         if not file.exists():
             return description
         before = read_description(file)
-        differences = compare(before, description, self.recipe, self._reward_files)
+        differences = compare(before, description, self.recipe, self._code)
         if differences.rounding and self._has_results():
             note = "  so its result is not that of an uninterrupted run to the last bit"
             print_line("\n".join([f"{self.folder} resumes with changed settings:", *differences.rounding, note]), "yellow")
-        if differences.rewards and not differences.forbidden and self._has_results():
-            changed = ", ".join(differences.rewards)
-            print_line(f"{self.folder} resumes although {changed} has changed: what was scored before stays as it is", "yellow")
+        if differences.code and not differences.forbidden and self._has_results():
+            changed = ", ".join(differences.code)
+            print_line(
+                f"{self.folder} resumes although {changed} has changed: what was sampled and scored before stays as it is", "yellow"
+            )
         if not differences.forbidden:
             return {**description, "trackers": before["trackers"]}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix

@@ -24,7 +24,7 @@ class Differences:
 
     rounding: list[str]
     """Settings that change results in the last bits at most."""
-    rewards: list[str]
+    code: list[str]
     """Reward files whose content has changed: allowed, because fixing one is how a stopped run continues."""
     forbidden: list[str]
     """All others: this is another run."""
@@ -49,7 +49,7 @@ def read_description(file: Path) -> dict[str, Any]:
     raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
 
 
-def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, reward_files: set[str]) -> Differences:
+def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, code: set[str]) -> Differences:
     """How the run described by `then` differs from `now`, started with `recipe`."""
     old, new = {**_defaults_since(then["recipe"], recipe), **then["recipe"]}, now["recipe"]
     differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
@@ -60,11 +60,11 @@ def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, r
     forbidden += [
         f"  {path}: {'its content has changed' if path in before.keys() & after.keys() else 'is not part of both runs'}"
         for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and path not in reward_files
+        if before.get(path) != after.get(path) and path not in code
     ]
     return Differences(
         rounding=[lines[name] for name in differ if _matches(name, recipe.RESUME_CHANGES_ROUNDING)],
-        rewards=[path for path in sorted(reward_files & before.keys()) if before[path] != after[path]],
+        code=[path for path in sorted(code & before.keys()) if before[path] != after[path]],
         forbidden=forbidden,
     )
 

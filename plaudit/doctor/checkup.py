@@ -37,6 +37,7 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
+from plaudit.rollout.build import load_engine_class
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 
@@ -95,6 +96,8 @@ class _Checkup:
             longest = self.longest_prompt or recipe.data.max_prompt_tokens
             self.check("context", lambda: rows.check_context(recipe, longest))
             self.check("algorithm", lambda: rewards.check_algorithm(recipe))
+            if (engine := recipe.rollout.engine) != "native":
+                self.check("engine", lambda: _engine(engine))
             if (critic := recipe.critic) is not None:
                 self.check("critic", lambda: check_critic(critic, recipe, self.template, longest))
             if recipe.audit.require is not None:
@@ -223,3 +226,8 @@ class _Checkup:
         for check in self.reward_checks:
             for title, text in check.first_inputs():
                 print_text(self.console, title, text)
+
+
+def _engine(reference: str) -> Iterator[Finding]:
+    load_engine_class(reference)
+    yield "✓", f"{reference}. The memory below is the native engine's: this one's is not known"

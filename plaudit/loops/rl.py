@@ -32,7 +32,7 @@ from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, require_context, validate
 from plaudit.rl.learner import Learner
 from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup
+from plaudit.rollout.engine import EngineSetup, Weights
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import compute_repeatably
@@ -54,9 +54,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         compute_repeatably(world.device)
     template = load_model_template(recipe.model)
     files = [source.path for part in sources.values() for source in part]
-    reward_files = [file for reward in recipe.rewards for file in reward.files]
+    code = [file for reward in recipe.rewards for file in reward.files] + recipe.rollout.files
     with (
-        Run(loaded, files, template, _inputs(recipe), reward_files=reward_files, best="val/reward", higher_is_better=True) as run,
+        Run(loaded, files, template, _inputs(recipe), code=code, best="val/reward", higher_is_better=True) as run,
         RewardRunner(recipe.rewards, cache=run.folder / "scores.sqlite", repeatable=recipe.run.deterministic) as rewards,
     ):
         # Build
@@ -128,6 +128,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     prompts = _prompts("val", sources["val"], template, recipe.data)[: recipe.validation.max_prompts]
     policy = load_policy(recipe.model, template, world.device)
     engine = build_engine(EngineSetup(recipe.rollout, policy.model, template.tokenizer, world))
+    engine.sync(0, Weights(policy.model))
     with RewardRunner(recipe.rewards) as rewards:
         return validate(engine, rewards, recipe, prompts, step=0)[1]
 

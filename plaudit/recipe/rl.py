@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -65,6 +66,11 @@ class RolloutSettings(Section):
     """Strings that end a response, besides the end token. They are kept in the response."""
     max_sequences: PositiveInt | None = None
     """Sequences sampled concurrently; default: 256 on a CPU, 1024 on a GPU. Fewer if memory runs short."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The file of a user's engine."""
+        return [] if self.engine == "native" else [Path(self.engine.rpartition(":")[0]).expanduser()]
 
     @field_validator("engine")
     @classmethod

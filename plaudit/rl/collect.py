@@ -206,11 +206,9 @@ def check_capabilities(engine: Engine, recipe: RLRecipe) -> list[str]:
         if uses:
             raise RecipeError(
                 f"{' and '.join(uses)} needs the sampler's log-probs, and under rollout.top_p, top_k or min_p rollout.engine "
-                f"{recipe.rollout.engine} returns those of the truncated distribution: remove them, or use the native engine"
+                f"{recipe.rollout.engine} returns those of the truncated distribution: remove these, or use the native engine"
             )
         warnings.append(f"rollout.engine {recipe.rollout.engine}: under top_p, top_k or min_p `mismatch` includes the truncation")
     if recipe.run.deterministic and not able.keyed_noise:
-        warnings.append(
-            f"rollout.engine {recipe.rollout.engine} draws its own random numbers: this run cannot be repeated to the bit"
-        )
+        warnings.append(f"rollout.engine {recipe.rollout.engine} draws its own random numbers: this run may not repeat to the bit")
     return warnings

@@ -1,20 +1,37 @@
 """The engine that a recipe names."""
 
-from plaudit.errors import RecipeError
+import inspect
+
+from plaudit.errors import PlauditError, RecipeError
 from plaudit.plugins import load_attribute
 from plaudit.rollout.engine import Engine, EngineSetup
 
 
 def build_engine(setup: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names."""
-    name = setup.rollout.engine
-    if name == "native":
+    if setup.rollout.engine == "native":
         from plaudit.rollout.native.engine import NativeEngine
 
         return NativeEngine(
             setup.model, setup.tokenizer, max_sequences=setup.rollout.max_sequences, reserved_bytes=setup.reserved_bytes
         )
-    made = load_attribute(name)
-    if not (isinstance(made, type) and issubclass(made, Engine)):
-        raise RecipeError(f"rollout.engine: {name} is not a subclass of plaudit.rollout.engine.Engine")
-    return made(setup)  # pyright: ignore[reportCallIssue] (a user's engine takes its setup)
+    return load_engine_class(setup.rollout.engine)(setup)  # pyright: ignore[reportCallIssue] (a user's engine takes its setup)
+
+
+def load_engine_class(reference: str) -> type[Engine]:
+    """A user's engine, `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
+    try:
+        found = load_attribute(reference)
+    except PlauditError as error:
+        raise RecipeError(f"rollout.engine: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise RecipeError(f"rollout.engine: {reference} is not a subclass of plaudit.rollout.engine.Engine (docs/engine.md)")
+    if missing := ", ".join(sorted(found.__abstractmethods__)):
+        raise RecipeError(f"rollout.engine: {reference} does not implement {missing} (docs/engine.md)")
+    try:
+        inspect.signature(found).bind(object())
+    except TypeError:
+        raise RecipeError(
+            f"rollout.engine: {reference} is built with one argument, {found.__name__}(setup): an EngineSetup"
+        ) from None
+    return found

@@ -1,25 +1,36 @@
-"""Prompts → groups: every prompt sampled n times, each group passed on as soon as its last sample has finished."""
+"""Prompts → groups: every prompt sampled n times, each group passed on as soon as its last sample has finished.
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+Samples are checked as they arrive: a misaligned log-prob or a sample of another version would train without an error.
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 from plaudit.data.prompts import EncodedPrompt
+from plaudit.errors import PlauditError, TrainingStopped
 from plaudit.rollout.engine import Engine, Request, Sampling
 from plaudit.types import Group, Sample
+
+STATUSES = get_args(get_type_hints(Sample)["status"])
 
 
 def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling) -> Iterator[Group]:
     """Groups in the order they finish; samples within a group by index."""
     by_id = {encoded.prompt.id: encoded for encoded in prompts}
     assert len(by_id) == len(prompts), "prompts of one call have distinct ids"
-    finished: dict[str, list[Sample]] = defaultdict(list)
-    for sample in engine.generate([Request(e.prompt.id, e.tokens, n) for e in prompts], sampling):
-        finished[sample.prompt_id].append(sample)
-        if len(finished[sample.prompt_id]) == n:
-            encoded, samples = by_id[sample.prompt_id], finished.pop(sample.prompt_id)
-            yield Group(encoded.prompt, encoded.tokens, tuple(sorted(samples, key=lambda sample: sample.index)))
-    assert not finished, "an engine returns every requested sample"
+    running: dict[str, dict[int, Sample]] = {prompt_id: {} for prompt_id in by_id}
+    for sample in _generate(engine, [Request(e.prompt.id, e.tokens, n) for e in prompts], sampling):
+        if fault := _fault(sample, running, n, engine.version):
+            raise TrainingStopped(f"rollout.engine {type(engine).__name__}: {fault}")
+        samples = running[sample.prompt_id]
+        samples[sample.index] = sample
+        if len(samples) == n:
+            encoded, samples = by_id[sample.prompt_id], running.pop(sample.prompt_id)
+            yield Group(encoded.prompt, encoded.tokens, tuple(samples[index] for index in range(n)))
+    for prompt_id, samples in running.items():
+        raise TrainingStopped(f"rollout.engine {type(engine).__name__}: prompt {prompt_id}: {len(samples)} of {n} samples returned")
 
 
 def sample_groups_with_greedy(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling) -> Iterator[Group]:
@@ -28,3 +39,40 @@ def sample_groups_with_greedy(engine: Engine, prompts: Sequence[EncodedPrompt], 
     greedy = {group.prompt.id: group.samples[0] for group in sample_groups(engine, prompts, 1, replace(sampling, temperature=0.0))}
     for group in sample_groups(engine, prompts, n, sampling):
         yield replace(group, samples=(*group.samples, replace(greedy[group.prompt.id], index=n)))
+
+
+def _generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+    """An exception in a user's engine stops the run as a failing reward does: with one line, and completed steps saved."""
+    try:
+        yield from engine.generate(requests, sampling)
+    except PlauditError:
+        raise
+    except Exception as error:
+        if type(engine).__module__.startswith("plaudit."):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise TrainingStopped(
+            f"rollout.engine {type(engine).__name__} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}). "
+            "Fix it and run the same command to resume."
+        ) from error
+
+
+def _fault(sample: Sample, running: Mapping[str, Mapping[int, Sample]], n: int, version: int) -> str | None:
+    """What is wrong with a sample, if anything."""
+    name, length = f"prompt {sample.prompt_id}, sample {sample.index}", len(sample.tokens)
+    if sample.prompt_id not in running:
+        return f"{name}: no sample of this prompt was requested, or all {n} were returned before"
+    if sample.index not in range(n) or sample.index in running[sample.prompt_id]:
+        return f"{name}: indices are 0 to {n - 1}, each once"
+    if not length:
+        return f"{name} has no tokens; a response includes its end token"
+    if sample.sampler_logprobs is None or len(sample.sampler_logprobs) != length:
+        got = "none" if sample.sampler_logprobs is None else len(sample.sampler_logprobs)
+        return f"{name}: sampler_logprobs has one entry per token: {length}, not {got}"
+    if sample.untempered_logprobs is not None and len(sample.untempered_logprobs) != length:
+        return f"{name}: untempered_logprobs has one entry per token: {length}, not {len(sample.untempered_logprobs)}; or is None"
+    if sample.status not in STATUSES:
+        return f"{name}: status is one of {', '.join(STATUSES)}, not {sample.status!r}"
+    if sample.version != version:
+        return f"{name}: version is {sample.version}, and the weights of the last sync are version {version}"
+    return None

@@ -1,5 +1,6 @@
-"""Every engine passes the engine contract."""
+"""Every engine passes the engine contract; with PLAUDIT_ENGINE=file.py:Class, that one does."""
 
+import os
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -17,6 +18,8 @@ from plaudit.world import World
 from support.engine_contract import EngineContract, Subject, sharpen
 from support.paths import REPOSITORY
 
+YOURS = os.environ.get("PLAUDIT_ENGINE")
+
 
 def native(**settings: int) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
     def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
@@ -30,20 +33,26 @@ def native_on_a_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return Subject(NativeEngine(deepcopy(model), tokenizer), model, tokenizer)
 
 
-def custom(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
-    """The example from the docs, named as in a recipe."""
-    rollout = RolloutSettings(engine=f"{REPOSITORY / 'docs/transformers_engine.py'}:TransformersEngine")
-    subject = Subject(build_engine(EngineSetup(rollout, model, tokenizer, World.alone())), model, tokenizer)
-    subject.sync(0)
-    return subject
+def custom(reference: str) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Subject]:
+    """A user's engine, named as in a recipe."""
+
+    def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Subject:
+        setup = EngineSetup(RolloutSettings(engine=reference), model, tokenizer, World.alone())
+        subject = Subject(build_engine(setup), model, tokenizer)
+        subject.sync(0)
+        return subject
+
+    return make
 
 
 ENGINES = {
     "native": native(),
     "native on a copy": native_on_a_copy,
     "native with 3 rows and blocks of 8": native(max_sequences=3, block_tokens=8),
-    "custom": custom,
+    "docs/transformers_engine.py": custom(f"{REPOSITORY / 'docs/transformers_engine.py'}:TransformersEngine"),
 }
+if YOURS:
+    ENGINES = {YOURS: custom(YOURS)}
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -4,9 +4,10 @@ Only `Engine`, `Request`, `Sampling` and `Sample` are used. The reference is tra
 forward passes with eager attention, and `generate`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import pairwise
 
 import numpy as np
@@ -117,10 +118,11 @@ def requests_of(lengths: Sequence[int], n: int = 1, **settings) -> list[Request]
 
 def assert_logprobs(sample: Sample, logits: Tensor, temperature: float, close: float = CLOSE) -> None:
     """`logits`: those of the reference."""
-    assert len(sample.sampler_logprobs) == len(sample.untempered_logprobs) == len(sample.tokens) == len(sample)
+    assert len(sample.sampler_logprobs) == len(sample.tokens) == len(sample)
     tempered = logprobs_from(logits, sample.tokens, temperature or 1.0)
     np.testing.assert_allclose(sample.sampler_logprobs, tempered, rtol=0, atol=close)
-    np.testing.assert_allclose(sample.untempered_logprobs, logprobs_from(logits, sample.tokens, 1.0), rtol=0, atol=close)
+    if sample.untempered_logprobs is not None:
+        np.testing.assert_allclose(sample.untempered_logprobs, logprobs_from(logits, sample.tokens, 1.0), rtol=0, atol=close)
 
 
 def same_tokens(a: Sequence[Sample], b: Sequence[Sample]) -> bool:
@@ -184,6 +186,18 @@ def pieces_up_to(end: int) -> int:
 # The contract --------------------------------------------------------------------------------------------------------
 
 
+def needs_keyed_noise(test: Callable[..., None]) -> Callable[..., None]:
+    """Skipped for an engine that declares `keyed_noise=False`."""
+
+    @wraps(test)
+    def checked(self, subject, **fixtures):
+        if not subject.engine.capabilities.keyed_noise:
+            pytest.skip("declared: keyed_noise=False")
+        test(self, subject, **fixtures)
+
+    return checked
+
+
 class EngineContract:
     # Samples
 
@@ -235,6 +249,8 @@ class EngineContract:
     )
     def test_logprobs_match_a_full_forward_pass(self, subject, how):
         requests, sampling = requests_of(LENGTHS, n=2), Sampling(max_new_tokens=24, **how)
+        if sampling.truncates and not subject.engine.capabilities.truncated_logprobs:
+            pytest.skip("declared: truncated_logprobs=False")
         samples = subject.sample(requests, sampling)
         prompts = {r.prompt_id: r.tokens for r in requests}
         logits = reference_logits(subject.model, [(prompts[sample.prompt_id], sample.tokens) for sample in samples])
@@ -266,6 +282,7 @@ class EngineContract:
 
     # Keys
 
+    @needs_keyed_noise
     def test_the_same_keys_give_the_same_tokens(self, subject):
         requests, sampling = requests_of((6, 1, 20), n=3), Sampling(max_new_tokens=16, seed=5, step=2)
         first, again = subject.sample(requests, sampling), subject.sample(requests, sampling)
@@ -273,6 +290,7 @@ class EngineContract:
         for a, b in zip(first, again, strict=True):
             np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5)
 
+    @needs_keyed_noise
     @pytest.mark.parametrize("other", [{"seed": 6}, {"step": 3}], ids=["seed", "step"])
     def test_another_seed_or_step_gives_other_tokens(self, subject, other):
         requests, sampling = requests_of((6, 1, 20), n=3), Sampling(max_new_tokens=16, seed=5, step=2)
@@ -294,6 +312,7 @@ class EngineContract:
         assert sum(len(set(s.tokens.tolist())) for s in samples) > 0.9 * len(tokens) > 100
         assert len(set(tokens.tolist())) > 0.6 * len(tokens)
 
+    @needs_keyed_noise
     def test_more_samples_do_not_change_the_first_ones(self, subject):
         few = subject.sample([Request("a", prompt_of(9), n=2)], Sampling(max_new_tokens=16))
         many = subject.sample([Request("a", prompt_of(9), n=5)], Sampling(max_new_tokens=16))
@@ -343,7 +362,7 @@ class EngineContract:
         assert sample.text == WRITTEN[:end]
         assert sample.tokens.tolist() == chain[: pieces_up_to(end)]
         assert sample.status == "finished"
-        assert len(sample.sampler_logprobs) == len(sample.untempered_logprobs) == len(sample.tokens)
+        assert len(sample.sampler_logprobs) == len(sample.tokens)
 
     def test_the_first_stop_string_wins(self, subject, chain):
         for stops in (("STOP", "☕", "xyz"), ("xyz", "☕"), ("never", "☕")):
@@ -364,6 +383,7 @@ class EngineContract:
         before = self.write(subject, "STOP", limit=completed - 1)
         assert (before.status, before.text) == ("truncated", WRITTEN[: WRITTEN.index("STOP") + 3])
 
+    @needs_keyed_noise
     def test_stop_strings_only_cut_the_response(self, subject):
         """Each sample equals the one without stop strings, up to its first stop string."""
         requests, sampling, stops = requests_of((6, 20), n=8), Sampling(max_new_tokens=40), ("e", " 1", "t")
@@ -398,6 +418,7 @@ class EngineContract:
             samples = subject.engine.generate(requests, sampling)
             assert [(s.prompt_id, len(s)) for s in samples] == [("short", 1), ("long", 64)]
 
+    @needs_keyed_noise
     def test_closing_early_cancels_all_requests(self, subject):
         requests, sampling = requests_of((6, 20, 3), n=2), Sampling(max_new_tokens=32)
         expected = subject.sample(requests, sampling)
@@ -409,6 +430,7 @@ class EngineContract:
             assert list(samples) == []
         assert same_tokens(subject.sample(requests, sampling), expected), "and nothing of the closed calls comes later"
 
+    @needs_keyed_noise
     def test_gradients_can_be_computed_between_samples(self, subject):
         model, requests, sampling = subject.model, requests_of((6, 20, 3), n=2), Sampling(max_new_tokens=24)
 
