@@ -389,7 +389,7 @@ class Past:
         )
 
 
-@shapes_of_each_dtype(8)
+@shapes_of_each_dtype(6)
 def test_attend(dtype, seed, monkeypatch):
     """The same result in one part and in many; memory outside a row is not read."""
     past = Past(seed, dtype)
@@ -413,7 +413,7 @@ def test_attend_in_torch(dtype, seed):
     past.check(past.attend(torch_ops), dtype)
 
 
-@shapes_of_each_dtype(8)
+@shapes_of_each_dtype(6)
 def test_rotate_and_attend(dtype, seed, monkeypatch):
     """Output and cache are those of rotating, writing and attending in turn, each of which is tested above."""
     past, pick, g = Past(seed, dtype), random.Random(seed), generator(seed)
@@ -494,13 +494,13 @@ def test_decoding_and_training_attend_alike(seed):
     """The sampler's kernel and the trainer's are bitwise equal on a GPU; in the interpreter, numpy decides the order of sums."""
     g, dtype = generator(seed), torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
     size, group = (64, 7) if seed % 2 else (128, 4)
-    lengths = (300, 40, 257, 511, 64, 1) if DEVICE.type == "cuda" else (150, 40, 129, 255, 64, 1)  # the interpreter is slow
+    lengths = (300, 40, 257, 511, 64, 1) if DEVICE.type == "cuda" else (70, 40, 65, 129, 64, 1)  # the interpreter is slow
     heads, length = Heads(2 * group, 2, size), lengths[seed]
     block = block_tokens(size)
     qkv = torch.randn(length, heads.query + 4, size, generator=g).to(DEVICE, dtype)
     query, key, value = qkv.split([heads.query, 2, 2], 1)
     starts = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
-    others = length if DEVICE.type == "cuda" else min(length, 20)
+    others = length if DEVICE.type == "cuda" else min(length, 8)
     few = torch.tensor([0, others], dtype=torch.int32, device=DEVICE)
     packed, _ = shared.attend(query[-others:], key, value, few, starts, others, size**-0.5)
     cache = cache_of(heads, block, 1, -(-length // block), dtype, seed)
@@ -565,23 +565,24 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     from plaudit.types import Example
 
     recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32")
-    theirs, ours, separated = (load_model(recipe, DEVICE) for _ in range(3))
+    theirs, *fused_models = (load_model(recipe, DEVICE) for _ in range(3 if kind == "llama" else 2))
     monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
-    for model in (ours, separated):
+    for model in fused_models:
         fused.fuse_layers(model)
-    for parameter in separated.parameters():
-        parameter.data = parameter.data.clone()
-    sequences = [np.arange(length) % 300 for length in (4, 1, 6)]
+    for separated in fused_models[1:]:
+        for parameter in separated.parameters():
+            parameter.data = parameter.data.clone()
+    sequences = [np.arange(length) % 300 for length in (3, 1, 2)]
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
-    output_grad = torch.randn(11, ours.config.hidden_size, generator=generator(0)).to(DEVICE)
-    for model in (theirs, ours, separated):
+    output_grad = torch.randn(6, theirs.config.hidden_size, generator=generator(0)).to(DEVICE)
+    for model in (theirs, *fused_models):
         model.train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         states = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
         (states * output_grad).sum().backward()
         model.found = states.detach()
-    for model in (ours, separated):
+    for model in fused_models:
         torch.testing.assert_close(model.found, theirs.found, rtol=1e-5, atol=1e-5)
         for (name, expected), (_, parameter) in zip(theirs.named_parameters(), model.named_parameters(), strict=True):
             if expected.grad is not None:
@@ -766,7 +767,7 @@ def check_draws(ops: ModuleType, logits: Tensor, state: Tensor, ends: frozenset[
 def test_draws(ops, settings, monkeypatch):
     """All kinds of logits in one batch, over three tiles of which the last is not full."""
     monkeypatch.setattr(sampler, "TILE", TILE)
-    kinds = [*LOGITS, "usual", "usual", "nearly flat", "ties"]
+    kinds = [*LOGITS, "usual", "ties"]
     seed = list(SETTINGS.values()).index(settings)
     state = state_of(len(kinds), seed)
     state[: len(LOGITS), POSITION] = state[: len(LOGITS), POSITION].clamp(min=0)
@@ -930,7 +931,7 @@ def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
     from plaudit.types import Example
 
     model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype=str(dtype).removeprefix("torch.")), DEVICE).get_decoder()
-    sequences = [np.arange(length) % 300 for length in (20, 1, 7)]
+    sequences = [np.arange(length) % 300 for length in (6, 1, 3)]
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
     with torch.no_grad():
         expected = model(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
