@@ -12,17 +12,18 @@ BIN := .venv/bin
 .PHONY: install demo test test-all lint format lock clean
 install: .venv/installed
 
+# Modules are compiled when they are first imported: compiling all of them here would take minutes, and most are never imported.
 .venv/installed: pyproject.toml requirements.lock
 	@test -n "$(PYTHON)" || { echo "plaudit needs Python 3.11 or newer"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile $(TORCH)
+	$(BIN)/pip install --quiet --no-compile --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 
 demo: .venv/installed
 	$(BIN)/plaudit demo $(ARGS)
 
-# The TRL baseline has its own environment: its pins must not become ours. (Compiling what is never imported takes a minute.)
+# The TRL baseline has its own environment: its pins must not become ours.
 .venv-trl/installed: bench/requirements-trl.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/pip install --quiet --no-compile $(TORCH)
