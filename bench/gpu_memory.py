@@ -38,6 +38,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import OptimSettings, SFTRecipe
 from plaudit.train.memory_plan import plan_policy, resolve_checkpointing
 from plaudit.train.trainer import Trainer, compute_repeatably
+from plaudit.world import World
 
 VOCABULARY = {"tiny": 4096}
 LIGER_TOLERANCE = 0.01
@@ -96,7 +97,9 @@ def train(size: str, recipe: SFTRecipe, device: torch.device, steps: int) -> tup
     model = build(size, device, liger=recipe.model.liger)
     checkpoint_layers(model, recipe.model)
     policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
-    trainer = Trainer(policy, OptimSettings(lr=1e-5, placement=recipe.optim.placement), seed=0, max_skipped_steps=0)
+    trainer = Trainer(
+        policy, OptimSettings(lr=1e-5, placement=recipe.optim.placement), seed=0, max_skipped_steps=0, world=World.alone(device)
+    )
     losses, seconds = [], []
     for step in range(steps + 1):
         tokens = recipe.train.tokens_per_micro_batch

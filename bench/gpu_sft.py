@@ -29,6 +29,7 @@ from plaudit.objectives.supervised import nll
 from plaudit.recipe import OptimSettings
 from plaudit.train.trainer import Trainer
 from plaudit.types import Example
+from plaudit.world import World
 
 SHAPES = {  # hidden, layers, heads, kv heads, MLP
     "tiny": (256, 4, 8, 2, 704),
@@ -69,7 +70,7 @@ def rows(count: int, seed: int, vocabulary: int = VOCABULARY, longest: int = 409
 
 def trainer_for(model) -> Trainer:
     policy = TrainableModel(model, template=None)  # pyright: ignore (nothing is saved here)
-    return Trainer(policy, OptimSettings(lr=1e-5), seed=0, max_skipped_steps=0)
+    return Trainer(policy, OptimSettings(lr=1e-5), seed=0, max_skipped_steps=0, world=World.alone(policy.device))
 
 
 def packed_step(trainer: Trainer, examples: list[Example]) -> dict[str, float]:

@@ -229,7 +229,8 @@ def mismatch(job: dict, work: Work, report) -> None:
     length = work.mismatch_prompt_tokens[1] + work.mismatch_new_tokens
     rows_ST = (np.random.default_rng(5).zipf(2.0, (64, length)) - 1) % vocabulary
     examples = [Example(row.astype(np.int32), np.arange(length) > 0) for row in rows_ST]
-    trainer = Trainer(TrainableModel(model, template=None), OptimSettings(lr=SFT_LR), seed=0, max_skipped_steps=0)  # pyright: ignore
+    policy = TrainableModel(model, template=None)  # pyright: ignore
+    trainer = Trainer(policy, OptimSettings(lr=SFT_LR), seed=0, max_skipped_steps=0, world=World.alone(model.device))
     targets, loss = sum(e.num_targets for e in examples), float("nan")
     for step in range(work.mismatch_sft_steps):
         batches = micro_batches(examples, work.tokens_per_micro_batch, job["device"])
@@ -609,7 +610,7 @@ def check_preempted(make: Callable[..., Subject]) -> Verdict:
 def check_training(make: Callable[..., Subject]) -> Verdict:
     """Alternate sampling and updates: samples always come from the latest weights."""
     subject, requests = make(max_sequences=7), prompts_of(LENGTHS, n=2)
-    trainer = Trainer(subject.policy, OptimSettings(lr=3e-3), seed=0, max_skipped_steps=0)
+    trainer = Trainer(subject.policy, OptimSettings(lr=3e-3), seed=0, max_skipped_steps=0, world=World.alone(subject.policy.device))
     model, passed, words = subject.policy.model, True, []
     written = prompts_of((40,))[0].tokens  # arbitrary tokens, only to see that the weights change
 

@@ -386,7 +386,7 @@ def sampled(model: Path, prompts: Path) -> list[Group]:
     encoded = load_prompts([Source(prompts)], template, max_prompt_tokens=256, too_long="error").prompts
     engine = NativeEngine(load_policy(ModelSettings(path=str(model), dtype="float32"), template, CPU).model, template.tokenizer)
     sampling = Sampling(MAX_NEW_TOKENS, stop=("e", ".", "t"), seed=5)
-    groups = {group.prompt.id: group for group in sample_groups(engine, encoded, SAMPLES_PER_PROMPT, sampling)}
+    groups = {group.prompt.id: group for group in sample_groups(engine, encoded, SAMPLES_PER_PROMPT, sampling, version=0)}
     return [groups[one.prompt.id] for one in encoded]
 
 

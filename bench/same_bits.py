@@ -13,6 +13,7 @@ Recipes use this checkout's setting names. RENAMED lists settings with a differe
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -195,6 +196,7 @@ def main() -> None:
     for case in options.cases:
         name = "".join(c if c.isalnum() else "_" for c in case)
         runs = scratch / f"before_{name}", scratch / f"after_{name}"
+        shutil.rmtree(runs[1], ignore_errors=True)  # this checkout may have changed
         for checkout, run in zip((before, HERE), runs, strict=True):
             if not (run / "model").exists():
                 train(checkout, scratch, case, run)

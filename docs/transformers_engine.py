@@ -57,7 +57,7 @@ class TransformersEngine(Engine):
             inputs = torch.tensor([[token]], device=self.model.device)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             if stopped := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
-                text = text[: min(stopped)]  # the stop string stays, what its last token says beyond it does not
+                text = text[: min(stopped)]  # cut right after the stop string, even inside a token
             if stopped or token in self.ends:
                 status = "finished"
                 break

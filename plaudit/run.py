@@ -102,8 +102,9 @@ class Run:
         self._stateful: dict[str, Stateful] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._trackers: Trackers | None = None
-        self._warned = False
-        self._saved_step: int | None = None
+        self._warned: set[str] = set()
+        self._saved: tuple[Any, ...] | None = None
+        """Step, best and unvalidated metrics of the newest checkpoint."""
         self._step_began = self._drawn_at = self._saved_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -199,8 +200,8 @@ class Run:
             owner.load_state(checkpoint.folder, checkpoint.state)
             for name, each in self._stateful.items():
                 each.load_state(checkpoint.state.get(name, {}))
-            self.best, self._saved_step = checkpoint.state["best"], checkpoint.step
-            step, self.unvalidated = checkpoint.step, checkpoint.state.get("unvalidated")
+            self.best, self.unvalidated = checkpoint.state["best"], checkpoint.state.get("unvalidated")
+            step, self._saved = checkpoint.step, (checkpoint.step, self.best, self.unvalidated)
             print_line(f"resuming from {checkpoint.folder}")
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
@@ -265,10 +266,10 @@ class Run:
             if ours and int(ours[1]) > step:
                 file.unlink()
 
-    def warn_once(self, text: str) -> None:
-        """For a warning that would repeat with every step: the first is enough."""
-        if not self._warned:
-            self._warned = True
+    def warn_once(self, kind: str, text: str) -> None:
+        """For a warning that would repeat with every step: the first of its kind is enough."""
+        if kind not in self._warned:
+            self._warned.add(kind)
             print_line(text, "yellow")
 
     def due(self, every: int | None, step: int, total: int) -> bool:
@@ -282,9 +283,10 @@ class Run:
         return overdue or self.due(self.recipe.run.save_every, step, total)
 
     def save(self, step: int, unvalidated: dict[str, float] | None = None, *, mid_step: bool = False) -> None:
-        """A checkpoint of this step, unless there is one already; older ones are pruned. `mid_step`: the next step has begun."""
+        """A checkpoint of this step, unless there is the same already (a repeated validation may have changed the best step);
+        older ones are pruned. `mid_step`: the next step has begun."""
         assert self._owner is not None, "resume comes first"
-        if self._saved_step == step:
+        if self._saved == (step, self.best, unvalidated):
             return
         if self.metrics_file.exists():
             with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
@@ -292,7 +294,7 @@ class Run:
         notes: dict[str, Any] = {} if unvalidated is None else {"unvalidated": unvalidated}
         notes |= {name: state for name, each in self._stateful.items() if (state := each.state())}
         save_checkpoint(self.checkpoints, step, self._owner, best=self.best, **notes)
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saved, self._saved_at = (step, self.best, unvalidated), time.monotonic()
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())

@@ -25,7 +25,7 @@ class Differences:
     rounding: list[str]
     """Settings that change results in the last bits at most."""
     code: list[str]
-    """Reward files whose content has changed: allowed, because fixing one is how a stopped run continues."""
+    """Files of rewards and engines whose content has changed: allowed, because fixing one is how a stopped run continues."""
     forbidden: list[str]
     """All others: this is another run."""
 

@@ -39,11 +39,6 @@ class World:
         """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs)."""
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
-    @property
-    def is_main(self) -> bool:
-        """Rank 0, which owns the run folder, the terminal, trackers and pictures."""
-        return self.rank == 0
-
     def shard(self, items: Sequence[T]) -> list[tuple[int, T]]:
         """This process's items, each with its index among all."""
         return list(enumerate(items))[self.rank :: self.size]

@@ -37,7 +37,8 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
-from plaudit.rollout.build import load_engine_class
+from plaudit.rl.collect import check_capabilities
+from plaudit.rollout.build import engine_class
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 from plaudit.types import Conversation, Example, Prompt
 
@@ -96,8 +97,7 @@ class _Checkup:
             longest = self.longest_prompt or recipe.data.max_prompt_tokens
             self.check("context", lambda: rows.check_context(recipe, longest))
             self.check("algorithm", lambda: rewards.check_algorithm(recipe))
-            if (engine := recipe.rollout.engine) != "native":
-                self.check("engine", lambda: _engine(engine))
+            self.check("engine", lambda: _engine(recipe))
             if (critic := recipe.critic) is not None:
                 self.check("critic", lambda: check_critic(critic, recipe, self.template, longest))
             if recipe.audit.require is not None:
@@ -228,6 +228,9 @@ class _Checkup:
                 print_text(self.console, title, text)
 
 
-def _engine(reference: str) -> Iterator[Finding]:
-    load_engine_class(reference)
-    yield "✓", f"{reference}. The memory below is the native engine's: this one's is not known"
+def _engine(recipe: RLRecipe) -> Iterator[Finding]:
+    reference = recipe.rollout.engine
+    for warning in check_capabilities(engine_class(reference).capabilities, recipe):
+        yield "!", warning
+    if reference != "native":
+        yield "✓", f"{reference}. The memory below is the native engine's: this one's is not known"

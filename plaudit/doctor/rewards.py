@@ -7,7 +7,7 @@ import numpy as np
 
 from plaudit.audit.certificate import require_passed
 from plaudit.doctor.findings import Finding
-from plaudit.objectives.registry import ESTIMATORS
+from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES
 from plaudit.recipe import RewardSettings, RLRecipe
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample
@@ -34,10 +34,10 @@ def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
         )
     if recipe.algorithm.loss == "gspo" and min(recipe.algorithm.clip_ratio) >= GSPO_WIDE_CLIP:
         yield "!", "algorithm.clip_ratio: a sequence-level ratio rarely leaves these bounds; GSPO's paper uses [0.0003, 0.0004]"
-    if recipe.algorithm.loss == "policy_gradient" and recipe.train.updates_per_step > 1:
+    if not POLICY_LOSSES[recipe.algorithm.loss].uses_ratio and recipe.train.updates_per_step > 1:
         yield (
             "!",
-            f"algorithm.loss: policy_gradient has no importance ratio, so only the first of {recipe.train.updates_per_step} "
+            f"algorithm.loss: {recipe.algorithm.loss} has no ratio, so only the first of {recipe.train.updates_per_step} "
             "updates per step is on-policy; clipped, gspo and cispo correct for the others",
         )
     if recipe.model.lora is not None and recipe.model.lora.dropout:

@@ -30,6 +30,7 @@ from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
+from plaudit.world import World
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
@@ -55,7 +56,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         policy = load_policy(settled.model, template, device, seed=recipe.seed)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
-        trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        trainer = Trainer(
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
+        )
 
         def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:
             return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device), dpo_loss(

@@ -31,6 +31,7 @@ from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
+from plaudit.world import World
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
@@ -51,7 +52,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         settled = resolve_checkpointing(recipe)
         classifier = load_classifier(settled.model, template, device, seed=recipe.seed)
         set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
-        trainer = Trainer(classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        trainer = Trainer(
+            classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
+        )
 
         def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:
             return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device), reward_model_loss(

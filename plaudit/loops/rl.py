@@ -10,11 +10,12 @@ relative to the critic's value of each token; it is trained in the same updates,
 It is a separate model, or a head on the policy's layers: then one pass gives log-probs and values, and one update moves both.
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and the distance between the sampler's log-probs
-and the trainer's is measured in every step; a sample whose reward failed leaves every mean, it does not become a zero; groups
-enter batches in the order of prompts, never of arrival, so that a run repeats to the bit.
+and the trainer's is measured in every step; a sample whose reward failed is excluded from all means instead of counting as 0;
+groups enter batches in the order of prompts, never of arrival, so that a run repeats to the bit.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,9 @@ from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, require_context, validate
 from plaudit.rl.learner import Learner
-from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup, Weights
+from plaudit.rollout.build import build_engine, engine_class
+from plaudit.rollout.engine import Engine, EngineSetup, Weights
+from plaudit.rollout.faults import engine_faults
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import compute_repeatably
@@ -49,6 +51,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     assert isinstance(recipe, RLRecipe)
     if recipe.audit.require is not None:
         require_passed(recipe.audit, recipe.rewards)
+    for warning in check_capabilities(engine_class(recipe.rollout.engine).capabilities, recipe):
+        print_line(warning, "yellow")
     world = World.alone(resolve_device(recipe.run.device))
     if recipe.run.deterministic:
         compute_repeatably(world.device)
@@ -58,6 +62,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     with (
         Run(loaded, files, template, _inputs(recipe), code=code, best="val/reward", higher_is_better=True) as run,
         RewardRunner(recipe.rewards, cache=run.folder / "scores.sqlite", repeatable=recipe.run.deterministic) as rewards,
+        ExitStack() as stack,
     ):
         # Build
         prompts = _prompts("train", sources["train"], template, recipe.data)
@@ -68,34 +73,37 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         learner = Learner.build(resolve_checkpointing(recipe), template, total_steps=total_steps, world=world)
         _require_contexts(learner, recipe, prompts, val_prompts)
-        engine = build_engine(
-            EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
-        )
-        for warning in check_capabilities(engine, recipe):
-            print_line(warning, "yellow")
+        setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
+        engine = stack.enter_context(closing(build_engine(setup)))
         collector = Collector(engine, rewards, recipe, prompts, order)
         check = partial(validate, engine, rewards, recipe, val_prompts) if val_prompts else None
 
         # Resume
         done = run.resume(learner, rewards=rewards, prompts=collector.stream)
-        engine.sync(done, learner.weights())
+        _sync(engine, done, learner)
         if done == total_steps:
             print_line(f"this run is finished: all {total_steps} steps are done")
 
         with StepProgress("rl", total_steps, done) as progress:
-            if check is not None and (done == 0 or run.unvalidated is not None):
-                # The validation before training, or the one that stopped the last start.
+            if run.unvalidated is not None or (check is not None and done == 0):
+                # The step whose validation or sync stopped the last start, or the validation before training.
                 progress.update(done, record(run, recipe, check, done, total_steps, run.unvalidated or {}))
             for step in range(done + 1, total_steps + 1):
                 with run.save_before_stopping(f"step {step}", step - 1):
                     collected = collector.collect(step)
                 run.write_samples("train", step, collected.sampled)
                 metrics = collected.metrics | learner.learn(collected.groups, step)
-                engine.sync(step, learner.weights())
+                with run.save_before_stopping(f"sync after step {step}", step, metrics):
+                    _sync(engine, step, learner)
                 progress.update(step, record(run, recipe, check, step, total_steps, metrics))
                 run.stop_if_interrupted(step, total_steps)
 
         return run.finish()
+
+
+def _sync(engine: Engine, version: int, learner: Learner) -> None:
+    with engine_faults(type(engine)):
+        engine.sync(version, learner.weights())
 
 
 def record(
@@ -104,9 +112,10 @@ def record(
     """Validate if due, log the step, save if due; returns what was logged."""
     improved = False
     if recipe.algorithm.compares_groups and recipe.algorithm.kl_reward is None and metrics.get("groups_without_signal") == 1.0:
-        run.warn_once(f"step {step}: all samples of each group have equal rewards, so there was nothing to train on")
+        run.warn_once("no signal", f"step {step}: all samples of each group have equal rewards, so there was nothing to train on")
     if missing := metrics.get("groups_missing"):
-        run.warn_once(f"step {step}: after algorithm.dynamic_sampling.max_rounds, {missing:.0f} groups with a signal are missing")
+        after = f"step {step}: after algorithm.dynamic_sampling.max_rounds"
+        run.warn_once("groups missing", f"{after}, {missing:.0f} groups with a signal are missing")
     if check is not None and (step == 0 or run.due(recipe.run.validate_every, step, total_steps)):
         with run.save_before_stopping(f"validation after step {step}", step, metrics):
             groups, val_metrics = check(step=step)
@@ -127,9 +136,9 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     template = load_model_template(recipe.model)
     prompts = _prompts("val", sources["val"], template, recipe.data)[: recipe.validation.max_prompts]
     policy = load_policy(recipe.model, template, world.device)
-    engine = build_engine(EngineSetup(recipe.rollout, policy.model, template.tokenizer, world))
-    engine.sync(0, Weights(policy.model))
-    with RewardRunner(recipe.rewards) as rewards:
+    setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
+    with RewardRunner(recipe.rewards) as rewards, closing(build_engine(setup)) as engine:
+        engine.sync(0, Weights(policy.model))
         return validate(engine, rewards, recipe, prompts, step=0)[1]
 
 

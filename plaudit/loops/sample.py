@@ -69,7 +69,7 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, t
     engine = NativeEngine(policy.model, template.tokenizer, max_sequences=job.max_sequences)
     began, tokens, done = time.perf_counter(), 0, total - len(left)
     with StepProgress("sample", total, done) as progress:
-        for group in sample_groups(engine, left, job.n, job.sampling):
+        for group in sample_groups(engine, left, job.n, job.sampling, version=engine.version):
             file.write(_row(group))
             tokens, done = tokens + sum(map(len, group.samples)), done + 1
             progress.update(done, {"time/tokens_per_s": tokens / (time.perf_counter() - began)})

@@ -29,6 +29,7 @@ from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Example
+from plaudit.world import World
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
@@ -47,7 +48,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
         settled = resolve_checkpointing(recipe)
         policy = load_policy(settled.model, template, device, seed=recipe.seed)
-        trainer = Trainer(policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps)
+        trainer = Trainer(
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
+        )
 
         def update(rows: list[Example]) -> tuple[list[Batch], Loss]:
             num_targets = sum(row.num_targets for row in rows)

@@ -58,7 +58,7 @@ class StepRewards:
         """Whether a sample has others in its group. One alone is compared with nothing: A = 0, and whitening leaves it out."""
         return spread(self.sizes_P, self.sizes_P) > 1
 
-    def by_group(self, advantages: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def by_group(self, advantages: Callable[[Tensor], Tensor]) -> Tensor:
         """A_S of a function of one group's rewards."""
         return torch.cat([advantages(r) for r in self.totals_S.split(self.sizes_P.tolist())])
 

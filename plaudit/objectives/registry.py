@@ -30,6 +30,12 @@ class Estimator:
     settings: tuple[str, ...] = ()
     """Settings of `algorithm` that it takes, as keyword arguments of the same names."""
 
+    def __post_init__(self) -> None:
+        assert "lengths" not in self.needs or self.scope == "group", "a StepRewards has the lengths"
+        assert "critic" not in self.needs or self.scope == "token", "values are of tokens"
+        assert "greedy" not in self.needs or self.scope != "group", "a group's function gets no baseline"
+        assert not {"group", "greedy"} <= {*self.needs}, "dynamic sampling, which compares groups, samples no baseline"
+
     def load(self) -> Callable[..., Any]:
         return getattr(import_module("plaudit.objectives.advantages"), self.function)
 

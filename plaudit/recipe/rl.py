@@ -155,16 +155,16 @@ else:
 class AlgorithmSettings(Section):
     kind: EstimatorName = Field(default="grpo", description=f"How rewards become advantages. {described(ESTIMATORS)}")
     divide_by_std: bool = True
-    """grpo only: divide advantages by the group's standard deviation (Dr.GRPO: false)."""
+    """Divide advantages by the group's standard deviation (Dr.GRPO: false)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """reinforce++ and ppo only: discount factor per token."""
+    """Discount factor per token."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """ppo only: λ of GAE. 1 relies on the observed rewards, 0 on the critic's value of the next token."""
+    """λ of GAE. 1 relies on the observed rewards, 0 on the critic's value of the next token."""
     loss: PolicyLossName = Field(default="clipped", description=f"How advantages become a loss. {described(POLICY_LOSSES)}")
     clip_ratio: Annotated[tuple[BelowOne, NonNegativeFloat], BeforeValidator(_both_sides)] = (0.2, 0.2)
     """How far the ratio may fall below and rise above 1 before it is clipped: two numbers, or one for both."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """loss clipped only: upper bound of the ratio where the advantage is negative; null for none."""
+    """Upper bound of the ratio where the advantage is negative; null for none."""
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"  # fmt: skip

@@ -19,7 +19,7 @@ from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rollout.engine import Engine, Sampling
+from plaudit.rollout.engine import Capabilities, Engine, Sampling
 from plaudit.rollout.groups import sample_groups, sample_groups_with_greedy
 from plaudit.types import ScoredGroup
 
@@ -58,8 +58,9 @@ class Collector:
             prompts = with_unique_ids(self.prompts[row] for row in rows)
             greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
             groups, seconds = _sample_and_score(
-                self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), greedy=greedy
-            )
+                self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=step - 1,
+                greedy=greedy,
+            )  # fmt: skip
             collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds))
         collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
         return collected
@@ -87,7 +88,7 @@ class Collector:
             try:
                 more, round_seconds = _sample_and_score(
                     self.engine, self.rewards, with_unique_ids(sampled_prompts)[-count:], self.recipe.rollout.n,
-                    training_sampling(self.recipe, step),
+                    training_sampling(self.recipe, step), version=step - 1,
                 )  # fmt: skip
             except TrainingStopped:
                 self.rewards.load_state(running_means)  # the step is not done, so its first rounds leave no trace
@@ -110,7 +111,7 @@ def validate(
     """The validation prompts, sampled as `validation` says and scored; and metrics under `val/`."""
     began = time.perf_counter()
     groups, seconds = _sample_and_score(
-        engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), training=False
+        engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step, training=False
     )
     metrics = _metrics(groups, rewards, seconds)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
@@ -129,12 +130,12 @@ class Seconds:
 
 
 def _sample_and_score(
-    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, greedy: bool = False,
-    training: bool = True,
+    engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int,
+    greedy: bool = False, training: bool = True,
 ) -> tuple[list[ScoredGroup], Seconds]:  # fmt: skip
     """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated."""
     began = time.perf_counter()
-    sampled = (sample_groups_with_greedy if greedy else sample_groups)(engine, prompts, n, sampling)
+    sampled = (sample_groups_with_greedy if greedy else sample_groups)(engine, prompts, n, sampling, version=version)
     scored = rewards.collect(sampled, expected=len(prompts) * (n + greedy), training=training)
     by_id = {group.group.prompt.id: split_baseline(group) if greedy else group for group in scored}
     return [by_id[encoded.prompt.id] for encoded in prompts], Seconds(time.perf_counter() - began, rewards.waited_s)
@@ -195,9 +196,9 @@ def require_context(
         )
 
 
-def check_capabilities(engine: Engine, recipe: RLRecipe) -> list[str]:
+def check_capabilities(able: Capabilities, recipe: RLRecipe) -> list[str]:
     """Refuses a recipe that needs what its engine cannot do; returns warnings about the rest."""
-    able, warnings = engine.capabilities, []
+    warnings = []
     if not able.truncated_logprobs and training_sampling(recipe, 0).truncates:
         uses = [f"algorithm.{name}" for name, used in (
             ("old_logprobs: sampler", recipe.algorithm.old_logprobs == "sampler"),

@@ -160,7 +160,9 @@ class Learner:
         step = StepRewards(
             token_rewards(samples.rewards, samples.lengths, costs),
             torch.tensor(samples.sizes),
-            torch.tensor([np.nan if r is None else r for r in samples.greedy_rewards], dtype=torch.float64),
+            torch.tensor([np.nan if r is None else r for r in samples.greedy_rewards], dtype=torch.float64)
+            if samples.greedy_rewards
+            else None,
             None if values is None else [torch.from_numpy(of_sample.astype(np.float64)) for of_sample in values],
         )
         advantages, returns = estimate_advantages(step, self.recipe.algorithm)

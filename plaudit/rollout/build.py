@@ -5,21 +5,24 @@ import inspect
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.plugins import load_attribute
 from plaudit.rollout.engine import Engine, EngineSetup
+from plaudit.rollout.faults import engine_faults
 
 
 def build_engine(setup: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names."""
+    kind = engine_class(setup.rollout.engine)
     if setup.rollout.engine == "native":
+        return kind(setup.model, setup.tokenizer, max_sequences=setup.rollout.max_sequences, reserved_bytes=setup.reserved_bytes)  # pyright: ignore
+    with engine_faults(kind):
+        return kind(setup)  # pyright: ignore[reportCallIssue] (a user's engine takes its setup)
+
+
+def engine_class(reference: str) -> type[Engine]:
+    """`native`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
+    if reference == "native":
         from plaudit.rollout.native.engine import NativeEngine
 
-        return NativeEngine(
-            setup.model, setup.tokenizer, max_sequences=setup.rollout.max_sequences, reserved_bytes=setup.reserved_bytes
-        )
-    return load_engine_class(setup.rollout.engine)(setup)  # pyright: ignore[reportCallIssue] (a user's engine takes its setup)
-
-
-def load_engine_class(reference: str) -> type[Engine]:
-    """A user's engine, `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
+        return NativeEngine
     try:
         found = load_attribute(reference)
     except PlauditError as error:

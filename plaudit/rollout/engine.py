@@ -111,4 +111,7 @@ class Engine(ABC):
 
     @abstractmethod
     def sync(self, version: int, weights: Weights) -> None:
-        """From here on, sample with these weights."""
+        """From here on, sample with these weights, and give samples this version."""
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Release what outlives a call: servers, processes, connections."""

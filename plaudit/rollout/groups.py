@@ -3,26 +3,26 @@
 Samples are checked as they arrive: a misaligned log-prob or a sample of another version would train without an error.
 """
 
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
 from plaudit.data.prompts import EncodedPrompt
-from plaudit.errors import PlauditError, TrainingStopped
+from plaudit.errors import TrainingStopped
 from plaudit.rollout.engine import Engine, Request, Sampling
+from plaudit.rollout.faults import engine_faults
 from plaudit.types import Group, Sample
 
 STATUSES = get_args(get_type_hints(Sample)["status"])
 
 
-def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling) -> Iterator[Group]:
-    """Groups in the order they finish; samples within a group by index."""
+def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int) -> Iterator[Group]:
+    """Groups in the order they finish; samples within a group by index. `version`: of the weights, as last synced."""
     by_id = {encoded.prompt.id: encoded for encoded in prompts}
     assert len(by_id) == len(prompts), "prompts of one call have distinct ids"
     running: dict[str, dict[int, Sample]] = {prompt_id: {} for prompt_id in by_id}
     for sample in _generate(engine, [Request(e.prompt.id, e.tokens, n) for e in prompts], sampling):
-        if fault := _fault(sample, running, n, engine.version):
+        if fault := _fault(sample, running, n, version):
             raise TrainingStopped(f"rollout.engine {type(engine).__name__}: {fault}")
         samples = running[sample.prompt_id]
         samples[sample.index] = sample
@@ -33,32 +33,29 @@ def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, samp
         raise TrainingStopped(f"rollout.engine {type(engine).__name__}: prompt {prompt_id}: {len(samples)} of {n} samples returned")
 
 
-def sample_groups_with_greedy(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling) -> Iterator[Group]:
+def sample_groups_with_greedy(
+    engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int
+) -> Iterator[Group]:
     """The same, with one greedy sample more at the end of each group. Rewards see it with the others, as one that compares
     samples with each other must."""
-    greedy = {group.prompt.id: group.samples[0] for group in sample_groups(engine, prompts, 1, replace(sampling, temperature=0.0))}
-    for group in sample_groups(engine, prompts, n, sampling):
+    likeliest = sample_groups(engine, prompts, 1, replace(sampling, temperature=0.0), version=version)
+    greedy = {group.prompt.id: group.samples[0] for group in likeliest}
+    for group in sample_groups(engine, prompts, n, sampling, version=version):
         yield replace(group, samples=(*group.samples, replace(greedy[group.prompt.id], index=n)))
 
 
 def _generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-    """An exception in a user's engine stops the run as a failing reward does: with one line, and completed steps saved."""
-    try:
-        yield from engine.generate(requests, sampling)
-    except PlauditError:
-        raise
-    except Exception as error:
-        if type(engine).__module__.startswith("plaudit."):
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise TrainingStopped(
-            f"rollout.engine {type(engine).__name__} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}). "
-            "Fix it and run the same command to resume."
-        ) from error
+    with engine_faults(type(engine)):
+        samples = engine.generate(requests, sampling)
+        if not isinstance(samples, Iterable):
+            raise TypeError(f"generate returned {samples!r:.100}, not an iterator of samples")
+        yield from samples
 
 
 def _fault(sample: Sample, running: Mapping[str, Mapping[int, Sample]], n: int, version: int) -> str | None:
     """What is wrong with a sample, if anything."""
+    if not isinstance(sample, Sample):
+        return f"generate yielded {sample!r:.100}, not a Sample"
     name, length = f"prompt {sample.prompt_id}, sample {sample.index}", len(sample.tokens)
     if sample.prompt_id not in running:
         return f"{name}: no sample of this prompt was requested, or all {n} were returned before"

@@ -56,12 +56,12 @@ class Trainer:
         *,
         seed: int,
         max_skipped_steps: int,
-        world: World | None = None,
+        world: World,
         name: str = "model",
     ):
         """`name`: the model's folder in a checkpoint and in the run folder."""
         self.trained, self.name = trained, name
-        self.world = world or World.alone(trained.device)
+        self.world = world
         self.optimiser = Optimiser(trained.trainable(), optim)
         self.seed, self.max_skipped_steps = seed, max_skipped_steps
         self.updates = 0
@@ -141,7 +141,8 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     """As torch.manual_seed, which without a GPU also formats a stack trace for CUDA's sake, at 9 % of a small update's time."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        with torch.cuda.device(device):  # the current device may be another one
+            torch.cuda.manual_seed(seed)
 
 
 def _chunks(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:

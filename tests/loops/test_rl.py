@@ -1229,3 +1229,27 @@ def test_a_special_token_may_be_a_stop_string(tiny_model):
     assert Stopping(tokenizer, frozenset({5}), ("so",)).end_tokens == {5}
     with pytest.raises(PlauditError, match=r"contains the special token <\|endoftext\|>"):
         Stopping(tokenizer, frozenset(), ("x<|endoftext|>",))
+
+
+def test_a_validation_repeated_on_resume_is_saved(tmp_path, recipe, prompts_file, monkeypatch):
+    """The last validation stops the run. Repeated, it is the best; a third start finds nothing to do."""
+    validate, fails = rl.validate, [True]
+
+    def validate_or_stop(engine, rewards, settings, prompts, step):
+        if step == 2 and fails:
+            fails.clear()
+            raise TrainingStopped("a judge died")
+        groups, metrics = validate(engine, rewards, settings, prompts, step)
+        return groups, metrics | {"val/reward": float(step)}
+
+    monkeypatch.setattr(rl, "validate", validate_or_stop)
+    file = recipe(data={"val": str(prompts_file)}, run={"max_steps": 2, "validate_every": 1})
+    with pytest.raises(TrainingStopped, match="validation after step 2: a judge died"):
+        train_rl(file)
+    train_rl(file)
+    assert os.readlink(tmp_path / "run/best") == "checkpoints/step_000002"
+    finished = exact_metrics(tmp_path / "run")
+    assert [row["step"] for row in finished] == [0, 1, 2]
+    monkeypatch.setattr(rl, "validate", lambda *_, **__: pytest.fail("validated again"))
+    train_rl(file)
+    assert exact_metrics(tmp_path / "run") == finished

@@ -33,7 +33,7 @@ def test_a_users_engine_trains_and_an_exception_in_it_loses_no_step(tmp_path, re
     engine.write_text(example.replace(begins, f"        assert sampling.step < 2, 'lost'\n{begins}", 1))
     file = recipe()
     with pytest.raises(
-        TrainingStopped, match=r"step 2: rollout\.engine TransformersEngine raised AssertionError: lost \(.*engine\.py:\d+\)"
+        TrainingStopped, match=r"step 2: rollout\.engine TransformersEngine: AssertionError: lost \(.*engine\.py:\d+\)"
     ):
         train_rl(file, f"rollout.engine={engine}:TransformersEngine")
     assert (tmp_path / "run/checkpoints/step_000001").is_dir()
@@ -43,6 +43,41 @@ def test_a_users_engine_trains_and_an_exception_in_it_loses_no_step(tmp_path, re
     steps = {row["step"]: row for row in metrics_of(tmp_path / "run")}
     assert steps.keys() == {1, 2}
     assert all(row["mismatch"] < 1e-5 for row in steps.values())
+
+
+def test_a_sync_that_fails_loses_no_step(tmp_path, recipe):
+    engine, example, begins = tmp_path / "engine.py", EXAMPLE.read_text(), "    def sync(self, version, weights):\n"
+    engine.write_text(example.replace(begins, f"{begins}        assert version != 1, 'gone'\n"))
+    file, setting = recipe(), f"rollout.engine={engine}:TransformersEngine"
+    with pytest.raises(TrainingStopped, match=r"sync after step 1: rollout\.engine TransformersEngine: AssertionError: gone"):
+        train_rl(file, setting)
+    engine.write_text(example)
+    train_rl(file, setting)
+    train_rl(recipe(), f"run.dir={tmp_path / 'uninterrupted'}", setting)
+    ours, expected = (
+        [{name: value for name, value in row.items() if not name.startswith("time/")} for row in metrics_of(tmp_path / run)]
+        for run in ("run", "uninterrupted")
+    )
+    assert ours == expected
+
+
+def test_samples_of_older_weights_are_refused(tmp_path, recipe):
+    engine = tmp_path / "engine.py"
+    engine.write_text(EXAMPLE.read_text().replace("        self.version = version\n", ""))
+    with pytest.raises(TrainingStopped, match="version is 0, and the weights of the last sync are version 1"):
+        train_rl(recipe(), f"rollout.engine={engine}:TransformersEngine")
+
+
+def test_capabilities_are_checked_before_anything_is_loaded(tmp_path, recipe, plaudit):
+    engine, begins = tmp_path / "engine.py", "class TransformersEngine(Engine):\n"
+    text = EXAMPLE.read_text().replace("import Engine, EngineSetup", "import Capabilities, Engine, EngineSetup")
+    engine.write_text(text.replace(begins, f"{begins}    capabilities = Capabilities(truncated_logprobs=False)\n"))
+    settings = [f"rollout.engine={engine}:TransformersEngine", "rollout.top_p=0.9", "algorithm.old_logprobs=sampler"]
+    for verb, expected in (("rl", 2), ("doctor", 1)):
+        code, out, err = plaudit(verb, recipe(), *settings)
+        assert code == expected
+        assert "old_logprobs: sampler needs the sampler's log-probs" in " ".join((out + err).split())
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unusable_engine_is_reported_before_anything_starts(tmp_path, recipe, plaudit):

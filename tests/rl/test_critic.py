@@ -34,6 +34,7 @@ from plaudit.rl.losses import policy_loss, shared_loss, value_loss, value_metric
 from plaudit.train.memory_plan import plan_devices
 from plaudit.train.trainer import Loss, Trainer
 from plaudit.types import Experience
+from plaudit.world import World
 from support.experience import batches_of, critic_of, experience, shared_of, update_of, valued_samples
 from support.models import make_classifier, with_other_tokens
 from support.paths import REFERENCE
@@ -324,7 +325,7 @@ def test_lora_trains_adapters_and_head_and_saves_them_merged(tiny_model, tmp_pat
     trained = {name for name, _ in critic.trainable()}
     assert [name for name in trained if "lora_" not in name] == ["score.modules_to_save.default.weight"]
     samples = valued_samples()
-    trainer = Trainer(critic, CriticOptimSettings(lr=1e-2), seed=0, max_skipped_steps=0)
+    trainer = Trainer(critic, CriticOptimSettings(lr=1e-2), seed=0, max_skipped_steps=0, world=World.alone())
     for _ in range(2):
         update = update_of(samples)
         loss = value_loss(partial(target_values, critic.model), update.num_tokens, clip=None)
@@ -345,7 +346,7 @@ def test_it_learns_what_the_prompt_predicts(tiny_model):
     """The reward is a function of the prompt's first token; the responses are noise."""
     rng = np.random.RandomState(0)
     critic = critic_of(tiny_model)
-    trainer = Trainer(critic, CriticOptimSettings(lr=2e-3), seed=0, max_skipped_steps=0)
+    trainer = Trainer(critic, CriticOptimSettings(lr=2e-3), seed=0, max_skipped_steps=0, world=World.alone())
     explained = []
     for _ in range(25):
         samples = []

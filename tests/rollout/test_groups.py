@@ -7,7 +7,7 @@ import pytest
 
 from plaudit.data.prompts import EncodedPrompt
 from plaudit.errors import PlauditError, RecipeError, TrainingStopped
-from plaudit.rollout.build import load_engine_class
+from plaudit.rollout.build import engine_class
 from plaudit.rollout.engine import Engine, Sampling
 from plaudit.rollout.groups import sample_groups
 from plaudit.types import Prompt, Sample
@@ -33,7 +33,7 @@ class Scripted(Engine):
 
 def groups(*samples: Sample | Exception, prompts: str = "a", n: int = 2):
     encoded = [EncodedPrompt(Prompt(name, [{"role": "user", "content": name}]), np.array([1])) for name in prompts]
-    return list(sample_groups(Scripted(*samples), encoded, n, Sampling(max_new_tokens=4)))
+    return list(sample_groups(Scripted(*samples), encoded, n, Sampling(max_new_tokens=4), version=3))
 
 
 def test_groups_come_as_they_finish_with_samples_by_index():
@@ -74,11 +74,19 @@ def test_missing_and_surplus_samples_stop_the_run():
 
 def test_an_exception_in_a_users_engine_stops_the_run():
     with pytest.raises(
-        TrainingStopped, match=r"Scripted raised OSError: connection lost \(.*test_groups\.py:\d+\)\. Fix it and run"
+        TrainingStopped, match=r"Scripted: OSError: connection lost \(.*test_groups\.py:\d+\)\. Fix it"
     ):
         groups(VALID, OSError("connection lost"))
-    with pytest.raises(PlauditError, match=r"^prompt a is too long$"):
+    with pytest.raises(TrainingStopped, match="Scripted: prompt a is too long"):
         groups(PlauditError("prompt a is too long"))
+
+
+def test_something_else_than_samples_stops_the_run(monkeypatch):
+    with pytest.raises(TrainingStopped, match="generate yielded 'text', not a Sample"):
+        groups("text")  # pyright: ignore
+    monkeypatch.setattr(Scripted, "generate", lambda *_: None)
+    with pytest.raises(TrainingStopped, match="generate returned None, not an iterator of samples"):
+        groups()
 
 
 @pytest.mark.parametrize(
@@ -97,4 +105,4 @@ def test_an_exception_in_a_users_engine_stops_the_run():
 def test_classes_that_cannot_be_used_are_reported(tmp_path, code, message):
     (tmp_path / "mine.py").write_text(f"from plaudit.rollout.engine import Engine\n{code}\n")
     with pytest.raises(RecipeError, match=f"^rollout.engine: .*{message}"):
-        load_engine_class(f"{tmp_path / 'mine.py'}:Mine")
+        engine_class(f"{tmp_path / 'mine.py'}:Mine")

@@ -14,6 +14,7 @@ from plaudit.recipe import ModelSettings, OptimSettings
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Trainer
 from plaudit.types import Batch, Conversation, Example
+from plaudit.world import World
 from support.rows import arithmetic_rows
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ class ScheduledTrainer(Trainer):
     """A trainer whose updates follow a schedule, with losses that return no metrics, as in most tests here."""
 
     def __init__(self, policy: TrainableModel, optim: OptimSettings, total_steps: int, max_skipped_steps: int):
-        super().__init__(policy, optim, seed=0, max_skipped_steps=max_skipped_steps)
+        super().__init__(policy, optim, seed=0, max_skipped_steps=max_skipped_steps, world=World.alone(policy.device))
         self.optim, self.total_steps = optim, total_steps
 
     def update(self, micro_batches, loss):

@@ -7,9 +7,9 @@ A score is a number, or a dict with `score`: its other numbers become parts, `ma
 and the rest is kept as the trace. A function may leave out arguments it does not need, and it may be `async`.
 
 A group function is called once per group, with one entry per response in every list, and returns one score per response, in that
-order. It gets only the responses it is to score: `when`, a gate and `view` may leave some out, down to a single one. One function
-call is one failure: an exception, a timeout, a result that is not a list or has the wrong length fails the whole group, never as a
-score; a single entry that is not a number fails its sample alone.
+order. It gets only the responses it is to score: `when`, a gate and `view` may leave some out, down to a single one. If a
+call fails (an exception, a timeout, a result that is not a list or has the wrong length), the complete group fails; a single entry
+that is not a number fails its sample alone.
 
 Differs from verl: it runs in worker processes with a time limit (`worker_pool.py`), and a mistake in it never becomes a score.
 Causes of failure: timeout, exception, not_a_number (NaN, None, text), bad_result (a dict without score, not a list, a list of the

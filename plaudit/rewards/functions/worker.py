@@ -1,6 +1,6 @@
 """The worker process: loads a user's file, calls its functions, and reports the result of each call.
 
-Started by `process.py` as a script, so that nothing but this file and the user's is imported: no torch, no second run of the
+Started by `process.py` as a script, so that little but this file and the user's is imported: no torch, no second run of the
 training program. Requests come as pickles on stdin, answers go as lines of JSON to stdout; both are moved out of the user's reach
 first. Whatever the user's code prints goes to stderr, of which the parent keeps the end.
 """
