@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 from plaudit import plugins
 from plaudit.config import CoreLoader, LoadedRecipe, Place, dotted, section_class
 from plaudit.errors import RecipeError, did_you_mean
+from plaudit.recipe.rewards import RewardSettings
 from plaudit.recipe.section import Section
 
 WIDTH = 110
@@ -72,16 +73,15 @@ def _plain(value: Any) -> Any:
 def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
     """Every setting with its meaning, allowed values, value and source; sections that are not set, as comments.
 
-    `only`: dotted names (critic, optim.lr, rewards.0) to print instead of the whole recipe.
+    `only`: dotted names (critic, optim.lr, rewards.0, rewards.judge.model) to print instead of the whole recipe.
     """
     wanted = [tuple(int(part) if part.isdecimal() else part for part in name.split(".")) for name in only]
     blocks = list(_settings(type(loaded.recipe), loaded.recipe, (), loaded.sources))
     if hasattr(loaded.recipe, "rewards"):  # rewards.KIND: the settings of a kind, whether or not the recipe uses it
-        for place in wanted:
-            if len(place) == 2 and place[0] == "rewards" and place[1] in plugins.kinds("rewards"):
-                kind = plugins.kind("rewards", str(place[1]))
-                after = next(i for i, (block, _) in enumerate(blocks) if block == ("rewards",)) + 1
-                blocks[after:after] = [(place, lines) for _, lines in _settings(kind, None, place, {}, commented=True)]
+        after = next(i for i, (block, _) in enumerate(blocks) if block == ("rewards",)) + 1
+        for kind in reversed(plugins.kinds("rewards")):
+            if any(place[:2] == ("rewards", kind) for place in wanted):
+                blocks[after:after] = _settings(plugins.kind("rewards", kind), None, ("rewards", kind), {}, commented=True)
     for place in wanted:
         if not any(block[: len(place)] == place for block, _ in blocks):
             names = [dotted(block) for block, _ in blocks]
@@ -104,7 +104,7 @@ def _settings(
     indent, mark = "  " * len(place), "# " if commented else ""
     for number, (name, info) in enumerate(kind.model_fields.items()):
         here = (*place, name)
-        dash = f"{indent[:-2]}- " if entry and number == 0 else indent
+        start = f"{indent[:-2]}{mark}- " if entry and number == 0 else f"{indent}{mark}"
         value = info.get_default(call_default_factory=True) if section is None else getattr(section, name)
         inner = section_class(info.annotation)
         reason = _ineffective(section).get(name) if value is not None else None
@@ -115,20 +115,20 @@ def _settings(
             if isinstance(value, BaseModel):
                 yield from _settings(type(value), None, here, sources, commented=True)
         elif isinstance(value, BaseModel):
-            yield here, _headed(f"{dash}{mark}{name}:", info, text)
+            yield here, _headed(f"{start}{name}:", info, text)
             yield from _settings(type(value), value if section is not None else None, here, sources, commented=commented)
         elif _is_list_of_sections(value):
-            yield here, _headed(f"{dash}{mark}{name}:", info, text)
+            yield here, _headed(f"{start}{name}:", info, text)
             for i, one in enumerate(value):
                 yield from _settings(type(one), one, (*here, i), sources, entry=True)
         else:
             shown = "…" if value is PydanticUndefined else _flow(value)
             source = "required" if value is PydanticUndefined else "default" if section is None else _source(here, info, sources)
-            allowed = "section | null" if inner is not None else _allowed(info.annotation, info.metadata)
-            comment = f"{allowed}{f' [{source}]' if source else ''}"
-            yield here, [f"{f'{dash}{mark}{name}: {shown}':<{COLUMN}}  # {comment}", *text]
-            if inner is not None and value is None:
-                yield from _settings(inner, None, here, sources, commented=True)
+            comment = f"{_allowed(info.annotation, info.metadata)}{f' [{source}]' if source else ''}"
+            yield here, [f"{f'{start}{name}: {shown}':<{COLUMN}}  # {comment}", *text]
+            if inner not in (None, RewardSettings):
+                is_list = get_origin(info.annotation) is tuple
+                yield from _settings(inner, None, (*here, 0) if is_list else here, sources, commented=True, entry=is_list)
 
 
 def _headed(name: str, info: Any, text: list[str]) -> list[str]:
@@ -148,11 +148,14 @@ def _allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple and arguments[1:] != (...,):
         return f"[{', '.join(_allowed(one) for one in arguments)}]"
     if origin is tuple:
-        return f"list of {_allowed(arguments[0])}"
+        one, plural = _allowed(arguments[0]), {"section": "sections", "a reward of any kind": "rewards of any kind"}
+        return f"list of {plural.get(one, one)}"
     if origin is dict:
         return "names and values"
     if annotation in (int, float):
         return ("integer" if annotation is int else "number") + _bounds(metadata)
+    if section_class(annotation) is not None:
+        return "a reward of any kind" if annotation is RewardSettings else "section"
     return {NoneType: "null", str: "text", bool: "true | false"}.get(annotation, "")
 
 

@@ -2,12 +2,14 @@
 
 import fnmatch
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
 from typing import Annotated, Literal
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
@@ -464,6 +466,71 @@ def test_explain_prints_only_the_named_settings(read):
     assert "# max_tokens: … " in explain(loaded, ["rewards.overlong"]), "a kind that the recipe does not use"
     with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of rl recipes\. Did you mean critic\?"):
         explain(loaded, ["critc"])
+
+
+def explained(loaded: LoadedRecipe, *names: str) -> list[str]:
+    """The lines of the explanation, without their alignment."""
+    return [" ".join(line.split()) for line in explain(loaded, names).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("critic", "critic: null # section | null [default]"),
+        ("rewards.judge", "# model: … # section [required]"),
+        ("rewards.judge", "# gate: null # section | null [default]"),
+        ("rewards.judge", "# fields: [] # list of sections [default]"),
+        ("rewards.rubric_judge", "# criteria: … # list of sections [required]"),
+        ("rewards.cascade", "# judge: … # a reward of any kind [required]"),
+        ("rewards.cascade", "# rule: null # a reward of any kind | null [default]"),
+    ],
+)
+def test_explain_says_null_only_where_it_is_allowed(read, name, line):
+    assert line in explained(read(RL), name)
+
+
+@pytest.mark.parametrize("kind", plugins.kinds("rewards"))
+def test_explain_describes_the_values_of_every_setting_of_a_reward(read, kind):
+    settings_with_values = [line for line in explained(read(RL), f"rewards.{kind}") if re.match(r"# (- )?\w+: \S+.* # ", line)]
+    assert settings_with_values
+    for line in settings_with_values:
+        allowed = line.rpartition(" # ")[2].partition(" [")[0]
+        assert allowed, line
+        assert not allowed.startswith("|"), line
+
+
+def test_explain_lists_the_settings_of_required_sections(read):
+    lines = explained(read(RL), "rewards.judge")
+    model, sampling = lines.index("# model: … # section [required]"), lines.index("# sampling: # How its answers are sampled.")
+    assert "# path: null # text | null [default]" in lines[model:sampling]
+    assert "# - name: … # text [required]" in explained(read(RL), "rewards.rubric_judge.criteria")
+    judge = ["# judge: … # a reward of any kind [required]", "# The judge: a reward of any kind."]
+    assert explained(read(RL), "rewards.cascade.judge")[1:] == judge, "its kind decides which settings it has"
+
+
+def test_an_explained_list_of_sections_reads_back_without_its_comment_signs(read):
+    """`# criteria: …` and the settings of an entry, uncommented."""
+    lines = explain(read(RL), ["rewards.rubric_judge.criteria"]).splitlines()[1:]
+    bare = [line.replace("# ", "", 1).replace("…", "x" if "name" in line else "") for line in lines if "#     " not in line]
+    assert yaml.safe_load("\n".join(bare)) == {"criteria": [{"name": "x", "description": "", "weight": 1.0}]}
+
+
+def test_explain_prints_single_settings_of_a_kind_of_reward(read):
+    loaded = read(RL)
+    model = explained(loaded, "rewards.judge.model")
+    assert model[0].startswith("rewards: #")
+    assert model[1] == "# model: … # section [required]"
+    assert "# dialect: vllm # vllm | sglang | openai [default]" in model
+    assert not [line for line in model if line.startswith(("# limits:", "# kind:", "at_most:"))]
+    limits, retries = explained(loaded, "rewards.judge.limits.retries")[1:3]
+    assert limits.startswith("# limits: #")
+    assert retries == "# retries: 4 # integer ≥ 0 [default]"
+    both = explained(loaded, "rewards.judge.limits.retries", "rewards.judge.limits.pause_s", "rewards.overlong.max_tokens")
+    assert [line.split(":")[0] for line in both if re.match(r"(# )?\w+: .*#", line)] == [
+        "rewards", "# limits", "# pause_s", "# retries", "# max_tokens",
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match=r"rewards\.judge\.modl is not .* Did you mean rewards\.judge\.model\?"):
+        explain(loaded, ["rewards.judge.modl"])
 
 
 @pytest.mark.parametrize(
