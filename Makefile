@@ -47,11 +47,13 @@ demo: .venv/installed
 	@touch $@
 
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
-# Then half of the files for each core (worksteal), so that most of what the tests of a file share is made once.
+# Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. One worker more
+# than cores, because some tests wait; at most 8, of about a gigabyte each.
 QUICK := tests/test_rooms.py
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
 # Lint and the installs take one core each. The slow tests of a group (vLLM's) run one after another.
 test-all: test

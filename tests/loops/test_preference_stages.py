@@ -280,7 +280,9 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path, plaudit, tiny_m
 
 
 @pytest.mark.parametrize(
-    ("stage", "model"), [("dpo", {}), ("dpo", LOW_MEMORY), ("reward-model", LOW_MEMORY)], ids=["dpo", "dpo lora", "rm lora"]
+    ("stage", "model"),
+    [pytest.param("dpo", {}, marks=pytest.mark.slow), ("dpo", LOW_MEMORY), ("reward-model", LOW_MEMORY)],
+    ids=["dpo", "dpo lora", "rm lora"],
 )
 def test_kill_9_and_resume_gives_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
     """Killed once in the first step and once in the middle."""

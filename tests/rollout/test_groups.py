@@ -73,9 +73,7 @@ def test_missing_and_surplus_samples_stop_the_run():
 
 
 def test_an_exception_in_a_users_engine_stops_the_run():
-    with pytest.raises(
-        TrainingStopped, match=r"Scripted: OSError: connection lost \(.*test_groups\.py:\d+\)\. Fix it"
-    ):
+    with pytest.raises(TrainingStopped, match=r"Scripted: OSError: connection lost \(.*test_groups\.py:\d+\)\. Fix it"):
         groups(VALID, OSError("connection lost"))
     with pytest.raises(TrainingStopped, match="Scripted: prompt a is too long"):
         groups(PlauditError("prompt a is too long"))

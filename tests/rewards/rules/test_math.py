@@ -298,11 +298,11 @@ def test_fractions_are_compared_exactly(a, b):
 
 
 def test_real_references(real_data):
-    """A third of TinyV's references match themselves, also with \\dfrac; with a digit changed or a guess added, almost none do."""
+    """A sixth of TinyV's references match themselves, also with \\dfrac; with a digit changed or a guess added, almost none do."""
     rows = parquet.read_table(real_data / "bigmath_tinyv.parquet", columns=["reward_model"]).to_pylist()
     truths = sorted({row["reward_model"]["ground_truth"] for row in rows} - {"(x_1, y_1)"})
-    truths = [t for t in truths if t.isprintable() and t.strip() and "\\\\" not in t and t.count("{") == t.count("}")][::3]
-    assert len(truths) > 1000
+    truths = [t for t in truths if t.isprintable() and t.strip() and "\\\\" not in t and t.count("{") == t.count("}")][::6]
+    assert len(truths) > 500
     missed = [t for t in truths if not is_right(t, t) or not is_right(t, t.replace("\\frac", "\\dfrac"))]
     assert missed == []
     false_positives = []
@@ -311,4 +311,4 @@ def test_real_references(real_data):
         for wrong in (changed, f"{truth}, 977", f"{truth} \\text{{ or }} 977"):
             if wrong != truth and is_right(truth, wrong):
                 false_positives.append((truth, wrong))
-    assert len(false_positives) <= 3, false_positives
+    assert len(false_positives) <= 2, false_positives

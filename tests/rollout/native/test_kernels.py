@@ -832,8 +832,8 @@ def test_vocabulary_sizes(ops, settings, vocabulary, monkeypatch):
 )
 def test_cutoffs(ops, settings, kept):
     """Probabilities of 0.4, 0.3, 0.2, 0.1 (squared, by temperature 0.5: 16, 9, 4 and 1 in 30). All kept tokens are drawn."""
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1], device=DEVICE).log().repeat(20, 1)
-    state = state_of(20, 4)
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1], device=DEVICE).log().repeat(12, 1)
+    state = state_of(12, 4)
     state[:, POSITION] = 3
     _, results = drawn(ops, logits, state, Sampling(max_new_tokens=1, **settings), frozenset())
     assert set(results[:, 1].tolist()) == kept
