@@ -14,24 +14,24 @@ from plaudit.errors import RecipeError, did_you_mean
 
 
 @cache
-def _modules(room: str) -> dict[str, str]:
+def _modules(package: str) -> dict[str, str]:
     """The module of each kind: a file of the package that defines a class named after it."""
-    package = Path(plaudit.__file__).parent
+    root = Path(plaudit.__file__).parent
     return {
-        file.stem: ".".join(("plaudit", *file.relative_to(package).with_suffix("").parts))
-        for file in sorted((package / room).rglob("*.py"), key=lambda file: file.stem)
+        file.stem: ".".join(("plaudit", *file.relative_to(root).with_suffix("").parts))
+        for file in sorted((root / package).rglob("*.py"), key=lambda file: file.stem)
         if re.search(rf"^class {_class_name(file.stem)}\((?:\w*Reward|Rule)\):", file.read_text("utf-8"), re.M)
     }
 
 
-def kinds(room: str) -> tuple[str, ...]:
+def kinds(package: str) -> tuple[str, ...]:
     """The valid values of `kind:` in a package (`rewards`)."""
-    return tuple(_modules(room))
+    return tuple(_modules(package))
 
 
-def kind(room: str, name: str) -> Any:
+def kind(package: str, name: str) -> Any:
     """The class of `kind: name`: `PointwiseScore` in `pointwise_score.py`, in any folder of the package."""
-    return getattr(importlib.import_module(_modules(room)[name]), _class_name(name))
+    return getattr(importlib.import_module(_modules(package)[name]), _class_name(name))
 
 
 def _class_name(file: str) -> str:

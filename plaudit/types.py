@@ -112,7 +112,7 @@ class Score:
     """How the value came about: a judge's prompt and answer."""
     unjudged: bool = False
     """There was nothing to compare it with, so it was not judged: it gets the recipe's `malformed` value, if one is set."""
-    passing: bool = False
+    transient: bool = False
     """Valid for now but may differ later (a server's length limit), so it is not cached."""
 
     @property

@@ -67,7 +67,7 @@ def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
     if plan.total > available:
         text += f". Lower train.tokens_per_micro_batch, {_memory_savers(recipe)}"
     yield ("✓" if plan.total < SAFE_SHARE * available else "!"), text
-    if plan.passing:
+    if plan.streamed:
         host = total_memory(torch.device("cpu"))
         text = f"moments and master weights take {gigabytes(plan.state)} of {gigabytes(host)} host memory"
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
@@ -99,7 +99,7 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
     for kind, budget in budgets.items():
         peak = budget.peak
         required = max(budget.at(phase, fixed_only=True) for phase in PHASES)
-        text = f"{kind}: at most {gigabytes(budget.at(peak))} of {gigabytes(budget.there)}, while {peak}"
+        text = f"{kind}: at most {gigabytes(budget.at(peak))} of {gigabytes(budget.available)}, while {peak}"
         advice = _advice(recipe, kind, budget)
         match budget.verdict:
             case "too much":
@@ -152,7 +152,7 @@ def print_budgets(console: Console, recipe: Recipe, budgets: dict[str, Budget]) 
     phases: Sequence[Any] = PHASES if isinstance(recipe, RLRecipe) else ("scoring",)
     for kind, budget in budgets.items():
         width = max(30, *(len(need.name) for need in budget.needs)) + 2
-        console.print(f"\nMemory on {kind}, {gigabytes(budget.there)}:", style="bold", markup=False)
+        console.print(f"\nMemory on {kind}, {gigabytes(budget.available)}:", style="bold", markup=False)
         lines = [("", [f"{phase:>10}" for phase in phases])]
         for need in budget.needs:
             sizes = [gigabytes(need.fixed + need.elastic) if phase in need.phases else "–" for phase in phases]

@@ -49,8 +49,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 
-        settled = resolve_checkpointing(recipe)
-        classifier = load_classifier(settled.model, template, device, seed=recipe.seed)
+        resolved = resolve_checkpointing(recipe)
+        classifier = load_classifier(resolved.model, template, device, seed=recipe.seed)
         set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(
             classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)

@@ -30,7 +30,7 @@ from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rl.collect import Collector, check_capabilities, require_context, validate
+from plaudit.rl.collect import Collector, check_capabilities, require_context, validate, validation_sampling
 from plaudit.rl.learner import Learner
 from plaudit.rollout.build import build_engine, engine_class
 from plaudit.rollout.engine import Engine, EngineSetup, Weights
@@ -72,7 +72,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
         learner = Learner.build(resolve_checkpointing(recipe), template, total_steps=total_steps, world=world)
-        _require_contexts(learner, recipe, prompts, val_prompts)
+        for name, config in learner.configs.items():
+            require_context(config, prompts, recipe.rollout.max_new_tokens, name)
+        require_context(
+            learner.configs["the model"], val_prompts, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens
+        )
         setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         collector = Collector(engine, rewards, recipe, prompts, order)
@@ -140,14 +144,6 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     with RewardRunner(recipe.rewards) as rewards, closing(build_engine(setup)) as engine:
         engine.sync(0, Weights(policy.model))
         return validate(engine, rewards, recipe, prompts, step=0)[1]
-
-
-def _require_contexts(learner: Learner, recipe: RLRecipe, prompts: list[EncodedPrompt], val_prompts: list[EncodedPrompt]) -> None:
-    config, new_tokens = learner.policy.model.config, recipe.rollout.max_new_tokens
-    require_context(config, prompts, new_tokens)
-    require_context(config, val_prompts, recipe.validation.max_new_tokens or new_tokens)
-    if learner.critic is not None and learner.shared_critic is None:
-        require_context(learner.critic.trained.model.config, prompts, new_tokens, "the critic")  # pyright: ignore
 
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:

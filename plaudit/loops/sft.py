@@ -46,8 +46,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 
-        settled = resolve_checkpointing(recipe)
-        policy = load_policy(settled.model, template, device, seed=recipe.seed)
+        resolved = resolve_checkpointing(recipe)
+        policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         trainer = Trainer(
             policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
         )

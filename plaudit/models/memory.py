@@ -57,7 +57,7 @@ class MemoryPlan:
     gradients: float
     state: float
     """Moments and master weights."""
-    passing: float
+    streamed: float
     """Offloaded optimiser state that is on the device during a step; 0 without offload."""
     activations: float
     logits: float
@@ -65,16 +65,16 @@ class MemoryPlan:
     @property
     def resident_state(self) -> float:
         """Optimiser state that is always on the device."""
-        return 0.0 if self.passing else self.state
+        return 0.0 if self.streamed else self.state
 
     @property
     def training(self) -> float:
-        return self.gradients + self.resident_state + self.passing
+        return self.gradients + self.resident_state + self.streamed
 
     @property
     def work(self) -> float:
         """Memory taken for an update and freed after it."""
-        return self.gradients + self.passing + self.activations + self.logits
+        return self.gradients + self.streamed + self.activations + self.logits
 
     @property
     def total(self) -> float:
@@ -110,7 +110,7 @@ def plan_memory(
         weights=parameters * size + (trainable * 4 if recipe.lora else 0),
         gradients=4 * trainable,
         state=state,
-        passing=_passing(trainable, state) if offload and device.type != "cpu" else 0,
+        streamed=_streamed(trainable, state) if offload and device.type != "cpu" else 0,
         activations=_activations(recipe, shape, size * _kept_of_token(shape, on_kernels), tokens_per_micro_batch),
         logits=0
         if scalar
@@ -118,7 +118,7 @@ def plan_memory(
     )
 
 
-def _passing(trainable: int, state: float) -> float:
+def _streamed(trainable: int, state: float) -> float:
     """Whole chunks of every kind of optimiser state."""
     part = min(CHUNK_ELEMENTS, trainable)
     return min(CHUNKS_IN_FLIGHT, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
@@ -216,7 +216,7 @@ class Budget:
     """Everything that a device has to hold."""
 
     needs: tuple[Need, ...]
-    there: float
+    available: float
 
     def at(self, phase: Phase, *, fixed_only: bool = False) -> float:
         """The sum in a phase, counting only the largest of the needs that take turns."""
@@ -230,9 +230,9 @@ class Budget:
 
     @property
     def verdict(self) -> Literal["fits", "tight", "too much"]:
-        if max(self.at(phase, fixed_only=True) for phase in PHASES) > self.there:
+        if max(self.at(phase, fixed_only=True) for phase in PHASES) > self.available:
             return "too much"
-        return "tight" if self.at(self.peak) > SAFE_SHARE * self.there else "fits"
+        return "tight" if self.at(self.peak) > SAFE_SHARE * self.available else "fits"
 
 
 @dataclass(frozen=True)

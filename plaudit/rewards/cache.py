@@ -58,7 +58,7 @@ class ScoreCache:
         return found
 
     def put(self, scores: Mapping[str, Score]) -> None:
-        rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None and not score.passing]
+        rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None and not score.transient]
         if rows and not self._disabled:
             with self._or_disable():
                 self._database.execute("begin")

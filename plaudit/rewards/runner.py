@@ -283,10 +283,10 @@ class RewardRunner:
         one.phase += 1
 
     async def _score_gated(
-        self, client: RewardClient, group: Group, asked: Mapping[str, asyncio.Task[tuple[Score, ...]]]
+        self, client: RewardClient, group: Group, tasks: Mapping[str, asyncio.Task[tuple[Score, ...]]]
     ) -> tuple[Score, ...]:
         gate = client.reward.gate
-        known = {} if gate is None else {gate.reward: await asked[gate.reward]}
+        known = {} if gate is None else {gate.reward: await tasks[gate.reward]}
         return await client.score(group, self._selected(client, known))
 
     def _selected(self, client: RewardClient, known: Mapping[str, Sequence[Score]]) -> list[bool] | None:

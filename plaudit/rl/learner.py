@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import TrainingStopped
@@ -84,6 +85,14 @@ class Learner:
             if self._offloaded_critic is None:
                 size += sum(p.numel() * p.element_size() for p in self.critic.trained.model.parameters())
         return size
+
+    @property
+    def configs(self) -> dict[str, PretrainedConfig]:
+        """Of the models that see complete sequences, by a name for messages; the policy's comes first."""
+        models = {"the model": self.policy.model}
+        if self.critic is not None and self.shared_critic is None:
+            models["the critic"] = self.critic.trained.model  # pyright: ignore (a PreTrainedModel)
+        return {name: model.config for name, model in models.items()}
 
     def weights(self) -> Weights:
         """The policy's current weights, for an engine."""

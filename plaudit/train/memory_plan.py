@@ -106,19 +106,19 @@ def resolve_checkpointing(recipe: Trained, report: Callable[[str], object] = pri
         read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
         layers = plan_critic(recipe).layers
         # Each is resolved while the other takes as little as it can: their updates alternate.
-        with_critic = _settle_model(_checkpointing(recipe, "critic", layers), report)
-        settled = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
-        return _settle(settled, "critic", layers, report)
-    return _settle_model(recipe, report)
+        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), report)
+        resolved = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
+        return _resolve(resolved, "critic", layers, report)
+    return _resolve_model(recipe, report)
 
 
-def _settle_model(recipe: Trained, report: Callable[[str], object]) -> Trained:
+def _resolve_model(recipe: Trained, report: Callable[[str], object]) -> Trained:
     if recipe.model.gradient_checkpointing != "auto":
         return recipe
-    return _settle(recipe, "model", plan_policy(recipe).layers, report)
+    return _resolve(recipe, "model", plan_policy(recipe).layers, report)
 
 
-def _settle(recipe: Trained, section: str, layers: int, report: Callable[[str], object]) -> Trained:
+def _resolve(recipe: Trained, section: str, layers: int, report: Callable[[str], object]) -> Trained:
     device = resolve_device(recipe.run.device).type
 
     def budget(count: int) -> Budget:
@@ -126,15 +126,15 @@ def _settle(recipe: Trained, section: str, layers: int, report: Callable[[str], 
 
     def fits(count: int) -> bool:
         planned = budget(count)
-        return planned.at("training", fixed_only=True) <= SAFE_SHARE * planned.there
+        return planned.at("training", fixed_only=True) <= SAFE_SHARE * planned.available
 
     count = bisect_left(range(layers), True, key=fits)
-    settled = budget(count)
+    resolved = budget(count)
     offload = ", or set optim.placement=offload" if device != "cpu" and recipe.optim.placement == "resident" else ""
     but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
     report(
         f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
-        f"{gigabytes(settled.at('training', fixed_only=True))} of {gigabytes(settled.there)}{but}"
+        f"{gigabytes(resolved.at('training', fixed_only=True))} of {gigabytes(resolved.available)}{but}"
     )
     return _checkpointing(recipe, section, count)
 
@@ -159,17 +159,17 @@ def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
     if isinstance(recipe, RLRecipe):
         config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         size = resolve_dtype(recipe.model.dtype, device).itemsize
-        sequences, length = _under_way(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+        sequences, length = _concurrent_sequences(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
         cache = plan_cache(config, size, sequences=sequences, tokens=length)
         here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
         _critic(recipe, device, needs, policy_work=plan.work)
 
 
 def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:
-    if not plan.passing:
+    if not plan.streamed:
         needs[device.type].append(Need(f"{whose}: moments, masters", always, plan.state))
         return
-    needs[device.type].append(Need(f"{whose}: moments, masters, passing", ("training",), plan.passing))
+    needs[device.type].append(Need(f"{whose}: moments, masters, streamed", ("training",), plan.streamed))
     needs["cpu"].append(Need(f"{whose}: moments, masters", always, plan.state))
 
 
@@ -201,16 +201,16 @@ def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, policy_work
         plan = plan_critic(recipe)
     except (PlauditError, OSError, ValueError):
         return  # reported by its own check
-    leaves = recipe.critic.placement == "offload" and has_device_memory(device)
-    needs[device.type].append(Need("critic: weights", PHASES[-1:] if leaves else PHASES, plan.weights))
-    if leaves:
+    offloaded = recipe.critic.placement == "offload" and has_device_memory(device)
+    needs[device.type].append(Need("critic: weights", PHASES[-1:] if offloaded else PHASES, plan.weights))
+    if offloaded:
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
     _state("critic", plan, PHASES, needs, device)
     if plan.work > policy_work:
         needs[device.type].append(Need("critic: gradients, activations (more)", ("training",), plan.work - policy_work))
 
 
-def _under_way(recipe: Recipe, device: torch.device) -> int:
+def _concurrent_sequences(recipe: Recipe, device: torch.device) -> int:
     """Sequences that are sampled or judged concurrently."""
     if not isinstance(recipe, RLRecipe):
         return MAX_SEQUENCES[device.type]
@@ -222,7 +222,7 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, needs: Needs) -> None
     model, device = reward.model, resolve_device(reward.model.device, "model.device")
     assert model.path is not None
     tokens = 0 if reward.scalar else _judged_tokens(recipe, reward)
-    plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=_under_way(recipe, device), tokens=tokens)
+    plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=_concurrent_sequences(recipe, device), tokens=tokens)
     fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
     # Resident models score while other groups are still being sampled; the last groups are scored after sampling has ended.
     always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])

@@ -458,7 +458,7 @@ def test_budget_adds_up_by_phase():
             Need("first", ("scoring",), 20.0, elastic=4.0, in_turn=True),
             Need("second", ("scoring",), 22.0, in_turn=True),
         ),
-        there=70.0,
+        available=70.0,
     )
     assert [budget.at(phase) for phase in ("sampling", "scoring", "training")] == [65.0, 39.0, 45.0]
     assert [budget.at(phase, fixed_only=True) for phase in ("sampling", "scoring", "training")] == [15.0, 37.0, 45.0]
@@ -499,11 +499,11 @@ def test_parameters_are_counted_across_shards(scalar, tmp_path):
 
 @pytest.fixture
 def budget_of(tmp_path, tiny_model, prompts_file, monkeypatch):
-    def plan(*rewards: dict, there: float | None = None, **sections: Any) -> tuple[Budget, list[tuple[str, str]]]:
+    def plan(*rewards: dict, available: float | None = None, **sections: Any) -> tuple[Budget, list[tuple[str, str]]]:
         tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", {}, **sections)
         recipe = load(write_recipe(tmp_path / "b.yaml", {**tree, "stage": "rl", "rewards": list(rewards)})).recipe
-        if there is not None:
-            monkeypatch.setattr("plaudit.train.memory_plan.total_memory", lambda _: there)
+        if available is not None:
+            monkeypatch.setattr("plaudit.train.memory_plan.total_memory", lambda _: available)
         budgets = plan_devices(recipe)
         return budgets["cpu"], list(check_budgets(recipe, budgets))
 
@@ -536,13 +536,13 @@ def test_memory_shortage_names_the_settings_to_change(budget_of, scalar):
     assert mark == "✓"
     assert text.startswith("cpu: at most 0.1 GB of ")
     most = budget.at(budget.peak)
-    _, [(mark, text)] = budget_of(scalar_reward(scalar), there=1.05 * most)
+    _, [(mark, text)] = budget_of(scalar_reward(scalar), available=1.05 * most)
     assert mark == "!"
     assert ": tight; when memory runs short" in text
-    _, [(mark, text)] = budget_of(scalar_reward(scalar), there=0.5 * most)
+    _, [(mark, text)] = budget_of(scalar_reward(scalar), available=0.5 * most)
     assert mark == "✗"
     assert text.endswith("placement: offload frees bt while other models run; placement: server moves it to another process.")
-    _, [(mark, text)] = budget_of(scalar_reward(scalar, model={"placement": "offload"}), there=0.5 * most)
+    _, [(mark, text)] = budget_of(scalar_reward(scalar, model={"placement": "offload"}), available=0.5 * most)
     assert mark == "✗"
     assert "Lower train.tokens_per_micro_batch, placement: server for the reward models" in text
 

@@ -387,7 +387,7 @@ def test_the_memory_plan_accounts_for_offloading(ppo, tiny_model, monkeypatch):
     # In training the critic is on device; the states of models this small are streamed in one chunk, one after the other.
     needs = {need.name: need for need in offloaded["cuda"].needs}
     assert needs["critic: weights"].phases == ("training",)
-    assert needs["policy: moments, masters, passing"].fixed == 12 * policy
+    assert needs["policy: moments, masters, streamed"].fixed == 12 * policy
 
 
 @pytest.mark.parametrize(

@@ -83,25 +83,25 @@ class LivePlugin(LiveModelReward[Plugin]):
         prompts = [_rm_prompt(group.prompt)] * len(group.samples)
         inputs = await self._call("rm_preprocess", prompts, [sample.text for sample in group.samples], pass_tokenizer=True)
         scores: dict[int, Score] = {}
-        questions: dict[int, GenerationRequest] = {}
+        requests: dict[int, GenerationRequest] = {}
         for i, (entry, sample) in enumerate(zip(inputs, group.samples, strict=True)):
-            question = _question(entry, group.prompt, self.settings.sampling.seed)
-            if isinstance(question, Failure):
-                scores[i] = failed(question.cause, f"rm_preprocess: {question.message}", sample.text)
+            request = _request(entry, group.prompt, self.settings.sampling.seed)
+            if isinstance(request, Failure):
+                scores[i] = failed(request.cause, f"rm_preprocess: {request.message}", sample.text)
             else:
-                questions[i] = question
+                requests[i] = request
         for attempt in range(self.settings.limits.unreadable_retries + 1):
-            left = {i: question for i, question in questions.items() if i not in scores or scores[i].failure is not None}
+            left = {i: request for i, request in requests.items() if i not in scores or scores[i].failure is not None}
             if not left:
                 break
-            scores |= await self._ask(group, left, attempt)
+            scores |= await self._query(group, left, attempt)
         return [scores[i] for i in range(len(group.samples))]
 
-    async def _ask(self, group: Group, questions: dict[int, GenerationRequest], attempt: int) -> dict[int, Score]:
-        queries = [replace(question, key=f"{question.key}/{attempt}") for question in questions.values()]
+    async def _query(self, group: Group, requests: dict[int, GenerationRequest], attempt: int) -> dict[int, Score]:
+        queries = [replace(request, key=f"{request.key}/{attempt}") for request in requests.values()]
         answers = dict(
             zip(
-                questions,
+                requests,
                 await self.backend.generate(queries, sampling_params(self.settings.sampling, self.settings.limits, attempt)),
                 strict=True,
             )
@@ -111,7 +111,7 @@ class LivePlugin(LiveModelReward[Plugin]):
         scores: dict[int, Score] = {}
         for i, answer in answers.items():
             reply: Reply[Any] = Reply(
-                prompt_text(questions[i]), None, answer.text, answer.failure, answer.too_long, answer.refused, attempt + 1
+                prompt_text(requests[i]), None, answer.text, answer.failure, answer.too_long, answer.refused, attempt + 1
             )
             view = group.samples[i].text
             if i not in entries:
@@ -156,7 +156,7 @@ def _rm_prompt(prompt: Prompt) -> str:
     return question_of(prompt) if given is None else str(given)
 
 
-def _question(entry: Entry, prompt: Prompt, seed: int) -> GenerationRequest | Failure:
+def _request(entry: Entry, prompt: Prompt, seed: int) -> GenerationRequest | Failure:
     if "cause" in entry:
         return Failure(entry["cause"], entry["message"])
     text, messages = entry.get("text"), entry.get("messages")

@@ -153,7 +153,7 @@ class Reply(Generic[T]):
         """The score of a sample for which there is no value."""
         if self.too_long:
             trace = {**self.trace, "malformed": "too long for the judge's prompt"}
-            return Score(0.0, malformed=True, view=view, trace=trace, passing=self.refused)
+            return Score(0.0, malformed=True, view=view, trace=trace, transient=self.refused)
         assert self.failure is not None
         return Score(None, failure=self.failure, view=view, trace=self.trace)
 

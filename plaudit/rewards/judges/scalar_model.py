@@ -36,7 +36,7 @@ class LiveScalarModel(LiveModelReward[ScalarModel]):
     def _score(self, result, view: str) -> Score:
         if result.too_long:
             trace = {"malformed": "too long for the reward model"}
-            return Score(0.0, malformed=True, view=view, trace=trace, passing=result.refused)
+            return Score(0.0, malformed=True, view=view, trace=trace, transient=result.refused)
         if result.failure is not None:
             return Score(None, failure=result.failure, view=view)
         return Score(result.value, view=view)
