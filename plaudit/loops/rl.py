@@ -74,9 +74,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         learner = Learner.build(resolve_checkpointing(recipe), template, total_steps=total_steps, world=world)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
-        require_context(
-            learner.configs["the model"], val_prompts, recipe.validation.max_new_tokens or recipe.rollout.max_new_tokens
-        )
+        require_context(learner.configs["the model"], val_prompts, validation_sampling(recipe, 0).max_new_tokens)
         setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         collector = Collector(engine, rewards, recipe, prompts, order)
