@@ -47,10 +47,10 @@ demo: .venv/installed
 	@touch $@
 
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
-# Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. One worker more
-# than cores, because some tests wait; at most 8, of about a gigabyte each.
+# Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. At
+# most 8 workers, of about a gigabyte each.
 QUICK := tests/test_rooms.py
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() or 2)))')
 test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)

@@ -886,9 +886,10 @@ def test_kernels_and_torch_draw_the_same_tokens(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("qwen2", {}), pytest.param("qwen3", {"temperature": 0.8, "top_p": 0.9}, marks=pytest.mark.slow)],
+    [("qwen2", {}), ("qwen3", {"temperature": 0.8, "top_p": 0.9})],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind, settings):
     """As on a GPU, but without graphs: the same samples as in torch, with rows that come and go and shared blocks."""
     from plaudit.models.trainable import load_model
@@ -918,7 +919,7 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("mistral", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.bfloat16)],
+    [("mistral", torch.float32), pytest.param("qwen2", torch.bfloat16, marks=pytest.mark.slow), ("qwen3", torch.bfloat16)],
     ids=str,
 )
 def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
