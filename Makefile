@@ -55,10 +55,10 @@ test: .venv/installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
-# Lint and the installs take one core each. The slow tests of a group (vLLM's) run one after another.
+# Lint and the installs take one core each. The slow tests of a file (vLLM's) run one after another, longest files first.
 test-all: test
 	$(MAKE) -j 2 lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
-	$(BIN)/pytest -n 2 --dist loadgroup -m slow $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -48,7 +48,6 @@ LONG = "1 + " * 300
 KEY = "a-key-that-nobody-may-read"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("vllm"),
     pytest.mark.skipif(not PYTHON.exists(), reason=f"needs vLLM in {PYTHON} (or set PLAUDIT_VLLM_PYTHON)"),
 ]
 

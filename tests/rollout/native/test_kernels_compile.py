@@ -94,7 +94,7 @@ for capability in (80, 90):
 print(json.dumps(found))
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernels")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
