@@ -6,6 +6,7 @@ it saves in about eight decode steps, so it is made after eight.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +16,17 @@ ROWS = 16  # the layout is tuned for this many; others work too
 
 
 def prepacking_helps(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return device.type == "cpu" and dtype == torch.bfloat16 and _prepacking_works()
+
+
+@cache
+def _prepacking_works() -> bool:
+    """Tried once: which processors can do it (x86 with AVX-512, not ARM) is up to oneDNN and this build of torch."""
+    weight = torch.eye(ROWS, dtype=torch.bfloat16)
+    try:
+        return torch.equal(prepack_linear(weight, None)(weight), weight)
+    except (RuntimeError, AttributeError):  # an AttributeError if torch was built without oneDNN
+        return False
 
 
 def prepack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

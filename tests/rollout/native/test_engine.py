@@ -30,8 +30,8 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native import cpu_linear, forward
 from plaudit.rollout.native import engine as native
-from plaudit.rollout.native import forward
 from plaudit.rollout.native.cache import blocks_that_fit
 from plaudit.rollout.native.cpu_linear import prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
@@ -728,12 +728,34 @@ def test_without_a_tokenizer_samples_have_no_text(llama, layout):
 # Packed weights ------------------------------------------------------------------------------------------------------
 
 
-needs_packing = pytest.mark.skipif(not prepacking_helps(torch.device("cpu"), torch.bfloat16), reason="torch has no oneDNN here")
+needs_packing = pytest.mark.skipif(
+    not prepacking_helps(torch.device("cpu"), torch.bfloat16), reason="this processor or build of torch cannot"
+)
 
 
 def holds_packed_weights(engine: NativeEngine) -> bool:
     products = [product for layer in engine.forward.decoder.layers for product in layer.products]
     return engine.forward._prepacked_head is not None or any(product.prepacked is not None for product in products)
+
+
+def test_a_processor_that_cannot_prepack_samples_without(tiny_models, monkeypatch):
+    """ARM, and x86 without AVX-512: oneDNN refuses when it is asked."""
+    refusals = []
+
+    def refuse(weight, rows):
+        refusals.append(rows)
+        raise RuntimeError("mkldnn_reorder_linear_weight: bf16 path needs the cpu support avx_ne_convert or avx512bw")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 2)
+    cpu_linear._prepacking_works.cache_clear()
+    try:
+        engine = NativeEngine(load_plain(tiny_models["llama"], dtype="bfloat16").model, load_tokenizer(str(tiny_models["llama"])))
+        for _ in engine.generate(mixed_requests(), Sampling(max_new_tokens=8)):
+            assert not holds_packed_weights(engine)
+        assert len(refusals) == 1
+    finally:
+        cpu_linear._prepacking_works.cache_clear()
 
 
 @needs_packing
