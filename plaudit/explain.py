@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -184,5 +185,14 @@ CoreDumper.add_representer(
 
 
 def _flow(value: Any) -> str:
+    return _scalar(value) if isinstance(value, bool | int | float | str | None) else _dumped(value)
+
+
+@lru_cache(typed=True)  # most values of a recipe are a few words and numbers
+def _scalar(value: bool | int | float | str | None) -> str:
+    return _dumped(value)
+
+
+def _dumped(value: Any) -> str:
     text = yaml.dump(value, Dumper=CoreDumper, default_flow_style=True, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def _fingerprint(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
+@cache
 def _versions() -> dict[str, str]:
     import importlib.metadata as metadata
 
