@@ -21,11 +21,11 @@ def compare_with_trl(kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_losses_and_gradients_match_trl(kind):
+def test_losses_and_gradients_match_trl():
     """20 steps of SFT (2 cases), DPO (4) and reward models (2). GRPO's first gradients in 26 cases: each of six losses with ratios
-    equal to 1 and not, with and without KL; an entropy bonus; a temperature."""
-    lines = compare_with_trl(kind)
+    equal to 1 and not, with and without KL; an entropy bonus; a temperature. One architecture: all are compared with transformers
+    elsewhere, and a loss sees only logits."""
+    lines = compare_with_trl("qwen2")
     assert [int(line.split()[0]) for line in lines if re.match(r"\s*\d+  ", line)] == [*range(1, 21)] * 8, lines
     header = next(number for number, line in enumerate(lines) if line.startswith("case"))
     assert len([line for line in lines[header + 1 :] if line and not line.startswith("equal")]) == 26, lines
