@@ -101,8 +101,21 @@ def ctrl_c_interrupts():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are shuffled, and before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests get a longer timeout."""
+    """Of a grid, a few cases spread over it stay in the core suite, the others are slow tests. These get a longer timeout."""
+    grids: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):
+            grids.setdefault((item.nodeid.partition("[")[0], item.originalname), []).append(item)
+    for cases in grids.values():
+        mark = cases[0].get_closest_marker("grid")
+        assert mark is not None
+        [core] = mark.args
+        stay = {i * len(cases) // core for i in range(core)}
+        for i, item in enumerate(cases):
+            if i not in stay:
+                item.add_marker(pytest.mark.slow)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))

@@ -95,6 +95,7 @@ def test_recipe_scores(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.grid(6)
 def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_file, prompts_file, classifier, monkeypatch):
     """Runs from the repository root, which paths in recipes are relative to."""
     monkeypatch.chdir(REPOSITORY)

@@ -128,6 +128,7 @@ def wandb_records(file: Path) -> Iterator:
             payload = b""
 
 
+@pytest.mark.slow
 def test_wandb_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     before, after = train_resumed(recipe("wandb"), monkeypatch)
     assert before == after
@@ -153,6 +154,7 @@ def test_wandb_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
 # MLflow --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mlflow_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     """Even if run.project, which a resumed run may change, now names another experiment."""
     import mlflow
@@ -184,6 +186,7 @@ def test_mlflow_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
 # SwanLab -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_swanlab_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     before, after = train_resumed(recipe("swanlab"), monkeypatch)
     assert before == after

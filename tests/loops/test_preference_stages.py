@@ -77,6 +77,7 @@ def transformers_scores(folder: Path, pairs_file: Path, side: str = "right") -> 
 
 
 @pytest.mark.parametrize("loss", [{}, {"label_smoothing": 0.1, "nll_coefficient": 0.1}, {"kind": "ipo"}, {"kind": "hinge"}])
+@pytest.mark.grid(2)
 def test_dpo_learns(tmp_path, tiny_model, pairs_file, loss):
     model = run_stage(tmp_path, "dpo", tiny_model, pairs_file, data={"val": str(pairs_file)}, loss=loss, run={"validate_every": 4})
     rows = metrics_of(tmp_path / "run")
@@ -128,6 +129,7 @@ def test_margins_widen_the_score_gap(tmp_path, tiny_model):
 @pytest.mark.parametrize(
     ("kind", "lora"), [("llama", None), ("qwen2", None), ("qwen3", None), ("mistral", None), ("qwen2", {"rank": 4})]
 )
+@pytest.mark.grid(2)
 def test_a_reward_model_scores_the_same_everywhere(tmp_path, tiny_models, pairs_file, kind, lora):
     folder = run_stage(tmp_path, "reward-model", tiny_models[kind], pairs_file, model={"dtype": "float32", "lora": lora})
     ours = plaudit_scores(folder, pairs_file)
@@ -281,9 +283,10 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path, plaudit, tiny_m
 
 @pytest.mark.parametrize(
     ("stage", "model"),
-    [pytest.param("dpo", {}, marks=pytest.mark.slow), ("dpo", LOW_MEMORY), ("reward-model", LOW_MEMORY)],
-    ids=["dpo", "dpo lora", "rm lora"],
+    [("dpo", LOW_MEMORY), ("dpo", {}), ("reward-model", LOW_MEMORY)],
+    ids=["dpo lora", "dpo", "rm lora"],
 )
+@pytest.mark.grid(1)
 def test_kill_9_and_resume_gives_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
     """Killed once in the first step and once in the middle."""
     steps = 12

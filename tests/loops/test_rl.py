@@ -251,9 +251,8 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "variant", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(VARIANTS)]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.grid(1)
 def test_kill_9_while_sampling_scoring_and_updating(tmp_path, recipe, prompts_file, variant):
     reward = write_function(tmp_path / "reward.py", REWARD_THAT_CAN_HALT)
     sections = dict(VARIANTS[variant], data={"val": str(prompts_file)}, validation={"max_prompts": 3})
@@ -304,6 +303,7 @@ def uninterrupted(tmp_path_factory, tiny_model, prompts_file, reward_file) -> Pa
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.grid(4)
 def test_a_run_resumes_from_between_any_two_phases(tmp_path, recipe, prompts_file, uninterrupted, monkeypatch, boundary):
     owner, name, nth = BOUNDARIES[boundary]
     original, calls = getattr(owner, name), []
@@ -490,6 +490,7 @@ def failing_reward(tmp_path):
 
 
 @pytest.mark.parametrize("act", ACTS)
+@pytest.mark.grid(2)
 def test_samples_whose_reward_fails_are_dropped(tmp_path, recipe, failing_reward, recorded, act):
     steps, prompts = (1, 1) if act == "hangs" else (2, 3)
     train_rl(recipe(reward=failing_reward(act), train={"prompts_per_step": prompts}, run={"max_steps": steps}))
@@ -832,6 +833,7 @@ def test_groups_with_equal_rewards_change_no_weights(tmp_path, recipe, tiny_mode
         ({"epochs_per_step": 2}, 2),
     ],
 )
+@pytest.mark.grid(2)
 def test_every_epoch_of_a_step_trains_on_each_sample_once(tmp_path, recipe, recorded, train, per_step):
     """Five prompts per step and twelve in all, so the third step spans two epochs of the data."""
     train_rl(recipe(train={"prompts_per_step": 5, **train}, rollout={"n": 2}, run={"max_steps": 3}))

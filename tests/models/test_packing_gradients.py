@@ -27,6 +27,8 @@ from plaudit.types import Batch, Example
 from support.examples import make_examples
 from support.models import KINDS
 
+pytestmark = pytest.mark.grid(4)
+
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 LENGTHS = (5, 33, 2, 17, 48, 9, 21, 40)
 TOTAL_TOKENS = sum(LENGTHS)

@@ -144,6 +144,7 @@ def plain_scores(folder: Path, conversations: Sequence[list[Message]]) -> list[f
 # Scalar models -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 def test_packed_scores_match_transformers(any_classifier):
     conversations = [talk(i) for i in range(12)]
     expected = plain_scores(any_classifier, conversations)
@@ -524,6 +525,7 @@ def test_closing_answers_pending_requests(classifier):
 
 @pytest.mark.parametrize("scalar", [True, False])
 @pytest.mark.usefixtures("fast_gc")
+@pytest.mark.grid(1)
 def test_loading_and_unloading_leaks_no_memory(tmp_path, rows_file, scalar):
     from plaudit.prepare.tiny_model import make_tiny_model
 

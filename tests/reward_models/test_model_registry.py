@@ -507,6 +507,7 @@ class ModelServer:
         return web.json_response({"data": [{"probs": [verdict.value]}], "usage": {"prompt_tokens": verdict.prompt_tokens}})
 
 
+@pytest.mark.slow
 def test_models_judges_a_plugin_and_rules_in_one_run(folders, tiny_model, tmp_path, monkeypatch, loads):
     monkeypatch.chdir(tmp_path)
     rows = [{**row, "rm_prompt": f"Rate the answer to sum {i}:" if i % 2 else ""} for i, row in enumerate(prompt_rows())]

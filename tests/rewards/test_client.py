@@ -268,6 +268,7 @@ def faulty(tmp_path) -> Function:
     )
 
 
+@pytest.mark.slow
 def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
     texts = responses()
     expected = Counter(text.split()[0] for text in texts)

@@ -118,6 +118,7 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.grid(4)
 def test_two_steps(tmp_path, recipe, tiny_model, name):
     model = train_rl(recipe(algorithm=ALGORITHMS[name], train=SEVERAL_UPDATES))
     rows, settings = metrics_of(tmp_path / "run"), ALGORITHMS[name]
@@ -293,6 +294,7 @@ def test_an_adaptive_coefficient_is_resumed_exactly(tmp_path, recipe, monkeypatc
         assert (stopped / name).read_bytes() == (reference / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_fixed_coefficient_holds_the_policy_back(tmp_path, recipe):
     """AdamW takes full steps on noise too, so a tiny model never stands still; KL keeps it from drifting away."""
     for name, coefficient in (("loose", 1e-6), ("held", 3.0)):

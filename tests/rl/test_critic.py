@@ -393,6 +393,7 @@ CRITIC_METRICS = {
     ],
     ids=["plain", "gae and kl", "lora policy", "lora critic", "bfloat16, n=1", "shared, bfloat16", "shared, lora, head alone"],
 )
+@pytest.mark.grid(3)
 def test_two_steps(tmp_path, recipe, tiny_model, settings):
     model = train_rl(recipe(**settings))
     rows = metrics_of(tmp_path / "run")
@@ -487,6 +488,7 @@ def test_warm_up_leaves_the_policy_unchanged(tmp_path, recipe, tiny_model, share
 
 
 @pytest.mark.parametrize(("warmup", "shared"), [(0, False), (1, True)])
+@pytest.mark.grid(1)
 def test_a_critic_resumes_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
     settings = {
         "critic": {"shared": shared, "pretrain_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},

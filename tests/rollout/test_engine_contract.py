@@ -63,5 +63,6 @@ def subject(request, tiny_model) -> Subject:
     return ENGINES[request.param](sharpen(policy.model), tokenizer)
 
 
+@pytest.mark.grid(4)
 class TestContract(EngineContract):
     pass

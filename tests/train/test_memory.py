@@ -341,6 +341,7 @@ def ppo(tmp_path, tiny_model, prompts_file, reward_file) -> Callable[..., Path]:
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
+@pytest.mark.slow
 def test_ppo_with_everything_offloaded_gives_the_same_results(tmp_path, ppo, monkeypatch):
     """Weights, trainer states and metrics; and during sampling, no memory is reserved for anything but the policy."""
     monkeypatch.setattr(learner, "has_device_memory", lambda device: True)

@@ -299,6 +299,7 @@ def test_too_many_skipped_steps_stop_the_run(tiny_model):
 
 
 @pytest.mark.parametrize("how", TRAINED)
+@pytest.mark.grid(1)
 def test_it_memorises_a_few_rows(tiny_model, tmp_path, how):
     """From about log 320 ≈ 5.8, a random model's loss, to almost nothing.
 

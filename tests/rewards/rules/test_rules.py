@@ -545,6 +545,7 @@ def test_rules_in_the_runner_fail_only_for_missing_data(kind, given_settings):
 
 
 @each_rule
+@pytest.mark.grid(8)
 def test_long_texts_are_scored_in_linear_time(kind, given_settings):
     # Quadratic time would exceed pytest's timeout.
     reward = rule(kind, **given_settings)

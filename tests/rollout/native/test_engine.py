@@ -57,6 +57,8 @@ from support.engine_contract import (
 )
 from support.models import KINDS
 
+pytestmark = pytest.mark.grid(2)
+
 LENGTHS = (3, 120, 1, 33, 8, 2, 57)
 COUNTS = (2, 1, 3, 1, 4, 1, 2)
 
@@ -946,6 +948,7 @@ def test_engine_and_trainer_agree_in_half_precision(tiny_models, policy, decoder
 
 
 @pytest.mark.parametrize("make", [engine_of, unfused], ids=["fused", "modules"])
+@pytest.mark.slow
 def test_the_engine_keeps_the_residual_stream_in_fp32(tmp_path, rows_file, make):
     """As above, for sampled log-probs. (Measured: 3.2 times closer.)"""
     folder, off = deep_model(tmp_path / "llama", "llama", rows_file), []

@@ -76,7 +76,10 @@ with interpreter():
         tl.store(out_ptr + at[:, None] * TOKENS + token[None, :], _exponential(key[:, None], token[None, :]))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # log(0), on purpose, in the interpreter's numpy
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # log(0), on purpose, in the interpreter's numpy
+    pytest.mark.grid(3),
+]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 both = pytest.mark.parametrize("ops", [torch_ops, kernels], ids=["torch", "kernels"])
@@ -919,9 +922,10 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("mistral", torch.float32), pytest.param("qwen2", torch.bfloat16, marks=pytest.mark.slow), ("qwen3", torch.bfloat16)],
+    [("mistral", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.bfloat16)],
     ids=str,
 )
+@pytest.mark.grid(1)
 def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
     """Hidden states of packed sequences, with kernels and in torch, match the model's own modules."""
     from plaudit.data.pack import pack

@@ -17,6 +17,8 @@ from plaudit.rollout.native.noise import gumbel, position_keys
 from plaudit.rollout.native.sampler import Drawn, draw, keep_likely, tile_noise
 from plaudit.seeding import stable_seed
 
+pytestmark = pytest.mark.grid(4)
+
 DRAWS = 40_000
 UNLIKELY = 1e-6
 SETTINGS = {

@@ -355,6 +355,7 @@ def test_random_settings_with_small_blocks(answers, rows, block_tokens, more_blo
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(answers(), rows, st.integers(0, 9), budgets)
+@pytest.mark.slow
 def test_random_settings_with_a_block_per_row(answers, rows, more_blocks, prefill_tokens):
     """As on a CPU: no sequence needs a second block, and row i uses block i."""
     setting = Setting(answers, rows, 64, more_blocks, prefill_tokens)
