@@ -335,7 +335,7 @@ def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
     assert "template: the tokenizer's own; turns end with '<|im_end|>' (token 2)" in texts
     assert "steps: at most 2 steps of 6 rows" in texts
     assert f"weights: {tiny_model}: 21 tensors, all complete" in texts
-    assert any(text.startswith("memory: about 0.1 GB (weights 1 MB, training 2 MB") for text in texts)
+    assert any(text.startswith("memory: about 0.1 GB (weights 1 MB, optimiser 1 MB, passes 0.1 GB)") for text in texts)
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in arithmetic_rows()]
@@ -462,15 +462,16 @@ ADAPTERS = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 160))  # r
     ],
 )
 def test_memory_plan_matches_a_manual_count(tiny_model, settings, device, weights, training):
-    def plan_for(tokens: int, **more) -> MemoryPlan:
+    def plan_for(tokens: int, *, one: bool = False, **more) -> MemoryPlan:
         model = ModelSettings.model_validate({"path": str(tiny_model), **settings, **more})
-        return plan_memory(model, torch.device(device), tokens_per_micro_batch=tokens)
+        return plan_memory(model, torch.device(device), micro_batch=tokens, one_micro_batch=one)
 
     plan = plan_for(1000)
     assert (plan.parameters, plan.trainable) == (PARAMETERS, ADAPTERS if "lora" in settings else PARAMETERS)
-    assert (plan.weights, plan.training) == (weights, training)
+    assert (plan.weights, plan.gradients + plan.state) == (weights, training)
     assert plan.logits == 12 * CHUNK_LOGITS[device] + (0 if "lora" in settings else 4 * 320 * 64)
     assert plan.total == weights + training + plan.activations + plan.logits
+    assert plan_for(1000, one=True).total == plan.total - min(plan.gradients, plan.activations + plan.logits)
     assert plan_for(3000).activations == 3 * plan.activations
     # One of the two layers, and the inputs of both, in fp32.
     assert plan_for(1000, gradient_checkpointing=True).activations == plan.activations / 2 + 1000 * 4 * 2 * 64
@@ -484,7 +485,7 @@ def test_memory_plan_counts_trainable_parameters(tiny_models, kind, targets):
     recipe = ModelSettings.model_validate({"path": str(tiny_models[kind]), "lora": targets and {"rank": 4, "targets": targets}})
     cpu = torch.device("cpu")
     policy = load_policy(recipe, load_template(load_tokenizer(recipe.path), None), cpu)
-    plan = plan_memory(recipe, cpu, tokens_per_micro_batch=1000)
+    plan = plan_memory(recipe, cpu, micro_batch=1000)
     trained = sum(p.numel() for _, p in policy.trainable())
     assert plan.trainable == trained
     assert plan.parameters == sum(p.numel() for p in policy.model.parameters()) - (trained if targets else 0)

@@ -66,6 +66,8 @@ class _Checkup:
         self.prompts: list[Prompt] = []
         """Training prompts within the length limit."""
         self.longest_prompt = 0
+        self.lengths: list[int] = []
+        """Of the rendered training rows, in tokens."""
         self.reward_checks: list[ModelRewardCheck] = []
         self.budgets: dict[str, Budget] = {}
 
@@ -115,7 +117,7 @@ class _Checkup:
         if isinstance(recipe, RewardModelRecipe):
             self.check("head", lambda: preferences.check_head(recipe))
         self.check("weights", lambda: memory.check_weights(Path(recipe.model.path)))
-        self.check("memory", lambda: memory.check_training(recipe))
+        self.check("memory", lambda: memory.check_training(recipe, self.lengths))
         if isinstance(recipe, RLRecipe):
             self.check("memory", lambda: self._memory(recipe))
             memory.print_budgets(self.console, recipe, self.budgets)
@@ -157,6 +159,7 @@ class _Checkup:
         if part == "train":
             short = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
             self.prompts = short or prompts
+            self.lengths = [min(int(length), limit) for length in lengths]
 
     def _conversations(self, recipe: SFTRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
         read = islice((item for source in sources for item in read_conversations(source)), max_rows or None)
@@ -169,6 +172,7 @@ class _Checkup:
         yield from rows.check_row_limit(part, len(rendered), max_rows)
         if part == "train":
             self.examples = rendered
+            self.lengths = [min(len(example), recipe.data.max_tokens) for *_, example in rendered]
             yield from rows.check_prompts(template, rendered)
 
     def _pairs(self, recipe: PreferenceRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
@@ -182,6 +186,8 @@ class _Checkup:
         rendered = preferences.render_pairs(recipe, self.template, different)
         yield from preferences.check_pairs(recipe, part, pairs, rendered)
         yield from rows.check_row_limit(part, len(pairs), max_rows)
+        if part == "train":
+            self.lengths = [len(chosen) + len(rejected) for chosen, rejected in rendered]
         if part == "train" and different:
             self.pair = different[0][1]
             if isinstance(recipe, DPORecipe):
@@ -206,8 +212,8 @@ class _Checkup:
 
     def _memory(self, recipe: RLRecipe | ScoreRecipe) -> Iterator[Finding]:
         if isinstance(recipe, RLRecipe):
-            recipe = resolve_checkpointing(recipe, report=lambda line: None)  # reported by check_training
-        self.budgets = plan_devices(recipe)
+            recipe = resolve_checkpointing(recipe, self.lengths, lambda line: None)  # reported by check_training
+        self.budgets = plan_devices(recipe, self.lengths)
         yield from memory.check_budgets(recipe, self.budgets)
 
     # Samples ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_m
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.train.memory_plan import RESIDENT, local_reward_models, plan_critic, plan_policy, resolve_checkpointing
+from plaudit.train.memory_plan import RESIDENT, Lengths, local_reward_models, plan_critic, plan_policy, resolve_checkpointing
 
 VLLM_SHARE = 0.9
 """Share of a GPU's memory that vLLM takes by default."""
@@ -38,12 +38,12 @@ def check_weights(model: Path) -> Iterator[Finding]:
     yield "✓", f"{model}: {tensors:,} tensors, all complete"
 
 
-def check_training(recipe: TrainingRecipe) -> Iterator[Finding]:
+def check_training(recipe: TrainingRecipe, lengths: Lengths) -> Iterator[Finding]:
     device = resolve_device(recipe.run.device)
     messages: list[str] = []
     try:
-        recipe = resolve_checkpointing(recipe, messages.append)
-        plan = plan_policy(recipe)
+        recipe = resolve_checkpointing(recipe, lengths, messages.append)
+        plan = plan_policy(recipe, lengths)
     except PlauditError:
         raise
     except (OSError, ValueError) as error:

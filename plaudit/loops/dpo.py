@@ -52,7 +52,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe)
+        resolved = resolve_checkpointing(recipe, [len(pair) for pair in pairs])
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]

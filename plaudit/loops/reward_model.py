@@ -49,7 +49,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe)
+        resolved = resolve_checkpointing(recipe, [len(pair) for pair in pairs])
         classifier = load_classifier(resolved.model, template, device, seed=recipe.seed)
         set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
         trainer = Trainer(

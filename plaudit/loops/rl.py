@@ -71,7 +71,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        learner = Learner.build(resolve_checkpointing(recipe), template, total_steps=total_steps, world=world)
+        resolved = resolve_checkpointing(recipe, [len(prompt.tokens) for prompt in prompts])
+        learner = Learner.build(resolved, template, total_steps=total_steps, world=world)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
         require_context(learner.configs["the model"], val_prompts, validation_sampling(recipe, 0).max_new_tokens)

@@ -46,7 +46,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe)
+        resolved = resolve_checkpointing(recipe, [len(example) for example in examples])
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         trainer = Trainer(
             policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)

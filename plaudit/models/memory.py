@@ -5,8 +5,12 @@
                   with optim.placement: offload           gradients and the chunks in flight; moments and masters are on the host
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
                   with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q queries; with head norms q + 2 k more
+                  with LoRA in bf16                       b · (7 h + 2 k + 3 f) + 4 i, i inputs of a layer's adapters: they
+                                                          compute in fp32; with dropout, each keeps 5 i more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
     logits        the chunk that models/logprobs.py computes at a time, three times in fp32, and the head's gradient
+                  The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
+    sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; if short, sequences wait
     critic        as the policy, without logits; its updates alternate with the policy's, so only the larger working set counts
     reward model  P · b; a scalar one, while scoring      T · b · (6 h + 2 k + 3 f), T tokens of a pass; a generative one: a cache
@@ -44,6 +48,8 @@ PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
 
 CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 2**25, 3
 """Chunks of offloaded optimiser state on the device at a time (train/offload.py): 128 MiB of each kind keep the bus busy."""
+RUNTIME = 0.6e9
+"""What Python, torch and the other libraries take before there is a model; on a GPU, what CUDA takes."""
 SAFE_SHARE = 0.9
 """Share of a device's memory up to which an estimate is trusted to fit."""
 
@@ -61,6 +67,8 @@ class MemoryPlan:
     """Offloaded optimiser state that is on the device during a step; 0 without offload."""
     activations: float
     logits: float
+    one_micro_batch: bool
+    """Whether no update has more than one."""
 
     @property
     def resident_state(self) -> float:
@@ -68,27 +76,37 @@ class MemoryPlan:
         return 0.0 if self.streamed else self.state
 
     @property
-    def training(self) -> float:
-        return self.gradients + self.resident_state + self.streamed
+    def passes(self) -> float:
+        """Memory of forward and backward passes: activations, logits, gradients."""
+        kept = self.activations + self.logits
+        return max(self.gradients, kept) if self.one_micro_batch else self.gradients + kept
 
     @property
     def work(self) -> float:
         """Memory taken for an update and freed after it."""
-        return self.gradients + self.streamed + self.activations + self.logits
+        return self.passes + self.streamed
 
     @property
     def total(self) -> float:
-        return self.weights + self.training + self.activations + self.logits
+        return self.weights + self.resident_state + self.work
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {gigabytes(getattr(self, name))}" for name in ("weights", "training", "activations", "logits"))
+        sizes = {"weights": self.weights, "optimiser": self.resident_state + self.streamed, "passes": self.passes}
+        parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
         return f"about {gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
 
 
 def plan_memory(
-    recipe: ModelSettings, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False, offload: bool = False
+    recipe: ModelSettings,
+    device: torch.device,
+    *,
+    micro_batch: int,
+    one_micro_batch: bool = False,
+    scalar: bool = False,
+    offload: bool = False,
 ) -> MemoryPlan:
-    """`scalar`: with a score head instead of an output head. `offload`: with the optimiser's state on the host."""
+    """`micro_batch`: tokens of the largest. `scalar`: with a score head instead of an output head. `offload`: with the optimiser's
+    state on the host."""
     config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
     if scalar:
         config.num_labels = 1
@@ -96,7 +114,8 @@ def plan_memory(
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=recipe.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
-    trainable = _lora_parameters(model, recipe.lora) if recipe.lora else parameters
+    adapted = _adapted(model, recipe.lora) if recipe.lora else []
+    trainable = sum(recipe.lora.rank * (m.in_features + m.out_features) for m in adapted) if recipe.lora else parameters
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
     # A classifier's decoder is fused like that of any other model.
@@ -111,10 +130,11 @@ def plan_memory(
         gradients=4 * trainable,
         state=state,
         streamed=_streamed(trainable, state) if offload and device.type != "cpu" else 0,
-        activations=_activations(recipe, shape, size * _kept_of_token(shape, on_kernels), tokens_per_micro_batch),
+        activations=_activations(recipe, shape, _bytes_kept(recipe, shape, size, on_kernels, adapted), micro_batch),
         logits=0
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
+        one_micro_batch=one_micro_batch,
     )
 
 
@@ -124,7 +144,17 @@ def _streamed(trainable: int, state: float) -> float:
     return min(CHUNKS_IN_FLIGHT, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
 
 
-def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
+def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: bool, adapted: Sequence[torch.nn.Linear]) -> float:
+    """Bytes per token that a layer keeps for its backward pass."""
+    inputs = sum(linear.in_features for linear in adapted) / shape.layers
+    dropped = 5 * inputs if recipe.lora and recipe.lora.dropout else 0  # fp32 values and a mask
+    if recipe.lora and size == 2 and not on_kernels:
+        # Frozen layers keep no inputs; each adapter keeps its own, which it has converted to fp32.
+        return size * (7 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + 4 * inputs + dropped
+    return size * _kept(shape, on_kernels) + dropped
+
+
+def _kept(shape: "_Shape", on_kernels: bool) -> int:
     """Elements per token that a layer keeps for its backward pass."""
     if not on_kernels:
         return 13 * shape.hidden + 2 * shape.kv + 4 * shape.mlp
@@ -132,7 +162,7 @@ def _kept_of_token(shape: "_Shape", on_kernels: bool) -> int:
     return 7 * shape.hidden + 2 * shape.query + 2 * shape.kv + 3 * shape.mlp + norms_of_heads
 
 
-def _activations(recipe: ModelSettings, shape: "_Shape", bytes_of_token: int, tokens: int) -> float:
+def _activations(recipe: ModelSettings, shape: "_Shape", bytes_of_token: float, tokens: int) -> float:
     wanted = recipe.gradient_checkpointing
     checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
     # One recomputed layer is live at a time, after the layers that are not checkpointed have freed their activations.
@@ -152,13 +182,12 @@ def total_memory(device: torch.device) -> int:
     return min(limits)
 
 
-def _lora_parameters(model: torch.nn.Module, lora: LoraSettings) -> int:
-    adapted = [
+def _adapted(model: torch.nn.Module, lora: LoraSettings) -> list[torch.nn.Linear]:
+    return [
         module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "score")) and _is_target(name, lora.targets)
     ]
-    return sum(lora.rank * (m.in_features + m.out_features) for m in adapted)
 
 
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
@@ -254,9 +283,19 @@ def plan_reward_model(
     size = resolve_dtype(settings.dtype, device).itemsize
     parameters = count_parameters(settings.path, trust_remote_code=settings.trust_remote_code)
     shape = _shape(config)
-    a_pass = TOKENS_PER_PASS[device.type] * size * (6 * shape.hidden + 2 * shape.kv + 3 * shape.mlp)
+    a_pass = TOKENS_PER_PASS[device.type] * size * _working(shape)
     working = a_pass if scalar else plan_cache(config, size, sequences=sequences, tokens=tokens)
     return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)
+
+
+def plan_sampling(config: PretrainedConfig, size: int, *, sequences: int, prefill_tokens: int) -> float:
+    """Working memory of the engine: logits, scores and noise in fp32, and a pass over the prompts."""
+    return 3 * 4 * sequences * config.get_text_config().vocab_size + prefill_tokens * size * _working(_shape(config))
+
+
+def _working(shape: _Shape) -> int:
+    """Elements per token that are live in a pass without gradients."""
+    return 6 * shape.hidden + 2 * shape.kv + 3 * shape.mlp
 
 
 def plan_cache(config: PretrainedConfig, size: int, *, sequences: int, tokens: int) -> float:

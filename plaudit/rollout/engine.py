@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Sequences sampled in parallel by default, by device.
 MAX_SEQUENCES = {"cpu": 256, "cuda": 1024}
+# Prompt tokens prefilled in one pass: enough to keep the device busy, few enough not to stall running sequences for long.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 @dataclass(frozen=True)

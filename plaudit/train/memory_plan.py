@@ -5,9 +5,10 @@ The doctor prints it; training uses it to decide how many layers to checkpoint.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from heapq import nlargest
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import AutoConfig
@@ -16,6 +17,7 @@ from plaudit.errors import PlauditError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
     PHASES,
+    RUNTIME,
     SAFE_SHARE,
     Budget,
     MemoryPlan,
@@ -24,14 +26,24 @@ from plaudit.models.memory import (
     plan_cache,
     plan_memory,
     plan_reward_model,
+    plan_sampling,
     total_memory,
 )
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.models.weights import has_device_memory
-from plaudit.recipe import PreferenceRecipe, Recipe, RewardedRecipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.recipe import (
+    PreferenceRecipe,
+    Recipe,
+    RewardedRecipe,
+    RewardModelRecipe,
+    RLRecipe,
+    ScoreRecipe,
+    SFTRecipe,
+    TrainingRecipe,
+)
 from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
-from plaudit.rollout.engine import MAX_SEQUENCES
+from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
 
 RESIDENT = ": weights, resident"
 Needs = dict[str, list[Need]]
@@ -39,11 +51,17 @@ Needs = dict[str, list[Need]]
 Trained = TypeVar("Trained", bound=TrainingRecipe)
 
 
-def plan_devices(recipe: Recipe) -> dict[str, Budget]:
+Lengths = Sequence[int] | None
+"""Tokens of each training row (a pair: of both sides; RL: of each prompt). None: unknown, so all may be as long as allowed."""
+
+
+def plan_devices(recipe: Recipe, lengths: Lengths = None) -> dict[str, Budget]:
     """The memory budget of each device. Reward models that cannot be read are left out: their own check reports them."""
     needs: Needs = defaultdict(list)
     if not isinstance(recipe, ScoreRecipe):
-        _policy(recipe, resolve_device(recipe.run.device), needs)
+        device = resolve_device(recipe.run.device)
+        needs[device.type].append(Need("torch and other libraries", PHASES, RUNTIME))
+        _policy(recipe, lengths, device, needs)
     for name, reward in local_reward_models(recipe):
         if reward.model.placement in ("resident", "offload"):
             try:
@@ -53,35 +71,54 @@ def plan_devices(recipe: Recipe) -> dict[str, Budget]:
     return {kind: Budget(tuple(some), total_memory(torch.device(kind))) for kind, some in needs.items() if some}
 
 
-def plan_policy(recipe: TrainingRecipe) -> MemoryPlan:
+def plan_policy(recipe: TrainingRecipe, lengths: Lengths = None) -> MemoryPlan:
     """The trained model alone."""
     return plan_memory(
         recipe.model,
         resolve_device(recipe.run.device),
-        tokens_per_micro_batch=largest_micro_batch(recipe),
+        **update_size(recipe, lengths)._asdict(),
         scalar=isinstance(recipe, RewardModelRecipe),
         offload=recipe.optim.placement == "offload",
     )
 
 
-def plan_critic(recipe: RLRecipe) -> MemoryPlan:
+def plan_critic(recipe: RLRecipe, lengths: Lengths = None) -> MemoryPlan:
     assert recipe.critic is not None
     return plan_memory(
         recipe.critic.model(recipe.model),
         resolve_device(recipe.run.device),
-        tokens_per_micro_batch=largest_micro_batch(recipe),
+        **update_size(recipe, lengths)._asdict(),
         scalar=True,
         offload=recipe.critic.optim.placement == "offload",
     )
 
 
-def largest_micro_batch(recipe: TrainingRecipe) -> int:
-    """In tokens. A sequence longer than a micro-batch gets its own."""
+class UpdateSize(NamedTuple):
+    micro_batch: int
+    """Tokens of the largest micro-batch."""
+    one_micro_batch: bool
+    """Whether it holds an entire update."""
+
+
+def update_size(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateSize:
+    """A micro-batch is a full one, or a sequence that is longer and gets its own, but never more than an update."""
     if isinstance(recipe, RLRecipe):
-        longest = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+        rows, new = recipe.train.prompts_per_update or recipe.train.prompts_per_step, recipe.rollout.max_new_tokens
+        together, longest = _longest(lengths, rows, recipe.data.max_prompt_tokens)
+        together, longest = recipe.rollout.n * (together + rows * new), longest + new
+    elif isinstance(recipe, PreferenceRecipe):
+        together, longest = _longest(lengths, recipe.train.pairs_per_step, 2 * recipe.data.max_tokens)
     else:
-        longest = recipe.data.max_tokens * (2 if isinstance(recipe, PreferenceRecipe) else 1)
-    return max(recipe.train.tokens_per_micro_batch, longest)
+        assert isinstance(recipe, SFTRecipe)
+        together, longest = _longest(lengths, recipe.train.rows_per_step, recipe.data.max_tokens)
+    limit = max(recipe.train.tokens_per_micro_batch, longest)
+    return UpdateSize(min(limit, together), together <= limit)
+
+
+def _longest(lengths: Lengths, rows: int, limit: int) -> tuple[int, int]:
+    """Tokens of the longest rows together, and of the longest one."""
+    longest = nlargest(rows, lengths) if lengths else [limit]
+    return sum(longest) + (rows - len(longest)) * longest[0], longest[0]
 
 
 def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
@@ -97,7 +134,7 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
 # Gradient checkpointing -----------------------------------------------------------------------------------------------
 
 
-def resolve_checkpointing(recipe: Trained, report: Callable[[str], object] = print_line) -> Trained:
+def resolve_checkpointing(recipe: Trained, lengths: Lengths = None, report: Callable[[str], object] = print_line) -> Trained:
     """Replace `auto` in the recipe by the fewest layers with which training fits; `report` receives a line with the reason."""
     critic = recipe.critic if isinstance(recipe, RLRecipe) else None
     if critic is not None and critic.gradient_checkpointing == "auto":
@@ -106,23 +143,23 @@ def resolve_checkpointing(recipe: Trained, report: Callable[[str], object] = pri
         read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
         layers = plan_critic(recipe).layers
         # Each is resolved while the other takes as little as it can: their updates alternate.
-        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), report)
+        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), lengths, report)
         resolved = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
-        return _resolve(resolved, "critic", layers, report)
-    return _resolve_model(recipe, report)
+        return _resolve(resolved, "critic", layers, lengths, report)
+    return _resolve_model(recipe, lengths, report)
 
 
-def _resolve_model(recipe: Trained, report: Callable[[str], object]) -> Trained:
+def _resolve_model(recipe: Trained, lengths: Lengths, report: Callable[[str], object]) -> Trained:
     if recipe.model.gradient_checkpointing != "auto":
         return recipe
-    return _resolve(recipe, "model", plan_policy(recipe).layers, report)
+    return _resolve(recipe, "model", plan_policy(recipe).layers, lengths, report)
 
 
-def _resolve(recipe: Trained, section: str, layers: int, report: Callable[[str], object]) -> Trained:
+def _resolve(recipe: Trained, section: str, layers: int, lengths: Lengths, report: Callable[[str], object]) -> Trained:
     device = resolve_device(recipe.run.device).type
 
     def budget(count: int) -> Budget:
-        return plan_devices(_checkpointing(recipe, section, count))[device]
+        return plan_devices(_checkpointing(recipe, section, count), lengths)[device]
 
     def fits(count: int) -> bool:
         planned = budget(count)
@@ -147,22 +184,25 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 # Components and their needs -------------------------------------------------------------------------------------------
 
 
-def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
-    plan, always = plan_policy(recipe), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
+def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, needs: Needs) -> None:
+    plan, always = plan_policy(recipe, lengths), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
     here = needs[device.type]
     here.append(Need("policy: weights", always, plan.weights))
     if isinstance(recipe, RLRecipe):
         _reference(recipe, device, plan, needs)
     _state("policy", plan, always, needs, device)
-    here.append(Need("policy: gradients", ("training",), plan.gradients))
-    here.append(Need("policy: activations, logits", ("training",), plan.activations + plan.logits))
+    here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes))
     if isinstance(recipe, RLRecipe):
         config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         size = resolve_dtype(recipe.model.dtype, device).itemsize
-        sequences, length = _concurrent_sequences(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+        sequences, longest = _concurrent_sequences(recipe, device), max(lengths) if lengths else recipe.data.max_prompt_tokens
+        length = longest + recipe.rollout.max_new_tokens
         cache = plan_cache(config, size, sequences=sequences, tokens=length)
         here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
-        _critic(recipe, device, needs, policy_work=plan.work)
+        prefill = min(PREFILL_TOKENS[device.type], recipe.train.prompts_per_step * longest)
+        working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill)
+        here.append(Need("engine: logits, prompts", ("sampling",), working))
+        _critic(recipe, lengths, device, needs, policy_work=plan.work)
 
 
 def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:
@@ -181,7 +221,7 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs
     if recipe.reference.path is not None:
         model = recipe.model.model_copy(update={"path": recipe.reference.path, "lora": None})
         try:
-            weights = plan_memory(model, device, tokens_per_micro_batch=0).weights
+            weights = plan_memory(model, device, micro_batch=0).weights
         except (PlauditError, OSError, ValueError):
             return  # reported by its own check
     if recipe.reference.placement == "resident":
@@ -193,12 +233,12 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs
         needs["cpu"].append(Need("reference: weights", PHASES, weights))
 
 
-def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, policy_work: float) -> None:
+def _critic(recipe: RLRecipe, lengths: Lengths, device: torch.device, needs: Needs, *, policy_work: float) -> None:
     """`policy_work`: memory that an update of the policy takes, and frees before the critic's begins."""
     if recipe.critic is None or recipe.critic.shared:
         return  # a head on the policy's layers takes next to nothing
     try:
-        plan = plan_critic(recipe)
+        plan = plan_critic(recipe, lengths)
     except (PlauditError, OSError, ValueError):
         return  # reported by its own check
     offloaded = recipe.critic.placement == "offload" and has_device_memory(device)
@@ -207,7 +247,7 @@ def _critic(recipe: RLRecipe, device: torch.device, needs: Needs, *, policy_work
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
     _state("critic", plan, PHASES, needs, device)
     if plan.work > policy_work:
-        needs[device.type].append(Need("critic: gradients, activations (more)", ("training",), plan.work - policy_work))
+        needs[device.type].append(Need("critic: activations, gradients (more)", ("training",), plan.work - policy_work))
 
 
 def _concurrent_sequences(recipe: Recipe, device: torch.device) -> int:

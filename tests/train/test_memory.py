@@ -20,14 +20,14 @@ from plaudit.data.pack import micro_batches
 from plaudit.errors import RecipeError
 from plaudit.models import residual
 from plaudit.models.liger import use_liger
-from plaudit.models.memory import Budget, plan_memory
+from plaudit.models.memory import RUNTIME, Budget, plan_memory
 from plaudit.models.products import fuse_parameters, fused_view
 from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.rl import learner
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train import memory_plan, offload, optimiser
-from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
+from plaudit.train.memory_plan import plan_devices, resolve_checkpointing, update_size
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
 from support.recipes import pair_recipe, rl_recipe, sft_recipe, train_dpo, train_rl, train_sft, write_recipe
@@ -232,7 +232,9 @@ def large(tmp_path) -> Path:
 
 
 def sft_of(model: Path, rows_file: Path, tmp_path: Path, **settings: Any) -> Any:
-    tree = sft_recipe(model, rows_file, tmp_path / "run", model=settings, train={"tokens_per_micro_batch": 8192})
+    tree = sft_recipe(
+        model, rows_file, tmp_path / "run", model=settings, train={"rows_per_step": 64, "tokens_per_micro_batch": 8192}
+    )
     return load_recipe(write_recipe(tmp_path / "plan.yaml", {"stage": "sft", **tree})).recipe
 
 
@@ -249,7 +251,7 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
     auto, messages = sft_of(large, rows_file, tmp_path, gradient_checkpointing="auto"), []
     for available, expected in ((need(3) / 0.9, 3), (need(3) / 0.9 - 1, 4), (need(False) / 0.9, False), (need(7) / 2, 8)):
         monkeypatch.setattr(memory_plan, "total_memory", lambda _, available=available: available)
-        assert resolve_checkpointing(auto, messages.append).model.gradient_checkpointing == expected
+        assert resolve_checkpointing(auto, report=messages.append).model.gradient_checkpointing == expected
     assert [line.split(" layers")[0].removeprefix("model.gradient_checkpointing: ") for line in messages] == [
         "3 of 8", "4 of 8", "none of 8", "8 of 8",
     ]  # fmt: skip
@@ -266,7 +268,7 @@ def test_fused_layers_keep_fewer_activations(tiny_models, tmp_path, kind, head_s
 
     def kept(device: str = "cuda", dtype: Any = "bfloat16", *, scalar: bool = False, **settings: Any) -> float:
         model = ModelSettings(path=str(tmp_path), dtype=dtype, **settings)
-        plan = plan_memory(model, torch.device(device), tokens_per_micro_batch=1000, scalar=scalar)
+        plan = plan_memory(model, torch.device(device), micro_batch=1000, scalar=scalar)
         return plan.activations / plan.layers / (1000 * (2 if dtype == "bfloat16" else 4))
 
     h, f = config.hidden_size, config.intermediate_size
@@ -274,10 +276,32 @@ def test_fused_layers_keep_fewer_activations(tiny_models, tmp_path, kind, head_s
     expected = 7 * h + 2 * q + 2 * k + 3 * f + (q + 2 * k if kind == "qwen3" else 0)
     assert kept() == kept(scalar=True) == kept(liger=True) == expected
     unfused = 13 * h + 2 * k + 4 * f
-    assert kept("cpu") == kept(dtype="float32") == kept(lora=LoraSettings(rank=4)) == unfused
+    assert kept("cpu") == kept(dtype="float32") == kept(dtype="float32", lora=LoraSettings(rank=4)) == unfused
+    adapters = 5 * h + q + f  # elements of their inputs, converted to fp32: twice the size
+    assert kept(lora=LoraSettings(rank=4)) == 7 * h + 2 * k + 3 * f + 2 * adapters
+    assert kept(lora=LoraSettings(rank=4, targets=("q_proj", "down_proj"))) == 7 * h + 2 * k + 3 * f + 2 * (h + f)
+    assert kept(lora=LoraSettings(rank=4, dropout=0.1)) == kept(lora=LoraSettings(rank=4)) + 2.5 * adapters
     config.attention_dropout = 0.1
     config.save_pretrained(tmp_path)
     assert kept() == unfused
+
+
+def test_a_plan_counts_no_more_tokens_than_an_update_has(large, rows_file, tmp_path, ppo):
+    def sft(rows: int, lengths: list[int] | None) -> memory_plan.UpdateSize:
+        tree = sft_recipe(large, rows_file, tmp_path / "run", train={"rows_per_step": rows, "tokens_per_micro_batch": 1000})
+        tree["data"]["max_tokens"] = 300
+        return update_size(load_recipe(write_recipe(tmp_path / "sft.yaml", {"stage": "sft", **tree})).recipe, lengths)
+
+    assert sft(8, None) == (1000, False)
+    assert sft(2, None) == (600, True), "unknown lengths may be as long as allowed"
+    assert sft(2, [5, 70, 90]) == (160, True), "the longest rows may come together"
+    assert sft(4, [70, 90]) == (340, True), "rows come again in the next epoch"
+    assert sft(8, [1200] * 3) == (1200, False), "a long row gets a micro-batch of its own"
+
+    train = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 1000}
+    sections: dict[str, Any] = {"train": train, "rollout": {"n": 3, "max_new_tokens": 10}}
+    recipe = load_recipe(ppo("plan", model={"path": str(large)}, **sections)).recipe
+    assert update_size(recipe, [20, 30, 40]) == (3 * (30 + 40 + 2 * 10), True)
 
 
 def test_auto_is_resolved_for_policy_and_critic(large, ppo, monkeypatch):
@@ -382,8 +406,9 @@ def test_the_memory_plan_accounts_for_offloading(ppo, tiny_model, monkeypatch):
     resident, offloaded = plans(model={"dtype": "bfloat16"}, **ALL_RESIDENT), plans(model={"dtype": "bfloat16"}, **ALL_OFFLOADED)
     assert "cpu" not in resident
     # bf16: two bytes per weight, twelve for moments and master.
-    assert resident["cuda"].at("sampling", fixed_only=True) == (2 + 2 + 12) * policy + (2 + 12) * critic
-    assert offloaded["cuda"].at("sampling", fixed_only=True) == 2 * policy
+    [engine] = [need.fixed for need in resident["cuda"].needs if need.name.startswith("engine")]
+    assert resident["cuda"].at("sampling", fixed_only=True) == RUNTIME + engine + (2 + 2 + 12) * policy + (2 + 12) * critic
+    assert offloaded["cuda"].at("sampling", fixed_only=True) == RUNTIME + engine + 2 * policy
     assert [offloaded["cpu"].at(phase) for phase in ("sampling", "training")] == [(2 + 12) * policy + (2 + 12) * critic] * 2
     # In training the critic is on device; the states of models this small are streamed in one chunk, one after the other.
     needs = {need.name: need for need in offloaded["cuda"].needs}

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plaudit.errors import PlauditError
 from plaudit.models.heads import next_power_of_2
 from plaudit.models.memory import total_memory
-from plaudit.rollout.engine import MAX_SEQUENCES, Engine, Request, Sampling, Weights
+from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS, Engine, Request, Sampling, Weights
 from plaudit.rollout.native.batch import (
     AT_LIMIT,
     EMPTY_ROW,
@@ -43,8 +43,6 @@ from plaudit.rollout.native.stopping import Stopping
 from plaudit.rollout.native.verify import verify_decode
 from plaudit.types import Sample
 
-# Prompt tokens prefilled in one pass: enough to keep the device busy, few enough not to stall running sequences for long.
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 # The cache's share of total memory less weights and trainer state: not of free memory, since batches must not depend on what else
 # runs. The rest is for activations, and on a CPU for other processes.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
