@@ -4,9 +4,9 @@
     python bench/memory_plan.py --device cpu             # the shape of SmolLM2-135M; about ten minutes on two cores
     python bench/memory_plan.py --device cuda --only "7B LoRA"
 
-Each row is a run of two steps (7B: one) in a process of its own, with random weights, prompts of 256 tokens (CPU: 40) and responses that
-never end before their limit. Peak: on a GPU what torch reserved, on a CPU the process's resident memory. A row fails if it runs out
-of memory or the plan is more than 15 % off.
+Each row is a run of two steps (7B: one) in a process of its own, with random weights, prompts of 256 tokens (CPU: 40) and responses
+that never end before their limit. Peak: on a GPU what torch reserved and CUDA's own memory, on a CPU the process's resident memory.
+A row fails if it runs out of memory or the plan is more than 15 % off.
 """
 
 import argparse

@@ -5,19 +5,20 @@
                   with optim.placement: offload           gradients and the chunks in flight; moments and masters are on the host
     activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
                   with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q queries; with head norms q + 2 k more
-                  with LoRA in bf16                       b · (7 h + 2 k + 3 f) + 4 i, i inputs of a layer's adapters: they
+                  with LoRA in bf16                       b · (12 h + 2 k + 3 f) + 4 i, i inputs of a layer's adapters: they
                                                           compute in fp32; with dropout, each keeps 5 i more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
     logits        the chunk that models/logprobs.py computes at a time, three times in fp32, and the head's gradient
                   The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
-    sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts
+    sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts;
+                                                          with LoRA in bf16, T · 12 f more
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; if short, sequences wait
     critic        as the policy, without logits; its updates alternate with the policy's, so only the larger working set counts
     reward model  P · b; a scalar one, while scoring      T · b · (6 h + 2 k + 3 f), T tokens of a pass; a generative one: a cache
 
-A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors 13 and 7
-are fitted to peaks measured by bench/gpu_sft.py and bench/gpu_memory.py: for the shapes of Qwen2.5 0.5B and 1.5B (7: 0.5B only),
-estimates are 1–6 % too high where activations dominate. The share of head norms (Qwen3) is derived, not measured.
+A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors 13, 12 and
+7 and the terms for LoRA are fitted to peaks on one GPU (bench/memory_plan.py, bench/gpu_sft.py): 13 and 7 for the shapes of Qwen2.5
+0.5B and 1.5B, those of LoRA for 0.5B and 7B. The share of head norms (Qwen3) is derived, not measured.
 """
 
 import json
@@ -150,7 +151,7 @@ def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: b
     dropped = 5 * inputs if recipe.lora and recipe.lora.dropout else 0  # fp32 values and a mask
     if recipe.lora and size == 2 and not on_kernels:
         # Frozen layers keep no inputs; each adapter keeps its own, which it has converted to fp32.
-        return size * (7 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + 4 * inputs + dropped
+        return size * (12 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + 4 * inputs + dropped
     return size * _kept(shape, on_kernels) + dropped
 
 
@@ -288,9 +289,11 @@ def plan_reward_model(
     return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)
 
 
-def plan_sampling(config: PretrainedConfig, size: int, *, sequences: int, prefill_tokens: int) -> float:
+def plan_sampling(config: PretrainedConfig, size: int, *, sequences: int, prefill_tokens: int, lora: bool) -> float:
     """Working memory of the engine: logits, scores and noise in fp32, and a pass over the prompts."""
-    return 3 * 4 * sequences * config.get_text_config().vocab_size + prefill_tokens * size * _working(_shape(config))
+    shape = _shape(config)
+    a_pass = prefill_tokens * (size * _working(shape) + (12 * shape.mlp if lora and size == 2 else 0))
+    return 3 * 4 * sequences * config.get_text_config().vocab_size + a_pass
 
 
 def _working(shape: _Shape) -> int:

@@ -200,7 +200,7 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, need
         cache = plan_cache(config, size, sequences=sequences, tokens=length)
         here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
         prefill = min(PREFILL_TOKENS[device.type], recipe.train.prompts_per_step * longest)
-        working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill)
+        working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, lora=recipe.model.lora is not None)
         here.append(Need("engine: logits, prompts", ("sampling",), working))
         _critic(recipe, lengths, device, needs, policy_work=plan.work)
 

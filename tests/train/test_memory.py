@@ -278,8 +278,8 @@ def test_fused_layers_keep_fewer_activations(tiny_models, tmp_path, kind, head_s
     unfused = 13 * h + 2 * k + 4 * f
     assert kept("cpu") == kept(dtype="float32") == kept(dtype="float32", lora=LoraSettings(rank=4)) == unfused
     adapters = 5 * h + q + f  # elements of their inputs, converted to fp32: twice the size
-    assert kept(lora=LoraSettings(rank=4)) == 7 * h + 2 * k + 3 * f + 2 * adapters
-    assert kept(lora=LoraSettings(rank=4, targets=("q_proj", "down_proj"))) == 7 * h + 2 * k + 3 * f + 2 * (h + f)
+    assert kept(lora=LoraSettings(rank=4)) == 12 * h + 2 * k + 3 * f + 2 * adapters
+    assert kept(lora=LoraSettings(rank=4, targets=("q_proj", "down_proj"))) == 12 * h + 2 * k + 3 * f + 2 * (h + f)
     assert kept(lora=LoraSettings(rank=4, dropout=0.1)) == kept(lora=LoraSettings(rank=4)) + 2.5 * adapters
     config.attention_dropout = 0.1
     config.save_pretrained(tmp_path)
