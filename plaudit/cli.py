@@ -183,7 +183,7 @@ def score(
     from plaudit.loops.score import score as run_score
     from plaudit.report.progress import print_line
 
-    summary = run_score(ScoreJob(settings, sources, out, tokenizer, max_rows, data_source, details))
+    summary = run_score(ScoreJob(settings, sources, out, tokenizer, max_rows, data_source, details, allow_failures))
     summary.print_means(Console(highlight=False))
     print(f"{out}: {summary}")
     if summary.rows_without_value and not allow_failures:

@@ -27,7 +27,10 @@ DataSource = Annotated[str, typer.Option(help="data_source of rows without one, 
 
 
 def split_overrides(arguments: Sequence[str], verb: str) -> tuple[list[Path], list[str]]:
-    """Paths of rollouts, and settings that override the recipe's. An unknown option counts as the latter, which are explained."""
+    """Paths of rollouts, and settings that override the recipe's."""
+    unknown = next((one for one in arguments if one.startswith("-") and "." not in one), None)
+    if unknown is not None:
+        raise PlauditError(f"plaudit {verb} has no option {unknown}. Usage: plaudit {verb} R.yaml ROLLOUTS (see {verb} --help)")
     overrides = [one for one in arguments if one.startswith("-") or ("=" in one and not Path(one).exists())]
     paths = [Path(one) for one in arguments if one not in overrides]
     if not paths:

@@ -91,7 +91,7 @@ def _with_options(settings: "AuditSettings", threshold: float | None, seed: int 
 
 def _with_token_counts(rollout: "Rollout", count: Callable[[str], int]) -> "Rollout":
     counts = [count(text) if known is None else known for text, known in zip(rollout.responses, rollout.tokens, strict=True)]
-    return replace(rollout, tokens=counts)
+    return replace(rollout, tokens=tuple(counts))
 
 
 def draw_groups(groups: "Sequence[Rollout]", max_responses: int, seed: int) -> "list[Rollout]":

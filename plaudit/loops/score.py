@@ -1,7 +1,7 @@
 """`plaudit score`: a recipe's rewards for existing responses, as JSONL, one line per row, in order.
 
 Run again, it scores the rows on which a reward failed once more, then resumes after the last line. Slow or paid scores are cached
-(`OUT.scores.sqlite`) until every row has a value, so that nothing is scored twice after a kill. Values are raw: nothing is
+(`OUT.scores.sqlite`) until the output is complete, so that nothing is scored twice after a kill. Values are raw: nothing is
 normalised.
 """
 
@@ -49,6 +49,8 @@ class ScoreJob:
     """Of rows without one."""
     details: bool = False
     """Also write what each reward saw and returned, with judges' prompts and answers."""
+    allow_failures: bool = False
+    """Rows without a value are accepted."""
 
 
 # What was scored -----------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def score(job: ScoreJob) -> Summary:
     ):
         summary = _score_missing(job, file, runner, total)
         summary.models = runner.amounts()
-    if not summary.rows_without_value:
+    if job.allow_failures or not summary.rows_without_value:
         for leftover in (cache, *(cache.with_name(f"{cache.name}-{end}") for end in ("wal", "shm"))):
             leftover.unlink(missing_ok=True)
     if summary.failures[NO_REWARD]:

@@ -540,7 +540,7 @@ def test_command_writes_reports_and_sets_its_exit_code(command, tmp_path):
     assert report["failed"] == ["accuracy", "false accepts"]
     assert report["settings"]["seed"] == 3
     assert all(probe["tried"] == 0 for probe in report["numbers"]["probes"])
-    done = command(recipe, file, "--threshold", 2, "--max-rows", 6, "--out", tmp_path / "third")
+    done = command(recipe, file, "--threshold", 2, "--max-responses", 6, "--out", tmp_path / "third")
     report = json.loads((tmp_path / "third/audit.json").read_text())
     assert report["numbers"]["scale"]["threshold"] == 2.0
     assert report["numbers"]["responses"] == 6
