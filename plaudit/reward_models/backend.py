@@ -20,7 +20,6 @@ def may_be_retried(failure: Failure | None) -> bool:
     return failure is not None and failure.cause != UNAUTHORISED
 
 
-
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt for a generative model."""

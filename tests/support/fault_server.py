@@ -19,7 +19,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
-FAULTS = ("500", "503", "429", "400", "401", "403", "hang", "half", "reset", "notjson", "schema", "empty", "notext", "nan", "toolong")
+FAULTS = (
+    "500", "503", "429", "400", "401", "403", "hang", "half", "reset", "notjson", "schema", "empty", "notext", "nan", "toolong",
+)  # fmt: skip
 BAD_ANSWERS = {
     "notjson": "<html>502 Bad Gateway</html>",
     "schema": '{"object": "something else"}',
