@@ -38,12 +38,17 @@ class ResumableJsonl:
         """Replace rows, by their number. Atomic: after a kill it has all of the new ones or none."""
         aside = self.path.with_name(f".{self.path.name}.aside")
         new = _open(aside, "w")
-        fcntl.flock(new, fcntl.LOCK_EX)  # before it takes the name, so that no other process can lock it first
-        with self.path.open(encoding="utf-8", newline="\n") as old:
-            new.writelines(_line(rows[number]) if number in rows else line for number, line in enumerate(old))
-        new.flush()
-        os.fsync(new.fileno())
-        aside.replace(self.path)
+        try:
+            fcntl.flock(new, fcntl.LOCK_EX)  # before it takes the name, so that no other process can lock it first
+            with self.path.open(encoding="utf-8", newline="\n") as old:
+                new.writelines(_line(rows[number]) if number in rows else line for number, line in enumerate(old))
+            new.flush()
+            os.fsync(new.fileno())
+            aside.replace(self.path)
+        except BaseException:
+            new.close()
+            aside.unlink(missing_ok=True)
+            raise
         self.file.close()
         self.file = new
 

@@ -310,6 +310,7 @@ def test_rows_are_replaced_atomically_under_the_lock(tmp_path):
             pass
         with pytest.raises(TypeError):
             file.replace({0: {"id": "a", (1, 2): "not JSON"}})  # pyright: ignore
+    assert not list(tmp_path.glob(".*"))
     with open_resumable(out, {}, "score") as file:
         assert file.done == ["a", "b", "c"]
         assert [row.get("x") for row in file.rows()] == [2, None, None]

@@ -289,7 +289,7 @@ def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
         assert code == 0
         server.fault_for_all = "401"
         _, findings, more = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
-        assert findings_for(findings, "reward")[1][0] == "✗"
+        assert findings_for(findings, "reward")[-1][0] == "✗"
         monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
         _, _, third = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
         assert "The one in JUDGE_API_KEY is not accepted." in third
