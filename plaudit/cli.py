@@ -15,6 +15,7 @@ from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_causal_model, require_model
+from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
 from plaudit.serving.cli import serve
@@ -148,30 +149,50 @@ def sample(
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def score(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows with responses (.parquet, .jsonl, .json).", show_default=False)],
-    rewards: Annotated[Path, typer.Option(help="A recipe with a list of rewards, or an RL recipe.", show_default=False)],
+    recipe: RewardRecipe,
+    rollouts: Rollouts,
     out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per row.", show_default=False)],
-    tokenizer: Annotated[str | None, typer.Option(help="A model whose tokenizer counts tokens where rows do not say.")] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Use the first n rows only.")] = None,
-    set: Annotated[list[str] | None, typer.Option("--set", help="Replaces a setting of the recipe: rewards.0.weight=2.")] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also write each reward's own score, with a judge's prompt and answer.")
+    ] = False,
+    allow_failures: Annotated[
+        bool, typer.Option("--allow-failures", help="Exit with status 0 although some rows have no value.")
+    ] = False,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Score the first n rows only.")] = None,
+    data_source: DataSource = "",
+    tokenizer: Tokenizer = None,
 ) -> None:
     """Score saved responses with a recipe's rewards. Run the same command again to resume.
 
     A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `reward_model.ground_truth`,
-    `extra_info`, `tokens`. Each line of the output is the row with `reward`, `parts`, `malformed`, `failure` and `view`.
+    `extra_info`, `tokens`. Each line of the output is the row with `reward`, `parts`, `malformed`, `failure` and `view`; with
+    `--details` also `by_reward`. The exit status is 1 while a row has no value; resuming scores such rows again.
     """
     from plaudit.data.conversations import resolve_sources
     from plaudit.inputs import load_rewards
 
     if out.suffix != ".jsonl":
         raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per row.", param_hint="--out")
-    settings = load_rewards(rewards, set)
-    sources = resolve_sources([str(path) for path in rows], None, "ROWS")
+    paths, overrides = split_overrides(rollouts, "score")
+    settings = load_rewards(recipe, overrides)
+    sources = resolve_sources([str(path) for path in paths], None, "ROLLOUTS")
+
+    from rich.console import Console
 
     from plaudit.loops.score import ScoreJob
     from plaudit.loops.score import score as run_score
+    from plaudit.report.progress import print_line
 
-    print(f"{out}: {run_score(ScoreJob(settings, sources, out, tokenizer, max_rows))}")
+    summary = run_score(ScoreJob(settings, sources, out, tokenizer, max_rows, data_source, details, allow_failures))
+    summary.print_means(Console(highlight=False))
+    print(f"{out}: {summary}")
+    if summary.rows_without_value and not allow_failures:
+        print_line(
+            f"{summary.rows_without_value:,} of {summary.rows:,} rows have no value. Run the same command to score them again, or "
+            "pass --allow-failures to accept this",
+            "yellow",
+        )
+        raise typer.Exit(1)
 
 
 app.command(context_settings=ANYTHING_MAY_FOLLOW)(audit)

@@ -6,29 +6,51 @@ Next to it, `NAME.inputs.json` records the settings and inputs that its rows dep
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from plaudit.errors import RunError
 from plaudit.files import write_atomic
 from plaudit.report.progress import print_line
 
 
-@dataclass(frozen=True)
 class ResumableJsonl:
-    """A JSONL file open for appending."""
+    """A JSONL file open for appending, locked for this process."""
 
-    file: TextIO
-    done: list[str]
-    """Ids of the rows it already has, in order."""
+    def __init__(self, path: Path, file: TextIO, done: list[str]):
+        self.path, self.file = path, file
+        self.done = done
+        """Ids of the rows it already has, in order."""
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row. A line cut short by a kill is removed on resume."""
-        self.file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        self.file.write(_line(row))
         self.file.flush()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows it has."""
+        with self.path.open(encoding="utf-8", newline="\n") as file:
+            yield from map(json.loads, file)
+
+    def replace(self, rows: Mapping[int, dict[str, Any]]) -> None:
+        """Replace rows, by their number. Atomic: after a kill it has all of the new ones or none."""
+        aside = self.path.with_name(f".{self.path.name}.aside")
+        new = _open(aside, "w")
+        try:
+            fcntl.flock(new, fcntl.LOCK_EX)  # before it takes the name, so that no other process can lock it first
+            with self.path.open(encoding="utf-8", newline="\n") as old:
+                new.writelines(_line(rows[number]) if number in rows else line for number, line in enumerate(old))
+            new.flush()
+            os.fsync(new.fileno())
+            aside.replace(self.path)
+        except BaseException:
+            new.close()
+            aside.unlink(missing_ok=True)
+            raise
+        self.file.close()
+        self.file = new
 
     def sync(self) -> None:
         os.fsync(self.file.fileno())
@@ -45,16 +67,35 @@ def open_resumable(
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = out.open("a", encoding="utf-8", errors="backslashreplace")
+        file = _open(out, "a")
     except OSError as error:
         raise RunError(f"--out: {out} cannot be written: {error}") from None
-    with file:
-        try:  # before reading: a line that another process is writing would look cut short
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file") from None
+    rows = ResumableJsonl(out, file, [])
+    try:
+        _lock(file, out)  # before reading: a line that another process is writing would look cut short
         inputs, may_change = json.loads(json.dumps([inputs, may_change or {}], default=str))
-        yield ResumableJsonl(file, _done(out, inputs, may_change or {}, verb))
+        rows.done = _done(out, inputs, may_change or {}, verb)
+        yield rows
+    finally:
+        rows.file.close()
+
+
+def _open(path: Path, mode: str) -> TextIO:
+    return cast(TextIO, path.open(mode, encoding="utf-8", errors="backslashreplace"))
+
+
+def _lock(file: TextIO, out: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = os.path.samestat(os.fstat(file.fileno()), out.stat())
+    except OSError:
+        locked = False
+    if not locked:  # or another process replaced the file since it was opened
+        raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file")
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
 def _done(out: Path, inputs: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
@@ -69,8 +110,8 @@ def _done(out: Path, inputs: dict[str, Any], may_change: dict[str, Any], verb: s
         for name in may_change:
             if before.get(name) != may_change[name]:
                 print_line(
-                    f"{name} changed since the first rows of {out} were written; the {len(done):,} rows it has stay as they are. "
-                    "For new ones choose another --out",
+                    f"{name} changed since the first rows of {out} were written; those that have a value keep it. "
+                    "To score all of them again choose another --out",
                     "yellow",
                 )
         return done

@@ -26,7 +26,8 @@ from plaudit.types import Group, Score, ScoredGroup
 class Scorer:
     """A recipe's rewards. They start with the first row; `close` (or the end of `with`) stops them.
 
-    Not thread-safe. `max_failure_rate` does not apply: each failure is reported in its result.
+    Not thread-safe. `max_failure_rate` does not apply: each failure is reported in its result. Only a key that a judge's server
+    rejects raises an error, TrainingStopped.
     """
 
     def __init__(
@@ -95,9 +96,10 @@ def _message(item: Any) -> str:
     return item["msg"]
 
 
-def result_of(scored: ScoredGroup, *, many: bool) -> dict[str, Any]:
-    """A group's scores as columns of a row: lists if the row has `responses`, else single values."""
-    rows = [_result(scored, i) for i in range(len(scored.scores))]
+def result_of(scored: ScoredGroup, *, many: bool, details: bool = False) -> dict[str, Any]:
+    """A group's scores as columns of a row: lists if the row has `responses`, else single values. `details`: also each reward's own
+    score, with what a judge was asked and answered."""
+    rows = [_result(scored, i) | ({"by_reward": reward_scores(scored, i)} if details else {}) for i in range(len(scored.scores))]
     return {name: [row[name] for row in rows] for name in rows[0]} if many else rows[0]
 
 
@@ -110,6 +112,21 @@ def _result(scored: ScoredGroup, i: int) -> dict[str, Any]:
         "malformed": score.malformed,
         "failure": _failure(score, by_reward),
         "view": views if len(by_reward) > 1 else next(iter(views.values()), None),
+    }
+
+
+def reward_scores(scored: ScoredGroup, i: int) -> dict[str, dict[str, Any]]:
+    """What each reward returned for a sample."""
+    return {
+        name: {
+            "value": (score := scores[i]).value,
+            "parts": dict(score.parts),
+            "malformed": score.malformed,
+            "failure": score.failure and {"reward": name, "cause": score.failure.cause, "message": score.failure.message},
+            "view": score.view,
+            "trace": dict(score.trace),
+        }
+        for name, scores in scored.by_reward.items()
     }
 
 

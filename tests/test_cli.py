@@ -81,7 +81,7 @@ HELP = [
         ["Reinforcement learning against rewards", "Run the same command again to resume", "R.yaml", "section.name=value"],
     ),
     (("sample",), ["Sample responses to prompts", "Run the same command again to resume", "--out", "--max-new-tokens", "--n"]),
-    (("score",), ["Score saved responses", "Run the same command again to resume", "--rewards", "--out", "ground_truth"]),
+    (("score",), ["Score saved responses", "Run the same command again to resume", "--details", "--out", "ground_truth"]),
     (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
     (
         ("serve",),

@@ -31,7 +31,7 @@ LEVELS = [
     ["trackers"],
     ["run_identity"],
     ["run"],
-    ["inputs"],
+    ["inputs", "options"],
     ["scoring"],
     ["prepare", "audit", "adapters", "serving"],
     ["loops", "doctor"],

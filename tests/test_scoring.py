@@ -4,9 +4,14 @@ import json
 
 import pytest
 
-from plaudit.errors import DataError, RecipeError
+from plaudit.errors import DataError, RecipeError, RunError, TrainingStopped
+from plaudit.resumable import open_resumable
+from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import Scorer
-from support.rewards import write_function
+from plaudit.types import Failure
+from support.fault_server import FaultServer
+from support.judges import backend_of, make
+from support.rewards import group, write_function
 
 ROWS = [
     {"prompt": "2 + 2 =", "response": "4", "ground_truth": "4"},
@@ -100,7 +105,7 @@ def files(tmp_path):
 
 
 def score(plaudit, folder, *more):
-    return plaudit("score", folder / "rows.jsonl", "--rewards", folder / "r.yaml", "--out", folder / "out.jsonl", *more)
+    return plaudit("score", folder / "r.yaml", folder / "rows.jsonl", "--out", folder / "out.jsonl", *more)
 
 
 def lines(folder) -> list[dict]:
@@ -130,7 +135,7 @@ def test_score_resumes_after_a_truncated_line(plaudit, files):
 
 def test_output_scored_with_other_settings_is_not_resumed(plaudit, files):
     score(plaudit, files)
-    code, _, err = score(plaudit, files, "--set", "rewards.0.ignore_case=true")
+    code, _, err = score(plaudit, files, "rewards.0.ignore_case=true")
     assert code == 2
     assert "was scored differently; choose another file, or score as before" in err
     (files / "rows.jsonl").write_text(json.dumps(ROWS[0]))
@@ -139,10 +144,14 @@ def test_output_scored_with_other_settings_is_not_resumed(plaudit, files):
 
 def test_failures_are_reported_and_other_rows_kept(plaudit, files):
     (files / "rows.jsonl").write_text(json.dumps({"prompt": "p", "response": "a"}) + "\n" + json.dumps(ROWS[0]))
-    code, out, _ = score(plaudit, files)
-    assert code == 0
+    code, out, err = score(plaudit, files)
+    assert code == 1
     assert "1 without a value (1 no_ground_truth: exact: row " in out
+    assert "1 of 2 rows have no value. Run the same command to score them again, or pass --allow-failures" in " ".join(err.split())
     assert [line["reward"] for line in lines(files)] == [None, 1.0]
+    before = (files / "out.jsonl").read_bytes()
+    assert score(plaudit, files, "--allow-failures")[0] == 0
+    assert (files / "out.jsonl").read_bytes() == before
 
 
 def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files):
@@ -157,12 +166,12 @@ def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files
     assert "calls in a row had failed, the last with exception: ZeroDivisionError" in err
     assert len(lines(files)) == 256  # rows that were not scored have no line
     path.write_text("def compute_score(solution_str): return float(solution_str)")
-    code, _, err = score(plaudit, files, "--set", "rewards.0.limits.group_retries=1")
+    code, _, err = score(plaudit, files, "rewards.0.limits.group_retries=1")
     assert code == 0
     assert f"{path} changed since the first rows" in " ".join(err.split())
-    assert "the 256 rows it has stay as they are" in " ".join(err.split())
+    assert "those that have a value keep it" in " ".join(err.split())
     assert [line["reward"] for line in lines(files)] == list(range(600))
-    _, _, err = score(plaudit, files, "--set", "rewards.0.limits.group_retries=1")
+    _, _, err = score(plaudit, files, "rewards.0.limits.group_retries=1")
     assert f"{path} changed since the first rows" in " ".join(err.split()), "the file still holds scores of two versions"
 
 
@@ -227,3 +236,124 @@ def test_dead_judge_inside_a_cascade_stops_scoring_too(plaudit, files):
     code, _, err = score(plaudit, files)
     assert (code, lines(files)) == (2, [])
     assert "ConnectionError: no server" in err
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judge_server():
+    with FaultServer() as server:
+        yield server
+
+
+def judged(folder, server, *responses, **limits) -> None:
+    """Rows for a judge whose answer ends with the response."""
+    rows = [{"prompt": "p", "responses" if isinstance(response, list) else "response": response} for response in responses]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompt.jinja").write_text("{{ response }}")
+    limits = {"retries": 0, "unreadable_retries": 0, "give_up_after": None, **limits}
+    model = {"placement": "server", "url": server.url}
+    template = str(folder / "prompt.jinja")
+    reward = {"kind": "judge", "parser": "regex", "pattern": r"(\d+)$", "template": template, "model": model, "limits": limits}
+    (folder / "r.yaml").write_text(json.dumps({"rewards": [reward]}))
+
+
+@pytest.mark.parametrize("status", ["401", "403"])
+def test_rejected_key_stops_at_once_and_the_right_one_scores_all_rows(plaudit, files, judge_server, status):
+    judged(files, judge_server, *(f"so\n{i}" for i in range(40)), retries=4, unreadable_retries=2, max_concurrent_groups=1)
+    judge_server.fault_for_all = status
+    code, _, err = score(plaudit, files)
+    assert (code, lines(files)) == (2, [])
+    assert f"reward 'judge': {judge_server.url}/v1/chat/completions: HTTP {status}" in err
+    assert "Then run the same command to resume." in err
+    assert len(err.strip().splitlines()) == 1
+    assert len(judge_server.requests) < 10  # one, and those already on their way
+    judge_server.fault_for_all = None
+    assert score(plaudit, files)[0] == 0
+    assert [line["reward"] for line in lines(files)] == list(range(40))
+
+
+def test_failed_rows_are_scored_again_in_place(plaudit, files, judge_server):
+    judged(files, judge_server, "1", "500:1 is\n2", ["3", "500:2 is\n4"], "5")
+    code, out, err = score(plaudit, files)
+    assert (code, [line["reward"] for line in lines(files)]) == (1, [1.0, None, [3.0, None], 5.0])
+    assert "2 without a value (2 http: judge: " in out
+    code, out, err = score(plaudit, files)
+    assert (code, [line["reward"] for line in lines(files)]) == (1, [1.0, 2.0, [3.0, None], 5.0])
+    assert "has 4 of 4 rows; scoring 2 of them again, on which a reward failed" in " ".join(err.split())
+    assert "4 rows, 5 responses; mean reward 2.75" in out  # of the file, not only of what was scored now
+    code, out, _ = score(plaudit, files)
+    assert (code, [line["reward"] for line in lines(files)]) == (0, [1.0, 2.0, [3.0, 4.0], 5.0])
+    assert judge_server.contents().count("3") == 1  # cached until every row has a value
+    assert not list(files.glob("*.sqlite*"))
+    assert score(plaudit, files)[0] == 0
+    assert len(judge_server.requests) == 5 + 2 + 1
+
+
+def test_interrupted_output_with_failures_is_completed(plaudit, files, judge_server):
+    judged(files, judge_server, "500:1 is\n1", "2", "3")
+    score(plaudit, files, "--max-rows", "2")
+    assert [line["reward"] for line in lines(files)] == [None, 2.0]
+    assert score(plaudit, files)[0] == 0
+    assert [line["reward"] for line in lines(files)] == [1.0, 2.0, 3.0]
+
+
+def test_rows_are_replaced_atomically_under_the_lock(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with open_resumable(out, {}, "score") as file:
+        file.write({"id": "a", "x": 1})
+        file.write({"id": "b", "text": "\ud800 \u2028"})
+        file.replace({0: {"id": "a", "x": 2}})
+        file.write({"id": "c"})
+        with pytest.raises(RunError, match="another process is writing"), open_resumable(out, {}, "score"):
+            pass
+        with pytest.raises(TypeError):
+            file.replace({0: {"id": "a", (1, 2): "not JSON"}})  # pyright: ignore
+    assert not list(tmp_path.glob(".*"))
+    with open_resumable(out, {}, "score") as file:
+        assert file.done == ["a", "b", "c"]
+        assert [row.get("x") for row in file.rows()] == [2, None, None]
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_failure": 0.0}, {"limits": {"unreadable_retries": 5, "group_retries": 3}}])
+def test_rejected_key_is_not_retried_and_stops_every_collect_but_no_service(settings):
+    judge = make("judge", lambda _: Failure("unauthorised", "HTTP 401."), **settings)
+    with RewardRunner([judge], tolerant=True) as runner:
+        scored = runner.run(runner.score(group("a"))).result()
+        assert scored.by_reward["judge"][0].failure == Failure("unauthorised", "HTTP 401.")
+        assert len(backend_of(judge).calls) == 1
+        with pytest.raises(TrainingStopped, match=r"reward 'judge': HTTP 401\. Then run the same command to resume"):
+            runner.collect([group("b")])
+
+
+# Details and means ---------------------------------------------------------------------------------------------------
+
+
+def test_details_keep_judge_prompts_and_answers(plaudit, files, judge_server):
+    judged(files, judge_server, "so\n7", ["1", "2"])
+    assert score(plaudit, files, "--details")[0] == 0
+    first, second = lines(files)
+    judge = first["by_reward"]["judge"]
+    assert (judge["value"], judge["view"], judge["failure"]) == (7.0, "so\n7", None)
+    assert judge["trace"] == {"prompt": "so\n7", "answer": "answer to so\n7", "tries": 1}
+    assert [one["judge"]["trace"]["answer"] for one in second["by_reward"]] == ["answer to 1", "answer to 2"]
+    assert score(plaudit, files)[0] == 2, "the rows it has are with details"
+
+
+def test_means_of_components_are_printed_by_data_source(plaudit, files):
+    rows = [{**row, "data_source": source} for row, source in zip([*ROWS, ROWS[0]], ["sums", "sums", ""], strict=True)]
+    (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (files / "r.yaml").write_text("rewards: [{kind: exact}, {kind: length, unit: characters, at_most: 9, weight: 0.5}]")
+    _, out, _ = score(plaudit, files, "--data-source", "rest")
+    table = [line.split() for line in out.splitlines()]
+    assert ["data_source", "responses", "reward", "exact", "length", "length/length"] in table
+    assert ["rest", "1", "1.5", "1", "1", "1"] in table
+    assert ["sums", "3", "1.167", "0.6667", "1", "1"] in table
+    assert ["all", "4", "1.25", "0.75", "1", "1"] in table
+    assert lines(files)[2]["data_source"] == "rest"
+
+
+def test_wrong_option_shows_the_usage(plaudit, files):
+    code, _, err = plaudit("score", files / "rows.jsonl", "--rewards", files / "r.yaml", "--out", files / "out.jsonl")
+    assert (code, "has no option --rewards. Usage: plaudit score R.yaml ROLLOUTS" in err) == (2, True)

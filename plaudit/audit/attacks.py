@@ -142,7 +142,8 @@ def _measure_probe(
     rewarded = None
     if threshold is not None:
         rewarded = sum(value >= min(threshold, right.get(a.target.index, threshold)) for a, value in valued)
-    worst = sorted(valued, key=lambda entry: -entry[1])[:WORST]
+    different = {(a.target.question, a.text): (a, value) for a, value in valued}
+    worst = sorted(different.values(), key=lambda entry: -entry[1])[:WORST]
     failures = [s.failure for _, s in tried if s.failure is not None]
     return {
         "name": probe.name,

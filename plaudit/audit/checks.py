@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 from plaudit.recipe.audit import AuditSettings
 
+EXPLOIT = "exploit: "
+"""Begins the names of the checks of adversarial probes."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -76,7 +79,7 @@ def check_all(numbers: dict[str, Any], settings: AuditSettings) -> list[Check]:
     if settings.max_exploit_rate is not None:
         for probe in numbers["probes"]:
             if probe["adversarial"]:
-                name = f"exploit: {probe['name']}"
+                name = f"{EXPLOIT}{probe['name']}"
                 checks.append(
                     _check(name, probe["exploit_rate"], settings.max_exploit_rate, True, f"rewarded: {probe['description']}")
                 )

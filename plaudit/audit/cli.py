@@ -2,13 +2,15 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plaudit.errors import PlauditError
+from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
 
 if TYPE_CHECKING:
     from plaudit.audit.dumps import Rollout
@@ -18,16 +20,8 @@ if TYPE_CHECKING:
 
 
 def audit(
-    recipe: Annotated[Path, typer.Argument(metavar="R.yaml", help="A recipe with `rewards:`.", show_default=False)],
-    rollouts: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ROLLOUTS… [section.name=value]…",
-            help="Saved responses: files (.jsonl, .parquet, .json), a run folder, or a folder of verl or TRL dumps. "
-            "Settings such as audit.max_exploit_rate=0.05 override the recipe's.",
-            show_default=False,
-        ),
-    ],
+    recipe: RewardRecipe,
+    rollouts: Rollouts,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report. Default: audit/ next to the rollouts.", show_default=False)
     ] = None,
@@ -38,22 +32,20 @@ def audit(
     threshold: Annotated[
         float | None, typer.Option(help="Responses with this reward or more are accepted. Default: the middle of the range.")
     ] = None,
-    max_rows: Annotated[
+    max_responses: Annotated[
         int | None, typer.Option(min=1, help="Audit about this many responses: complete groups, drawn at random.")
     ] = None,
     probes: Annotated[bool, typer.Option(help="Also try adversarial probes and other formats.")] = True,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the random choices. Default: the recipe's audit.seed.")] = None,
-    data_source: Annotated[str, typer.Option(help="data_source of rows without one, as in verl and TRL dumps.")] = "",
+    data_source: DataSource = "",
+    tokenizer: Tokenizer = None,
 ) -> None:
     """Check a reward before training on it: against labels, for biases, and with adversarial probes.
 
     Writes audit.html and audit.json; the exit code is 1 if a check fails. Bounds are set under `audit:` in the recipe
     (`plaudit config R.yaml --explain`); docs/audit.md explains each check.
     """
-    overrides = [argument for argument in rollouts if "=" in argument and not Path(argument).exists()]
-    paths = [Path(argument) for argument in rollouts if argument not in overrides]
-    if not paths:
-        raise PlauditError("audit needs saved responses: plaudit audit R.yaml ROLLOUTS")
+    paths, overrides = split_overrides(rollouts, "audit")
     rewards, settings = _load(recipe, overrides)
     settings = _with_options(settings, threshold, seed, probes)
 
@@ -62,10 +54,13 @@ def audit(
     from plaudit.audit.dumps import read_rollouts
     from plaudit.audit.inspection import inspect
     from plaudit.audit.terminal import print_report
+    from plaudit.data.rollouts import token_counter
 
     groups = read_rollouts(paths, label=label, data_source=data_source)
-    if max_rows is not None:
-        groups = draw_groups(groups, max_rows, settings.seed)
+    if max_responses is not None:
+        groups = draw_groups(groups, max_responses, settings.seed)
+    if (count_tokens := token_counter(tokenizer)) is not None:
+        groups = [_with_token_counts(group, count_tokens) for group in groups]
     folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "audit"
     _create(folder)  # before the work, so that an error costs nothing
     report = inspect(str(recipe), [str(path) for path in paths], rewards, groups, settings)
@@ -94,14 +89,19 @@ def _with_options(settings: "AuditSettings", threshold: float | None, seed: int 
     return settings.model_copy(update={name: value for name, value in options.items() if value is not None})
 
 
-def draw_groups(groups: "Sequence[Rollout]", max_rows: int, seed: int) -> "list[Rollout]":
-    """Draw complete groups at random, up to `max_rows` responses but at least one group; in their original order."""
+def _with_token_counts(rollout: "Rollout", count: Callable[[str], int]) -> "Rollout":
+    counts = [count(text) if known is None else known for text, known in zip(rollout.responses, rollout.tokens, strict=True)]
+    return replace(rollout, tokens=tuple(counts))
+
+
+def draw_groups(groups: "Sequence[Rollout]", max_responses: int, seed: int) -> "list[Rollout]":
+    """Draw complete groups at random, up to `max_responses` but at least one group; in their original order."""
     order = list(range(len(groups)))
     random.Random(seed).shuffle(order)
     chosen: list[int] = []
     rows = 0
     for g in order:
-        if chosen and rows + len(groups[g]) > max_rows:
+        if chosen and rows + len(groups[g]) > max_responses:
             break
         chosen.append(g)
         rows += len(groups[g])

@@ -54,6 +54,10 @@ class Report:
         return [check.name for check in self.checks if check.state == "fail"]
 
     @property
+    def not_measured(self) -> list[str]:
+        return [check.name for check in self.checks if check.state == "not measured"]
+
+    @property
     def passed(self) -> bool:
         """No check failed, and at least one passed."""
         return not self.failed and any(check.state == "pass" for check in self.checks)
@@ -66,6 +70,7 @@ class Report:
             "rollouts": list(self.files),
             "passed": self.passed,
             "failed": self.failed,
+            "not_measured": self.not_measured,
             "rewards": self.rewards,
             "checks": [check.as_dict() for check in self.checks],
             "settings": self.settings.model_dump(mode="json"),

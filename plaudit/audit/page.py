@@ -1,12 +1,13 @@
 """The report as a self-contained HTML page: no external scripts, fonts or images; light and dark."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from html import escape
 from typing import Any
 
+from plaudit.audit.checks import EXPLOIT
 from plaudit.audit.inspection import Report
-from plaudit.audit.terminal import findings, shown, summarise
+from plaudit.audit.terminal import general_checks, scope, shown, summarise, unscored
 from plaudit.errors import redact
 
 STYLE = """
@@ -21,9 +22,9 @@ h1 { font-size: 1.5rem; margin: 0 }  h2 { font-size: 1.1rem; margin: 2rem 0 .5re
 .dim { color: var(--dim) }  .pass { color: var(--good) }  .fail { color: var(--bad); font-weight: 600 }
 .scroll { overflow-x: auto }  .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 2rem }
 table { border-collapse: collapse; width: 100%; font-size: .92rem }
-th { text-align: left; color: var(--dim); font-weight: 500 }  td span { white-space: nowrap }
+th { text-align: left; color: var(--dim); font-weight: 500; white-space: nowrap }  td span { white-space: nowrap }
 th, td { padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
-td.n { text-align: right; font-variant-numeric: tabular-nums }
+th.n, td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 details { margin: .3rem 0 }  summary { cursor: pointer }
 pre { background: var(--soft); padding: .6rem; border-radius: .3rem; font-size: .82rem;
       white-space: pre-wrap; overflow-wrap: anywhere }
@@ -36,18 +37,20 @@ INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 def draw_page(report: Report) -> str:
     numbers = report.numbers
     state, verdict = ("pass", "passed") if report.passed else ("fail", "failed" if report.failed else "nothing measured")
+    checked = {check.name for check in report.checks}
     body = [
         f'<h1>Reward audit: <span class="{state}">{verdict}</span></h1>',
         f"<p>{_text(report.title)} on {_text(', '.join(report.files))}</p>",
+        f"<p>{_text(scope(report))}</p>",
         f'<p class="dim">{_text(summarise(numbers))}</p>',
         _section("Checks", _checks(report)),
         _section("Adversarial probes", _probes(report)) if any(probe["tried"] for probe in numbers["probes"]) else "",
-        _section("Against the labels", _agreement(numbers["agreement"])) if numbers["agreement"] else "",
+        _section("Against the labels", _agreement(numbers["agreement"], checked)) if numbers["agreement"] else "",
         _section("Length", _length(numbers["length"])),
         _section("The same answer in another format", _formats(numbers["formats"])) if numbers["formats"] else "",
         _section("Scored again", _again(numbers)),
-        _section("Each reward", _rewards(numbers)),
-        _section("Also", "".join(f"<p>{_text(line)}</p>" for line in findings(numbers))),
+        _section("Each reward", _rewards(numbers["rewards"])) if len(numbers["rewards"]) > 1 else "",
+        _section("Not scored", _not_scored(numbers)) if numbers["failures"]["causes"] or numbers["not_scored"] else "",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Reward audit: {verdict}</title>'
     return (
@@ -65,15 +68,16 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], raw: Sequence[int] = ()) -> str:
-    """Numbers are right-aligned; columns in `raw` contain HTML."""
+    """Columns of numbers are right-aligned, heads included; columns in `raw` contain HTML."""
+    rows = list(rows)
+    numeric = [all(isinstance(row[column], int | float | None) for row in rows) for column in range(len(heads))]
 
     def cell(column: int, value: Any) -> str:
-        if column in raw:
-            return f"<td>{value}</td>"
-        number = value is None or isinstance(value, int | float)
-        return f'<td class="n">{shown(value)}</td>' if number else f"<td>{_text(value)}</td>"
+        if numeric[column]:
+            return f'<td class="n">{shown(value)}</td>'
+        return f"<td>{value if column in raw else _text(value)}</td>"
 
-    head = "".join(f"<th>{_text(name)}</th>" for name in heads)
+    head = "".join(f"<th{' class=n' * number}>{_text(name)}</th>" for name, number in zip(heads, numeric, strict=True))
     lines = "".join(f"<tr>{''.join(cell(column, value) for column, value in enumerate(row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
@@ -85,7 +89,7 @@ def _state(state: str) -> str:
 def _checks(report: Report) -> str:
     rows = [
         (c.name, _state(c.state), c.value, f"{'at most' if c.at_most else 'at least'} {shown(c.bound)}", c.description)
-        for c in report.checks
+        for c in general_checks(report)
     ]
     return _table(("check", "", "measured", "allowed", "what it is"), rows, raw=(1,))
 
@@ -94,7 +98,7 @@ def _probes(report: Report) -> str:
     states = {check.name: check.state for check in report.checks}
     rows = []
     for p in report.numbers["probes"]:
-        state = states.get(f"exploit: {p['name']}", "not checked") if p["adversarial"] else "info"
+        state = states.get(f"{EXPLOIT}{p['name']}", "not checked") if p["adversarial"] else "info"
         rows.append((p["name"], _state(state), p["rewarded"], p["tried"], p["mean_reward"], p["failed"], p["description"]))
     table = _table(("probe", "", "rewarded", "of", "mean reward", "failures", "what it is"), rows, raw=(1,))
     exploited = [p for p in report.numbers["probes"] if p["adversarial"] and p["rewarded"]]
@@ -110,16 +114,16 @@ def _examples(probe: dict[str, Any]) -> str:
     return f"<details><summary>{_text(probe['name'])}: examples with the highest reward</summary>{examples}</details>"
 
 
-def _agreement(agreement: dict[str, Any]) -> str:
+def _agreement(agreement: dict[str, Any], checked: Set[str]) -> str:
+    """`checked`: names of the checks, whose rates are in their table already."""
     parts = []
     if "accuracy" in agreement:
         a = agreement
         rows = [("accepted", a["true_accepts"], a["false_accepts"]), ("rejected", a["false_rejects"], a["true_rejects"])]
         parts.append(_table(("", "labelled right", "labelled wrong"), rows))
-        parts.append(
-            f"<p>accuracy {shown(a['accuracy'])}, false accept rate {shown(a['false_accept_rate'])}, "
-            f"false reject rate {shown(a['false_reject_rate'])}</p>"
-        )
+        rates = {"accuracy": "accuracy", "false accepts": "false_accept_rate", "false rejects": "false_reject_rate"}
+        unchecked = [f"{name} {shown(a[rate])}" for name, rate in rates.items() if name not in checked]
+        parts.append(f"<p>{', '.join(unchecked)}</p>" if unchecked else "")
     parts.append(
         f"<p>rank correlation with the labels: Spearman {shown(agreement['spearman'])}, Kendall {shown(agreement['kendall'])}</p>"
     )
@@ -190,11 +194,13 @@ def _again(numbers: dict[str, Any]) -> str:
     )
 
 
-def _rewards(numbers: dict[str, Any]) -> str:
-    rows = [
-        (name, r["responses"], r["mean"], r["least"], r["greatest"], r["length_spearman"]) for name, r in numbers["rewards"].items()
-    ]
-    table = _table(("reward", "responses", "mean", "least", "greatest", "correlation with length"), rows)
+def _rewards(rewards: dict[str, Any]) -> str:
+    rows = [(name, r["responses"], r["mean"], r["least"], r["greatest"], r["length_spearman"]) for name, r in rewards.items()]
+    return _table(("reward", "responses", "mean", "least", "greatest", "correlation with length"), rows)
+
+
+def _not_scored(numbers: dict[str, Any]) -> str:
     failures = numbers["failures"]
     causes = [(cause, count, failures["messages"].get(cause, "")) for cause, count in failures["causes"].items()]
-    return table + (_table(("failures", "responses", "example"), causes) if causes else "")
+    table = _table(("failures", "responses", "example"), causes) if causes else ""
+    return table + "".join(f"<p>{_text(line)}</p>" for line in unscored(numbers))

@@ -83,6 +83,7 @@ class _Checkup:
     def check_scoring(self, recipe: ScoreRecipe) -> None:
         for reward in recipe.rewards:
             self._reward(reward, [], None)
+        self.check("rewards", lambda: rewards.check_answer_rules(recipe.rewards, []))
         self.check("memory", lambda: self._memory(recipe))
         memory.print_budgets(self.console, recipe, self.budgets)
         self._show_reward_model_inputs()
@@ -107,6 +108,7 @@ class _Checkup:
             policy = None if self.template is None else PolicyContext(recipe, self.template, self.prompts)
             for reward in recipe.rewards:
                 self._reward(reward, prompts, policy)
+            self.check("rewards", lambda: rewards.check_answer_rules(recipe.rewards, self.prompts))
         if (
             isinstance(recipe, DPORecipe | RLRecipe)
             and (reference := recipe.reference.path) is not None

@@ -1,7 +1,8 @@
 """Checks of the algorithm settings, of the required audit, and of rewards without a model."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import combinations, islice
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from plaudit.audit.certificate import require_passed
 from plaudit.doctor.findings import Finding
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES
 from plaudit.recipe import RewardSettings, RLRecipe
+from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample
 
@@ -65,6 +67,28 @@ def check_reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Find
     truth, empty = ([pair[i].value for pair in scores] for i in (0, 1))
     values = f"{_listed(truth)} for the ground truth, {_listed(empty)} for an empty answer" if scores else "starts"
     yield "✓", f"{reward.label}: {values}; weight {reward.weight:g}, on failure {reward.on_failure}"
+
+
+def check_answer_rules(rewards: Sequence[RewardSettings], prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Rules whose values add up although they check the same answer. Without prompts, those that `when` does not keep apart."""
+    rules = [
+        reward
+        for reward in rewards
+        if isinstance(reward, Reward) and reward.checks_answer and reward.weight > 0 and reward.combine == "add" and not reward.gate
+    ]
+    if prompts:
+        together = Counter(tuple(rule.label for rule in rules if rule.applies_to(prompt)) for prompt in prompts)
+        found = {labels: f" in {count:,} of the {len(prompts):,} rows" for labels, count in together.items() if len(labels) > 1}
+    else:
+        pairs = ((one, other) for one, other in combinations(rules, 2) if not (one.when and other.when) or one.when == other.when)
+        found = {(one.label, other.label): "" for one, other in pairs}
+    for labels, where in found.items():
+        total = sum(rule.weight * rule.scale for rule in rules if rule.label in labels)
+        yield (
+            "!",
+            f"{' and '.join(labels)} reward the same answer{where}: a right one gets {total:g}. Separate them with `when` (`when: "
+            "otherwise` on the last), take the best of them with combine: max, or only measure one with weight: 0",
+        )
 
 
 def check_audit(recipe: RLRecipe) -> Iterator[Finding]:

@@ -1,16 +1,21 @@
 """`plaudit score`: a recipe's rewards for existing responses, as JSONL, one line per row, in order.
 
-Run again, it resumes after the last line. Slow or paid scores are cached (`OUT.scores.sqlite`) until everything is done, so that
-rows in progress at a kill are not scored twice. Values are raw: nothing is normalised.
+Run again, it scores the rows on which a reward failed once more, then resumes after the last line. Slow or paid scores are cached
+(`OUT.scores.sqlite`) until the output is complete, so that nothing is scored twice after a kill. Values are raw: nothing is
+normalised.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_group, token_counter, with_token_counts
@@ -19,7 +24,7 @@ from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import StepProgress, print_line
-from plaudit.resumable import open_resumable
+from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.reward_models.model_registry import UsageTotals, describe_usage
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.client import GIVEN_UP
@@ -29,6 +34,7 @@ from plaudit.scoring import result_of
 from plaudit.types import ScoredGroup
 
 ROWS_AT_ONCE = 256
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,90 +45,199 @@ class ScoreJob:
     tokenizer: str | None = None
     """A model whose tokenizer counts the tokens of responses without a token count."""
     max_rows: int | None = None
+    data_source: str = ""
+    """Of rows without one."""
+    details: bool = False
+    """Also write what each reward saw and returned, with judges' prompts and answers."""
+    allow_failures: bool = False
+    """Rows without a value are accepted."""
+
+
+# What was scored -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Means:
+    """Means of the reward and of its components, over the responses that have them."""
+
+    responses: int = 0
+    _sums: Counter[str] = field(default_factory=Counter)
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, reward: float | None, parts: Mapping[str, float]) -> None:
+        self.responses += 1
+        for name, value in [("reward", reward), *((f"parts/{part}", x) for part, x in parts.items())]:
+            if value is not None:
+                self._sums[name] += value  # pyright: ignore[reportArgumentType]
+                self._counts[name] += 1
+
+    def __getitem__(self, name: str) -> float | None:
+        return self._sums[name] / self._counts[name] if self._counts[name] else None
+
+    @property
+    def parts(self) -> list[str]:
+        return [name.removeprefix("parts/") for name in self._counts if name != "reward"]
 
 
 @dataclass
 class Summary:
+    """Of all rows in the output, whenever they were scored."""
+
     rows: int = 0
-    samples: int = 0
-    values: list[float] = field(default_factory=list)
+    rows_without_value: int = 0
+    means: Means = field(default_factory=Means)
+    by_source: dict[str, Means] = field(default_factory=dict)
     malformed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    """Responses without a value, by cause."""
     messages: dict[str, str] = field(default_factory=dict)
     """The first message of each cause."""
-    seconds: float = 0.0
+    per_s: float = 0.0
+    """Responses scored per second by this command."""
     models: dict[str, UsageTotals] = field(default_factory=dict)
     """Usage by reward model."""
 
-    def add(self, scored: ScoredGroup) -> None:
-        self.rows, self.samples = self.rows + 1, self.samples + len(scored.scores)
-        self.values += [score.value for score in scored.scores if score.value is not None]
-        self.malformed += sum(score.malformed for score in scored.scores)
-        for score in scored.scores:
-            if score.failure is not None:
-                self.failures[score.failure.cause] += 1
-                self.messages.setdefault(score.failure.cause, " ".join(score.failure.message.split())[:200])
+    def add(self, row: Row) -> None:
+        source = self.by_source.setdefault(str(row.get("data_source") or ""), Means())
+        self.rows += 1
+        self.rows_without_value += any(result["reward"] is None for result in _results(row))
+        for result in _results(row):
+            for means in (self.means, source):
+                means.add(result["reward"], result["parts"])
+            self.malformed += result["malformed"]
+            if result["reward"] is None:
+                failure = result["failure"]
+                self.failures[failure["cause"]] += 1
+                named = f"{failure['reward']}: " if failure["reward"] else ""
+                self.messages.setdefault(failure["cause"], f"{named}{' '.join(failure['message'].split())[:200]}")
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} row{'s' * (self.rows != 1)}, {self.samples:,} response{'s' * (self.samples != 1)}"]
-        if self.values:
-            parts.append(f"mean reward {sum(self.values) / len(self.values):.4g}")
+        samples, mean = self.means.responses, self.means["reward"]
+        parts = [f"{self.rows:,} row{'s' * (self.rows != 1)}, {samples:,} response{'s' * (samples != 1)}"]
+        if mean is not None:
+            parts.append(f"mean reward {mean:.4g}")
         if self.malformed:
             parts.append(f"{self.malformed:,} malformed")
         if self.failures:
             causes = ", ".join(f"{count:,} {cause}: {self.messages[cause]}" for cause, count in self.failures.most_common())
             parts.append(f"{self.failures.total():,} without a value ({causes})")
-        if self.seconds:
-            parts.append(f"{self.samples / self.seconds:,.0f} responses/s")
+        if self.per_s:
+            parts.append(f"{self.per_s:,.0f} responses/s")
         parts += [f"{name}: {describe_usage(amounts)}" for name, amounts in self.models.items()]
         return "; ".join(parts)
 
+    def print_means(self, console: Console) -> None:
+        """A table of the means: a line for each data source if there are several, and one for all."""
+        components = self.means.parts
+        if len(components) < 2 and len(self.by_source) < 2:
+            return  # nothing that the mean reward does not show
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("data_source", overflow="fold")
+        for column in ("responses", "reward", *components):
+            table.add_column(column, justify="right", overflow="fold")
+        sources = sorted(self.by_source.items()) if len(self.by_source) > 1 else []
+        for name, means in [*sources, ("all", self.means)]:
+            values = [means["reward"], *(means[f"parts/{part}"] for part in components)]
+            table.add_row(name or "–", f"{means.responses:,}", *("–" if x is None else f"{x:.4g}" for x in values))
+        console.print(table)
+
+
+def _results(row: Row) -> list[Row]:
+    """A row's results, one per response: those of a row with `responses` are lists."""
+    names = ("reward", "parts", "malformed", "failure")
+    if not isinstance(row["reward"], list):
+        return [{name: row[name] for name in names}]
+    return [dict(zip(names, values, strict=True)) for values in zip(*(row[name] for name in names), strict=True)]
+
+
+def _has_failure(row: Row) -> bool:
+    return any(result["failure"] is not None for result in _results(row))
+
+
+# Scoring -------------------------------------------------------------------------------------------------------------
+
 
 def score(job: ScoreJob) -> Summary:
-    """Score the rows that the output lacks; return a summary of the rows scored now."""
+    """Score the rows that the output lacks, and again those on which a reward failed."""
     inputs = {
         "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
         "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
         "tokenizer": job.tokenizer,
+        "data_source": job.data_source,
+        "details": job.details,
     }
     files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
-    count_tokens = token_counter(job.tokenizer)
     total = sum(len(read_rows(source.path)) for source in job.sources)
     total = min(total, job.max_rows or total)
-    summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
+    cache = job.out.with_name(f"{job.out.name}.scores.sqlite")
     with (
         open_resumable(job.out, inputs, "score", may_change=files) as file,
-        RewardRunner(job.rewards, cache=kept, tolerant=True) as runner,
+        RewardRunner(job.rewards, cache=cache, tolerant=True) as runner,
     ):
-        if file.done:
-            rest = "; resuming with the rest" if len(file.done) < total else ""
-            print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
-        began = time.perf_counter()
-        with StepProgress("score", total, len(file.done)) as progress:
-            rows = islice(_rows(job.sources), len(file.done), total)
-            while chunk := list(islice(rows, ROWS_AT_ONCE)):
-                groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
-                results = runner.collect(groups, training=False)
-                _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
-                for (row, _), scored in zip(chunk, results, strict=True):
-                    file.write(row | result_of(scored, many="responses" in row))
-                    summary.add(scored)
-                summary.seconds = time.perf_counter() - began
-                progress.update(len(file.done) + summary.rows, {"time/responses_per_s": summary.samples / summary.seconds})
-        file.sync()
+        summary = _score_missing(job, file, runner, total)
         summary.models = runner.amounts()
-    for leftover in (kept, *(kept.with_name(f"{kept.name}-{end}") for end in ("wal", "shm"))):
-        leftover.unlink(missing_ok=True)  # every row is written
+    if job.allow_failures or not summary.rows_without_value:
+        for leftover in (cache, *(cache.with_name(f"{cache.name}-{end}") for end in ("wal", "shm"))):
+            leftover.unlink(missing_ok=True)
     if summary.failures[NO_REWARD]:
-        print_line(f"no reward's `when` matches {summary.failures[NO_REWARD]:,} responses", "yellow")
+        count = summary.failures[NO_REWARD]
+        print_line(f"no reward's `when` matches {count:,} responses; `when: otherwise` makes a reward for such rows", "yellow")
     return summary
 
 
-def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row with an id, and its location for error messages."""
-    for source in sources:
+def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, total: int) -> Summary:
+    summary, failed = Summary(), list[int]()
+    for number, row in enumerate(islice(file.rows(), total)):
+        if _has_failure(row):
+            failed.append(number)
+        else:
+            summary.add(row)
+    if file.done:
+        again = f"; scoring {len(failed):,} of them again, on which a reward failed" if failed else ""
+        rest = "; resuming with the rest" if len(file.done) < total else ""
+        print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{again}{rest}")
+    count_tokens = token_counter(job.tokenizer)
+    before, began = summary.means.responses, time.perf_counter()
+    with StepProgress("score", total, summary.rows) as progress:
+
+        def scored(rows: Iterator[tuple[Row, str]]) -> Iterator[Row]:
+            while chunk := list(islice(rows, ROWS_AT_ONCE)):
+                results = _score_chunk(job, chunk, runner, count_tokens)
+                for row in results:
+                    summary.add(row)
+                summary.per_s = (summary.means.responses - before) / (time.perf_counter() - began)
+                progress.update(summary.rows, {"time/responses_per_s": summary.per_s})
+                yield from results
+
+        if failed:
+            chosen = set(failed)
+            again = scored(row for number, row in enumerate(islice(_rows(job), total)) if number in chosen)
+            file.replace(dict(zip(failed, again, strict=True)))
+        for row in scored(islice(_rows(job), len(file.done), total)):
+            file.write(row)
+    file.sync()
+    return summary
+
+
+def _score_chunk(
+    job: ScoreJob, chunk: Sequence[tuple[Row, str]], runner: RewardRunner, count_tokens: Callable[[str], int] | None
+) -> list[Row]:
+    """Rows with their results."""
+    groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
+    results = runner.collect(groups, training=False)
+    _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
+    return [
+        row | result_of(scored, many="responses" in row, details=job.details)
+        for (row, _), scored in zip(chunk, results, strict=True)
+    ]  # fmt: skip
+
+
+def _rows(job: ScoreJob) -> Iterator[tuple[Row, str]]:
+    """Each row with an id and a data source, and its location for error messages."""
+    for source in job.sources:
         for number, row in enumerate(read_rows(source.path)):
-            yield {"id": f"{source.path}:{number}", **row}, f"{source.path}: row {number}"
+            own = {"data_source": job.data_source} if job.data_source and not row.get("data_source") else {}
+            yield {"id": f"{source.path}:{number}", **row, **own}, f"{source.path}: row {number}"
 
 
 def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:

@@ -18,7 +18,7 @@ from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
 
-HINT = "Score them first: plaudit score answers.jsonl --rewards R.yaml --out scored.jsonl"
+HINT = "Score them first: plaudit score R.yaml answers.jsonl --out scored.jsonl"
 
 SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status", "tokens": "tokens"}
 """Columns of a prompt's responses together → columns of one sample of a run."""

@@ -3,12 +3,15 @@
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
+    PrivateAttr,
     SerializeAsAny,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -60,6 +63,24 @@ def _expand_gate(gate: Any) -> Any:
     return {"reward": gate} if isinstance(gate, str) else gate
 
 
+OTHERWISE = "otherwise"
+Fields = dict[str, Annotated[tuple[str, ...], BeforeValidator(one_or_more)]]
+"""A row's fields by name, each with patterns of which one must match."""
+
+
+def _check_when(when: Any) -> Any:
+    if isinstance(when, str) and when != OTHERWISE:
+        raise ValueError(f"{when!r:.80} is neither `otherwise` nor fields of a row, such as {{data_source: gsm8k*}}")
+    return when
+
+
+When = Annotated[
+    Annotated[Fields, Tag("fields")] | Annotated[Literal["otherwise"], Tag(OTHERWISE)],
+    Discriminator(lambda when: OTHERWISE if isinstance(when, str) else "fields"),  # so that only one of them is reported
+    BeforeValidator(_check_when),
+]
+
+
 class RewardSettings(Section):
     """Settings of every reward. Its kind adds its own (`plaudit/rewards/`)."""
 
@@ -67,8 +88,9 @@ class RewardSettings(Section):
     """The kind of reward: the name of its file in plaudit/rewards."""
     name: str | None = None
     """Its name in metrics and samples; default: its kind."""
-    when: dict[str, Annotated[tuple[str, ...], BeforeValidator(one_or_more)]] = {}  # noqa: RUF012 (pydantic copies it)
-    """Only rows in which all these fields match: {data_source: "gsm8k*"}, {extra_info.lang: [de, fr]}. Case is ignored."""
+    when: When = {}  # noqa: RUF012 (pydantic copies it)
+    """Only rows in which all these fields match: {data_source: "gsm8k*"}, {extra_info.lang: [de, fr]}. Case is ignored. Or
+    `otherwise`: only rows that no reward above it with such fields and a weight matches."""
     view: View = View()
     """What it sees of a response."""
     weight: float = 1.0
@@ -93,6 +115,9 @@ class RewardSettings(Section):
     """Concurrency, rates, time limits, retries, and when it is given up."""
     cache: bool | None = None
     """Cache scores on disk, so that a resumed run need not compute them again; default: for kinds that are slow or cost money."""
+
+    _matched_above: tuple[Fields, ...] | None = PrivateAttr(None)
+    """when: otherwise. The fields of the rewards above it, whose rows it leaves to them; set by the list it is in."""
 
     @property
     def label(self) -> str:
@@ -121,11 +146,24 @@ class RewardSettings(Section):
 
     def applies_to(self, prompt: "Prompt") -> bool:
         """Whether the prompt's fields match `when`."""
-        return all(
-            any(fnmatch.fnmatchcase(field, pattern.casefold()) for pattern in patterns)
-            for name, patterns in self.when.items()
-            for field in [_field(prompt, name).strip().casefold()]
-        )
+        if not isinstance(self.when, str):
+            return _matches(self.when, prompt)
+        assert self._matched_above is not None, "when: otherwise has a meaning only in a recipe's list of rewards"
+        return not any(_matches(fields, prompt) for fields in self._matched_above)
+
+    def after(self, above: "Sequence[RewardSettings]") -> Self:
+        """This reward below these in a list: `when: otherwise` refers to them."""
+        if self.when != OTHERWISE:
+            return self
+        fields = tuple(reward.when for reward in above if reward.when and not isinstance(reward.when, str) and reward.weight)
+        if not fields:
+            raise ValueError(
+                f"{self.label} has `when: otherwise`, so it needs a reward above it with a weight and a `when` of fields; it "
+                "applies to the rows that none of those matches"
+            )
+        placed = self.model_copy()
+        placed._matched_above = fields
+        return placed
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> "RewardSettings":
@@ -133,6 +171,14 @@ class RewardSettings(Section):
         if low is not None and high is not None and low > high:
             raise ValueError(f"bounds: {low:g} is greater than {high:g}")
         return self
+
+
+def _matches(fields: Fields, prompt: "Prompt") -> bool:
+    return all(
+        any(fnmatch.fnmatchcase(field, pattern.casefold()) for pattern in patterns)
+        for name, patterns in fields.items()
+        for field in [_field(prompt, name).strip().casefold()]
+    )
 
 
 def _field(prompt: "Prompt", name: str) -> str:
@@ -174,7 +220,7 @@ def _check_rewards(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings,
         if reward.gate is not None and reward.gate.reward not in labels[:i]:
             raise ValueError(f"the gate of {reward.label} must name a reward above it, not {reward.gate.reward}")
     _check_shared_limits([named for reward in rewards for named in _nested(reward, reward.label)])
-    return rewards
+    return tuple(reward.after(rewards[:i]) for i, reward in enumerate(rewards))
 
 
 def _nested(reward: RewardSettings, name: str) -> Iterator[tuple[str, RewardSettings]]:

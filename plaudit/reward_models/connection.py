@@ -23,7 +23,7 @@ import aiohttp
 
 from plaudit.errors import RecipeError, redact
 from plaudit.recipe.limits import ModelLimits
-from plaudit.reward_models.backend import Usage
+from plaudit.reward_models.backend import UNAUTHORISED, Usage
 from plaudit.reward_models.rate_limit import RateLimiter
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.types import Failure
@@ -65,6 +65,8 @@ class Connection:
         self.replicas, self.limits, self.usage = replicas, limits, Usage()
         self._credential = credential
         self._key = ""
+        self._key_accepted = False
+        """A call has been answered. A 403 after that is about one prompt (gateways reject some), not about the key."""
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(limits.max_concurrent_calls)
         self.rate_limiter = RateLimiter(limits.calls_per_s, limits.tokens_per_minute)
@@ -162,13 +164,25 @@ class Connection:
                 raw = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return fault_of(error, limit_s, self.limits)
+        if response.status == 401 or (response.status == 403 and not self._key_accepted):
+            return self._unauthorised(response.status, raw)
         if response.status != 200:
             return _status_fault(response, raw)
+        self._key_accepted = True
         try:
             return read(json.loads(raw))
         except (Garbage, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             why = str(error) if isinstance(error, Garbage) else "not the expected JSON"
             return Fault("garbage", f"{why}: {_message(raw)!r}. Is this the right server, with the right dialect?")
+
+    def _unauthorised(self, status: int, raw: bytes) -> Fault:
+        message = _message(raw)
+        shown = f"HTTP {status}" + (f", {message!r}" if message else "")
+        if self._credential is None:
+            hint = "The server needs a key: set credential to the NAME of the environment variable that holds it."
+        else:
+            hint = f"The key in {self._credential} is not accepted: set that environment variable to the right one."
+        return Fault(UNAUTHORISED, f"{shown}. {hint}", temporary=False)
 
     # Other calls ------------------------------------------------------------------------------------------------------
 
@@ -227,8 +241,8 @@ def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
     if status in (400, 413, 422) and _means_too_long(message):
         raise TooLong(message)
     match status:
-        case 401 | 403:
-            hint = "Set credential to the NAME of the environment variable that holds the right key."
+        case 403:
+            hint = "The server rejects this prompt; it has accepted others."
         case 404 | 405:
             hint = "Does the server have this endpoint (scalar models: vllm serve … --runner pooling)? Is the model's name right?"
         case 301 | 302 | 307 | 308:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from plaudit.files import text_digest
+from plaudit.reward_models.backend import may_be_retried
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import LiveReward, failed, last_line
 from plaudit.rewards.view import see
@@ -144,7 +145,7 @@ class RewardClient:
     async def _with_retries(self, group: Group, work: Work) -> list[Score]:
         scores = await self._call(group, work)
         for retry in range(self.limits.group_retries):
-            again = [i for i, score in enumerate(scores) if score.failure is not None]
+            again = [i for i, score in enumerate(scores) if may_be_retried(score.failure)]
             if not again or self.given_up is not None:
                 break
             await asyncio.sleep(self.limits.backoff_s * 2**retry)

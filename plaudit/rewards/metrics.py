@@ -1,10 +1,13 @@
-"""A step's scores as metrics. A metric without data (no sample has a value) is left out, not zero."""
+"""A step's scores as metrics. A metric without data (no sample has a value, no group has two samples) is left out, not zero."""
 
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from plaudit.types import Score, ScoredGroup
+
+MAX_SOURCES = 50
+"""Data sources with metrics of their own: a data set may name each row's."""
 
 
 def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -19,13 +22,34 @@ def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
         result["reward_std"] = statistics.pstdev(values)
         result["reward_min"] = min(values)
         result["reward_max"] = max(values)
-    for part in sorted({part for score in scores for part in score.parts}):
-        result[f"parts/{part}"] = statistics.fmean(score.parts[part] for score in scores if part in score.parts)
+    result |= _parts(scores)
     result["malformed"] = statistics.fmean(score.malformed for score in scores)
     result["dropped"] = float(len(scores) - len(values))
-    result["groups_without_signal"] = statistics.fmean(not has_signal(group) for group in scored)
+    if several := [group for group in scored if len(group.scores) > 1]:
+        result["groups_without_signal"] = statistics.fmean(not has_signal(group) for group in several)
     causes = Counter(cause for name, score in _by_reward(scored) if score.failure for cause in _keys(name, score.failure.cause))
     return result | {f"failures/{key}": float(count) for key, count in sorted(causes.items())}
+
+
+def metrics_by_source(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """`SOURCE/reward` and `SOURCE/parts/…` for the rows of each data source; of more than MAX_SOURCES, the most frequent ones."""
+    sources: dict[str, list[Score]] = {}
+    for group in scored:
+        if group.group.prompt.data_source:
+            sources.setdefault(group.group.prompt.data_source, []).extend(group.scores)
+    result: dict[str, float] = {}
+    for source, scores in sorted(sorted(sources.items(), key=lambda item: -len(item[1]))[:MAX_SOURCES]):
+        if values := [score.value for score in scores if score.value is not None]:
+            result[f"{source}/reward"] = statistics.fmean(values)
+        result |= {f"{source}/{name}": mean for name, mean in _parts(scores).items()}
+    return result
+
+
+def _parts(scores: Sequence[Score]) -> dict[str, float]:
+    return {
+        f"parts/{part}": statistics.fmean(score.parts[part] for score in scores if part in score.parts)
+        for part in sorted({part for score in scores for part in score.parts})
+    }
 
 
 def has_signal(group: ScoredGroup) -> bool:

@@ -33,6 +33,8 @@ class Reward(RewardSettings, ABC):
     """Which reward; each class narrows this to its own name, as a Literal."""
     scores_alone: ClassVar[bool] = True
     """A sample's score does not depend on the other samples of its group."""
+    checks_answer: ClassVar[bool] = False
+    """It compares the answer with the row's ground truth: a right answer is rewarded once by each such reward."""
     cached: ClassVar[bool] = True
     """Scores are slow or cost money, so they are cached on disk by default."""
 

@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RewardSettings
+from plaudit.reward_models.backend import UNAUTHORISED
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import RewardClient
@@ -52,7 +53,7 @@ class RewardRunner:
         repeatable: bool = False,
     ):
         """`rewards`: settings, or live rewards that the caller built. `cache`: a file to cache scores in. `tolerant`: no failure
-        rate is too high; only `on_failure: stop` stops.
+        rate is too high; only `on_failure: stop` and a rejected key stop.
         `repeatable`: a group's scores have the same bits, whatever else is scored."""
         self.live = [reward if isinstance(reward, LiveReward) else build(reward) for reward in rewards]
         self.rewards: list[Reward] = [live.settings for live in self.live]
@@ -413,8 +414,12 @@ class _Step:
                     self._failed.append({**prompt, **why})
 
     def check(self) -> None:
-        """Raise as soon as it is certain: at the first failure with on_failure: stop, else when the rate is sure to be exceeded."""
+        """Raise as soon as it is certain: at the first call whose key is rejected, at the first failure with on_failure: stop, else
+        when the rate is sure to be exceeded."""
         for reward, failures in self._failures:
+            if rejected := next((failure for failure in failures if failure.cause == UNAUTHORISED), None):
+                message = f"reward '{reward.label}': {rejected.message} Then run the same command to resume."
+                raise TrainingStopped(message, self._failed)
             if failures and reward.on_failure == "stop":
                 raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
             samples = self.samples if self.all_sampled else self._expected

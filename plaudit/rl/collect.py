@@ -16,7 +16,7 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.objectives.registry import ESTIMATORS
 from plaudit.recipe import RLRecipe
 from plaudit.report.samples import length_metrics
-from plaudit.rewards.metrics import has_signal
+from plaudit.rewards.metrics import has_signal, metrics_by_source
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rollout.engine import Capabilities, Engine, Sampling
@@ -113,7 +113,7 @@ def validate(
     groups, seconds = _sample_and_score(
         engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step, training=False
     )
-    metrics = _metrics(groups, rewards, seconds)
+    metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}

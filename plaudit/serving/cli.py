@@ -8,12 +8,11 @@ import typer
 
 from plaudit.errors import PlauditError
 from plaudit.inputs import load_rewards
+from plaudit.options import RewardRecipe, Tokenizer
 
 
 def serve(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="R.yaml", help="A recipe with `rewards:`, or an RL recipe.", show_default=False)
-    ],
+    recipe: RewardRecipe,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[section.name=value]…", help="Settings that override the recipe's.", show_default=False),
@@ -32,7 +31,7 @@ def serve(
     ] = 600.0,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Time to finish requests in flight on shutdown.")] = 30.0,
     cache: Annotated[Path | None, typer.Option(help="File to cache slow or costly scores in.", show_default=False)] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Model whose tokenizer counts tokens when a request omits them.")] = None,
+    tokenizer: Tokenizer = None,
 ) -> None:
     """Serve a recipe's rewards over HTTP: scores, metrics, and API documentation at /docs.
 

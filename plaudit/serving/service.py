@@ -13,7 +13,7 @@ from plaudit.recipe import RewardSettings
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.reward import last_line
 from plaudit.rewards.runner import RewardRunner
-from plaudit.scoring import result_of
+from plaudit.scoring import result_of, reward_scores
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.schemas import finite_only, to_jsonable
 from plaudit.types import Failure, Group, Score, ScoredGroup
@@ -142,19 +142,13 @@ def scored_item(group: Group, outcome: ScoredGroup | Failure, index: int, id: st
         response["parts"] = finite_only(response["parts"])
         if response["failure"] is not None:
             response["failure"]["message"] = redact(response["failure"]["message"])
-        response["by_reward"] = (
-            {name: _reward_score(name, scores[i]) for name, scores in outcome.by_reward.items()} if details else None
-        )
+        response["by_reward"] = _jsonable(reward_scores(outcome, i)) if details else None
     return {"index": index, "id": id, "responses": responses}
 
 
-def _reward_score(name: str, score: Score) -> dict[str, Any]:
-    failure = score.failure and {"reward": name, "cause": score.failure.cause, "message": redact(score.failure.message)}
-    return {
-        "value": score.value,
-        "parts": finite_only(score.parts),
-        "malformed": score.malformed,
-        "failure": failure,
-        "view": score.view,
-        "trace": to_jsonable(score.trace),
-    }
+def _jsonable(by_reward: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    for score in by_reward.values():
+        score["parts"], score["trace"] = finite_only(score["parts"]), to_jsonable(score["trace"])
+        if score["failure"] is not None:
+            score["failure"]["message"] = redact(score["failure"]["message"])
+    return by_reward

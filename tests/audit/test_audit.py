@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,8 +21,10 @@ from plaudit.audit.cli import audit, draw_groups, write_report
 from plaudit.audit.correlation import kendall, pearson, ranks, spearman, spearman_partial, spearman_within
 from plaudit.audit.dumps import Rollout, list_files, read_rollouts
 from plaudit.audit.inspection import inspect
+from plaudit.audit.page import draw_page
 from plaudit.audit.probes import PROBES, probe_text, reformatted
 from plaudit.audit.targets import final_answer, make_target, replace_all, replace_last, to_number
+from plaudit.audit.terminal import scope, shown
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.audit import AuditSettings
@@ -515,10 +518,35 @@ def test_report_files(tmp_path):
     assert "⟨U+200B⟩" in page  # from the unicode probe, which this reward accepts
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page
+    assert "<th class=n>measured</th>" in page
+    assert "<th class=n>mean reward</th>" in page
     numbers = json.loads((tmp_path / "audit.json").read_text())
     assert numbers["passed"] is False
     assert "order" in numbers["failed"]
     assert numbers["checks"][0].keys() == {"name", "state", "value", "bound", "at_most", "description"}
+
+
+def test_the_verdict_covers_only_what_was_measured():
+    unlabelled = [replace(rollout, labels=(None, None)) for rollout in rollouts()]
+    report = report_of([{"kind": "exact"}], unlabelled, probe_prompts=0, max_length_correlation=None)
+    assert report.passed
+    assert report.as_dict()["not_measured"] == report.not_measured
+    assert scope(report) == (
+        "all 5 measured checks passed; not measured: accuracy, false accepts, failures on adversarial probes, 15 adversarial probes"
+    )
+    failed = report_of([Odd(how="place")])
+    assert f"{len(failed.failed)} of {len(failed.checks)} measured checks failed" in scope(failed)
+
+
+def test_probes_that_were_not_rewarded_are_in_one_table_only():
+    page = draw_page(report_of([{"kind": "exact"}]))
+    assert page.count(">echo<") == 1
+    assert "exploit: " not in page
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "–"), (12345, "12,345"), (0.98024, "0.98"), (12345.6, "12,346"), (1.0, "1")])
+def test_numbers_are_rounded(value, text):
+    assert shown(value) == text
 
 
 def test_command_writes_reports_and_sets_its_exit_code(command, tmp_path):
@@ -532,6 +560,7 @@ def test_command_writes_reports_and_sets_its_exit_code(command, tmp_path):
     done = command(recipe, file)
     assert done.exit_code == 0, done.output
     assert "PASSED" in done.output
+    assert "measured checks passed; not measured: length" in " ".join(done.output.split())
     assert (tmp_path / "audit/audit.html").exists()
     backwards = write_jsonl(tmp_path / "wrong.jsonl", [row | {"label": not row["label"]} for row in rows])
     done = command(recipe, backwards, "--out", tmp_path / "elsewhere", "--no-probes", "--seed", 3)
@@ -540,7 +569,7 @@ def test_command_writes_reports_and_sets_its_exit_code(command, tmp_path):
     assert report["failed"] == ["accuracy", "false accepts"]
     assert report["settings"]["seed"] == 3
     assert all(probe["tried"] == 0 for probe in report["numbers"]["probes"])
-    done = command(recipe, file, "--threshold", 2, "--max-rows", 6, "--out", tmp_path / "third")
+    done = command(recipe, file, "--threshold", 2, "--max-responses", 6, "--out", tmp_path / "third")
     report = json.loads((tmp_path / "third/audit.json").read_text())
     assert report["numbers"]["scale"]["threshold"] == 2.0
     assert report["numbers"]["responses"] == 6

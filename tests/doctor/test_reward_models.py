@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from plaudit.config import load
 from plaudit.doctor import recording
 from plaudit.doctor.memory import check_budgets
+from plaudit.doctor.rewards import check_answer_rules
 from plaudit.doctor.sanity_pairs import BUILT_IN_PAIRS, GIBBERISH, format_answer, make_pairs
 from plaudit.errors import RecipeError
 from plaudit.models.memory import Budget, Need, count_parameters, plan_reward_model
@@ -85,6 +86,42 @@ def judge_reward(url: str, template: Path, **settings: Any) -> dict:
 
 def findings_for(findings: list[tuple[str, str, str]], check: str) -> list[tuple[str, str]]:
     return [(mark, text) for mark, name, text in findings if name == check]
+
+
+# Answer rules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "warning"),
+    [
+        (
+            [{"kind": "gsm8k", "when": {"data_source": "gsm8k"}}, {"kind": "math"}],
+            "gsm8k and math reward the same answer: a right one",
+        ),
+        ([{"kind": "gsm8k", "when": {"data_source": "gsm8k"}}, {"kind": "math", "when": "otherwise"}], None),
+        ([{"kind": "gsm8k"}, {"kind": "math", "combine": "max"}], None),
+        ([{"kind": "gsm8k"}, {"kind": "math", "weight": 0}, {"kind": "contains", "text": "so"}], None),
+        (
+            [{"kind": "exact"}, {"kind": "contains", "weight": 0.5}],
+            "exact and contains reward the same answer: a right one gets 1.5",
+        ),
+    ],
+)
+def test_rules_that_reward_the_same_answer_are_reported(doctor, rewards, warning):
+    _, findings, _ = doctor(*rewards)
+    found = findings_for(findings, "rewards")
+    assert [mark for mark, _ in found] == ([] if warning is None else ["!"])
+    assert not found or found[0][1].startswith(warning or "")
+
+
+def test_rows_that_two_rules_reward_are_counted():
+    rewards = ScoreRecipe.model_validate(
+        {"rewards": [{"kind": "gsm8k", "when": {"data_source": "a*"}}, {"kind": "math", "when": {"data_source": ["ab", "c"]}}]}
+    ).rewards
+    prompts = [Prompt(str(i), [], data_source=source) for i, source in enumerate(["a", "ab", "c", "d"])]
+    [(mark, text)] = check_answer_rules(rewards, prompts)
+    assert (mark, "gsm8k and math reward the same answer in 1 of the 4 rows: a right one gets 2." in text) == ("!", True)
+    assert not list(check_answer_rules(rewards, [prompts[0], prompts[2]]))
 
 
 # Descriptions and sanity pairs ---------------------------------------------------------------------------------------
@@ -252,7 +289,7 @@ def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
         assert code == 0
         server.fault_for_all = "401"
         _, findings, more = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
-        assert findings_for(findings, "reward")[1][0] == "✗"
+        assert findings_for(findings, "reward")[-1][0] == "✗"
         monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
         _, _, third = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
         assert "The one in JUDGE_API_KEY is not accepted." in third

@@ -954,6 +954,7 @@ def test_validation_is_greedy_by_default(tmp_path, recipe, prompts_file, engine_
             assert len(samples) == 3
             assert {sample["version"] for sample in samples} == {row["step"]}
             assert row["val/reward"] == pytest.approx(np.mean([sample["reward"] for sample in samples]))
+            assert row["val/sums/reward"] == row["val/reward"]  # all of one data source
             assert row["val/length"] == pytest.approx(np.mean([sample["tokens"] for sample in samples]))
     assert sorted(path.name for path in (tmp_path / "run/samples").glob("val_*")) == [f"val_{s:06d}.parquet" for s in (0, 2, 4, 5)]
 

@@ -390,7 +390,7 @@ def test_calls_retries_tokens_and_cost_are_reported(tmp_path, plaudit):
         assert counts["judge/judge/first/cost"] == pytest.approx(counts["judge/cost"] / 2)
         file = write_recipe(tmp_path / "r.yaml", {"rewards": rewards[:1]})
         write_jsonl(tmp_path / "rows.jsonl", rows)
-        code, out, _ = plaudit("score", tmp_path / "rows.jsonl", "--rewards", file, "--out", tmp_path / "out.jsonl")
+        code, out, _ = plaudit("score", file, tmp_path / "rows.jsonl", "--out", tmp_path / "out.jsonl")
     assert code == 0
     assert "judge: 10 calls (5 retries), 500 + 50 tokens, cost 0.002" in " ".join(out.split())
 

@@ -219,13 +219,25 @@ def test_transient_faults_are_retried(server, fault):
     check_counts(usage, 3)
 
 
-@pytest.mark.parametrize(("fault", "hint"), [("400", "temperature must not be negative"), ("401", "credential")])
-def test_permanent_faults_are_not_retried(server, fault, hint):
+@pytest.mark.parametrize(
+    ("fault", "expected", "hint"),
+    [("400", "http", "temperature must not be negative"), ("401", "unauthorised", "set credential to the NAME")],
+)
+def test_permanent_faults_are_not_retried(server, fault, expected, hint):
     answers, usage = generate(model(server), f"{fault} a", "b")
-    assert [cause(answer) for answer in answers] == ["http", None]
+    assert [cause(answer) for answer in answers] == [expected, None]
     assert answers[0].failure is not None
     assert hint in answers[0].failure.message
     assert usage.calls == 2
+
+
+def test_forbidden_means_a_wrong_key_only_until_a_call_is_answered(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_PASS", "velvet-hammer")
+    one_by_one = ModelLimits(backoff_s=0.001, max_concurrent_calls=1)
+    answers, _ = generate(model(server, credential="JUDGE_PASS"), "403 a", "b", "403 c", limits=one_by_one)
+    assert [cause(answer) for answer in answers] == ["unauthorised", None, "http"]
+    assert answers[0].failure is not None
+    assert "The key in JUDGE_PASS is not accepted" in answers[0].failure.message
 
 
 def test_retry_after_is_respected():

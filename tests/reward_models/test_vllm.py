@@ -359,7 +359,7 @@ def scoring(models, tmp_path) -> Iterator[Scoring]:
     recipe = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{**reward, "limits": {"max_concurrent_groups": 2}}]})
     # Repeated rows, so that scoring takes a while; made distinct, or the cache would answer.
     rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(20) for row in ROWS])
-    command = [sys.executable, "-m", "plaudit", "score", rows, "--rewards", recipe, "--out", tmp_path / "scored.jsonl"]
+    command = [sys.executable, "-m", "plaudit", "score", recipe, rows, "--out", tmp_path / "scored.jsonl"]
     log = tmp_path / "log"
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "VLLM_API_KEY": KEY}
     with log.open("wb") as file:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import pickle
 import statistics
 from typing import ClassVar, Literal
 
@@ -106,6 +107,55 @@ def test_when(when, applies):
     assert values(got) == [4.0 + 2.0 if applies else 2.0]
     assert got.by_reward["a"][0].applies == applies
     assert ("a" in got.scores[0].parts) == applies
+
+
+def rewards_of(*entries: dict) -> tuple:
+    return ScoreRecipe.model_validate({"rewards": [{"kind": "exact", **entry} for entry in entries]}).rewards
+
+
+def applying(rewards: tuple, data_source: str) -> list[str]:
+    return [reward.label for reward in rewards if reward.applies_to(Prompt("p", [], data_source=data_source))]
+
+
+def test_otherwise_applies_where_no_reward_above_with_fields_and_a_weight_does():
+    rewards = rewards_of(
+        {"name": "a", "when": {"data_source": "a*"}},
+        {"name": "always"},
+        {"name": "measured", "when": {"data_source": "c"}, "weight": 0},
+        {"name": "rest", "when": "otherwise"},
+        {"name": "b", "when": {"data_source": "b"}},
+        {"name": "last", "when": "otherwise"},
+    )
+    assert applying(rewards, "a1") == ["a", "always"]
+    assert applying(rewards, "b") == ["always", "rest", "b"]  # rest: b is below it
+    assert applying(rewards, "c") == ["always", "measured", "rest", "last"]
+    assert applying(rewards, "") == ["always", "rest", "last"]
+    again = ScoreRecipe.model_validate(ScoreRecipe(rewards=rewards).model_dump()).rewards
+    assert again == rewards
+    assert pickle.loads(pickle.dumps(rewards)) == rewards
+    changed = rewards[3].model_copy(update={"weight": 2.0})
+    assert applying((changed,), "a1") == []
+    with RewardRunner(rewards) as runner:
+        [scores] = runner.collect([group("4", data_source="a")])
+    assert scores.scores[0].parts == {"a": 1.0, "always": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"when": "otherwise"}], "exact has `when: otherwise`, so it needs a reward above it"),
+        ([{"name": "a"}, {"when": "otherwise"}], "needs a reward above it with a weight and a `when` of fields"),
+        (
+            [{"name": "a", "when": {"x": "y"}, "weight": 0}, {"name": "b"}, {"when": "otherwise"}],
+            "needs a reward above it with a weight",
+        ),
+        ([{"when": "otherwise"}, {"name": "a", "when": {"x": "y"}}], "needs a reward above it"),
+        ([{"when": "gsm8k"}], "'gsm8k' is neither `otherwise` nor fields of a row"),
+    ],
+)
+def test_otherwise_needs_something_above_it(entries, message):
+    with pytest.raises(ValidationError, match=message):
+        rewards_of(*entries)
 
 
 def test_rows_that_match_no_reward_have_no_value_and_training_rejects_them():

@@ -23,7 +23,7 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
 from plaudit.rewards.functions.function import Function, FunctionLimits
-from plaudit.rewards.metrics import metrics
+from plaudit.rewards.metrics import metrics, metrics_by_source
 from plaudit.rewards.reward import LiveReward, Reward, Rule
 from plaudit.rewards.rules.exact import Exact
 from plaudit.rewards.runner import RewardRunner
@@ -445,6 +445,29 @@ def test_metrics_count_dropped_samples_and_average_the_rest():
     assert got["dropped"] == got["failures/timeout"] == got["failures/odd/timeout"] == 6
     assert got["groups_without_signal"] == 2 / 3
     assert "reward" not in metrics([ScoredGroup(group("5"), (BROKEN,), {"odd": (BROKEN,)})])
+
+
+def test_single_samples_have_no_group_statistics():
+    scored = [ScoredGroup(group(text), (Score(1.0),), {}) for text in "ab"]
+    assert "groups_without_signal" not in metrics(scored)
+    assert metrics([*scored, ScoredGroup(group("a", "b"), (Score(1.0), Score(0.0)), {})])["groups_without_signal"] == 0.0
+
+
+def test_metrics_by_data_source():
+    def of(source: str, *scores: Score) -> ScoredGroup:
+        return ScoredGroup(group(*"ab"[: len(scores)], data_source=source), scores, {})
+
+    scored = [of("openai/gsm8k", Score(1.0, {"exact": 1.0}), BROKEN), of("sums", Score(0.0, {"style": 0.5})), of("", Score(9.0))]
+    scored += [of("openai/gsm8k", Score(0.5, {"exact": 0.0})), of("dead", BROKEN)]
+    assert metrics_by_source(scored) == {
+        "openai/gsm8k/reward": 0.75,
+        "openai/gsm8k/parts/exact": 0.5,
+        "sums/reward": 0.0,
+        "sums/parts/style": 0.5,
+    }
+    rare = [of(f"row {i}", Score(1.0)) for i in range(100)]
+    assert "sums/reward" in metrics_by_source([*rare, *scored, *scored])
+    assert len(metrics_by_source(rare)) == 50
 
 
 # The runner ----------------------------------------------------------------------------------------------------------

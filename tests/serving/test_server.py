@@ -186,7 +186,7 @@ def test_scores_match_plaudit_score(served, folder, rewards, plaudit):
     write_jsonl(folder / "rows.jsonl", rows)
     (folder / "r.yaml").write_text(yaml.safe_dump({"rewards": rewards}))
     out = folder / "out.jsonl"
-    assert plaudit("score", folder / "rows.jsonl", "--rewards", folder / "r.yaml", "--out", out)[0] == 0
+    assert plaudit("score", folder / "r.yaml", folder / "rows.jsonl", "--out", out, "--allow-failures")[0] == 0
     written = [json.loads(line) for line in out.read_text().splitlines()]
     items = []
     for row in written:

@@ -19,7 +19,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
-FAULTS = ("500", "503", "429", "400", "401", "hang", "half", "reset", "notjson", "schema", "empty", "notext", "nan", "toolong")
+FAULTS = (
+    "500", "503", "429", "400", "401", "403", "hang", "half", "reset", "notjson", "schema", "empty", "notext", "nan", "toolong",
+)  # fmt: skip
 BAD_ANSWERS = {
     "notjson": "<html>502 Bad Gateway</html>",
     "schema": '{"object": "something else"}',
@@ -33,6 +35,7 @@ STATUSES = {
     "429": "too many requests",
     "400": "temperature must not be negative",
     "401": "invalid key",
+    "403": "forbidden",
     "toolong": "This model's maximum context length is 64 tokens. However, your prompt contains 80 input tokens.",
 }
 

@@ -24,7 +24,7 @@ from pydantic import PositiveFloat, PositiveInt
 from plaudit.files import text_digest
 from plaudit.recipe.limits import JudgeLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
-from plaudit.reward_models.backend import GenerationRequest
+from plaudit.reward_models.backend import GenerationRequest, may_be_retried
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward, Reply, prompt_text, sampling_params
 from plaudit.rewards.judges.templates import question_of
@@ -91,7 +91,7 @@ class LivePlugin(LiveModelReward[Plugin]):
             else:
                 requests[i] = request
         for attempt in range(self.settings.limits.unreadable_retries + 1):
-            left = {i: request for i, request in requests.items() if i not in scores or scores[i].failure is not None}
+            left = {i: request for i, request in requests.items() if i not in scores or may_be_retried(scores[i].failure)}
             if not left:
                 break
             scores |= await self._query(group, left, attempt)

@@ -58,6 +58,10 @@ class Cascade(Reward):
         return [reward for reward in (self.rule, self.judge) if reward is not None]
 
     @property
+    def checks_answer(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return isinstance(self.rule, Reward) and self.rule.checks_answer
+
+    @property
     def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return all(reward.scores_alone for reward in self.inner if isinstance(reward, Reward))
 

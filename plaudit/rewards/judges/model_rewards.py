@@ -19,7 +19,7 @@ from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.limits import JudgeLimits, ModelLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
-from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, may_be_retried
 from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import strip_thoughts
 from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate, Unrenderable
@@ -232,7 +232,7 @@ class LiveJudgeReward(LiveModelReward[J]):
             answers = await self.backend.generate(batch, sampling_params(self.settings.sampling, self.settings.limits, attempt))
             for i, answer in zip(left, answers, strict=True):
                 replies[i] = self._reply(replies[i], answer, lambda text, i=i: parse(i, text), complete=complete)
-            left = [i for i in left if replies[i].failure is not None]
+            left = [i for i in left if may_be_retried(replies[i].failure)]
         return replies
 
     async def score_each(

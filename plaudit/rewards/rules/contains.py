@@ -20,6 +20,10 @@ class Contains(Rule):
     ignore_case: bool = False
     """Ignore case."""
 
+    @property
+    def checks_answer(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.text
+
     @field_validator("text")
     @classmethod
     def _not_empty(cls, text: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Exact match: 1 if the response equals the ground truth, else 0. Surrounding white space is ignored."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plaudit.rewards.reward import Rule
 from plaudit.rewards.rules.ground_truth import no_truth, read_texts
@@ -12,6 +12,8 @@ class Exact(Rule):
     """Exact match with the ground truth."""
     ignore_case: bool = False
     """Ignore case."""
+
+    checks_answer: ClassVar[bool] = True
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truths = set(read_texts(prompt.ground_truth))

@@ -10,7 +10,7 @@ a number, the reward is 0 and the answer malformed. Differs from the original: t
 
 import math
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plaudit.rewards.reward import Rule
 from plaudit.rewards.rules.ground_truth import no_truth, read_number
@@ -24,6 +24,8 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 class Grade(Rule):
     kind: Literal["grade"]
     """The answer's `Total Score` (out of 10) against the ground truth (out of 1)."""
+
+    checks_answer: ClassVar[bool] = True
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
         truth = read_number(prompt.ground_truth)

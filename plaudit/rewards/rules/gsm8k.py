@@ -9,7 +9,7 @@ not only in its last 300 characters; and a ground truth without a number is a fa
 
 import re
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from plaudit.rewards.reward import Rule
 from plaudit.rewards.rules.ground_truth import no_truth, plain
@@ -31,6 +31,8 @@ class Gsm8k(Rule):
     """strict: the number after the last ####. flexible: the last number in the response."""
     format_score: float = 0.0
     """Value of a readable but wrong number."""
+
+    checks_answer: ClassVar[bool] = True
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truth = _truth(prompt.ground_truth)

@@ -64,6 +64,7 @@ class Math(Reward):
     """Processes that compare formulas in parallel."""
 
     cached: ClassVar[bool] = False  # faster than a lookup
+    checks_answer: ClassVar[bool] = True
 
     def build(self) -> "LiveMath":
         return LiveMath(self)

@@ -7,7 +7,7 @@ The last non-blank line must be the integer alone; any other answer scores 0 and
 rejected (there it is 7), and of an answer of one line the whole line is read (there, its last character).
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plaudit.rewards.reward import Rule
 from plaudit.rewards.rules.ground_truth import no_truth, read_number
@@ -20,6 +20,8 @@ REWARD = {0: 1.0, 1: 0.8, 2: 0.4, 3: 0.2}
 class PointwiseScore(Rule):
     kind: Literal["pointwise_score"]
     """The integer on the last line against the ground truth's."""
+
+    checks_answer: ClassVar[bool] = True
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
         truth = read_number(prompt.ground_truth)

@@ -15,7 +15,7 @@ items of the scores line are stricter (`ranking_lines.py`); blank lines are igno
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat
 
@@ -45,6 +45,8 @@ class Ranking(Rule):
     """The answer's format: analysis, ranking and scores; analysis and ranking; the same with a long analysis; or no analysis."""
     score_scale: PositiveFloat = 1.0
     """Factor of the reward; its parts are not scaled."""
+
+    checks_answer: ClassVar[bool] = True
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
         scores = _true_scores(prompt.ground_truth)
