@@ -49,7 +49,8 @@ def sample(job: SampleJob) -> int:
         too_long=job.too_long,
         progress=lambda rows: show_progress(rows, "reading prompts"),
     )
-    prompts = loaded.prompts[: job.max_prompts]
+    loaded.use_first(job.max_prompts, "--max-prompts")
+    prompts = loaded.prompts
     print_line(loaded.summary(job.too_long, job.max_prompt_tokens))
     with open_resumable(job.out, _inputs(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)

@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
@@ -38,6 +38,11 @@ from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
 ByReward = list[tuple[Score, ...]]
 ByLabel = dict[str, tuple[Score, ...]]
 T = TypeVar("T")
+REPORT_EVERY_S = 0.2
+
+
+def _ignore(sampled: int, scored: int) -> None:
+    pass
 
 
 class RewardRunner:
@@ -109,26 +114,38 @@ class RewardRunner:
             if self.cache is not None:
                 self.cache.close()
 
-    def collect(self, groups: Iterable[Group], expected: int | None = None, *, training: bool = True) -> list[ScoredGroup]:
+    def collect(
+        self,
+        groups: Iterable[Group],
+        expected: int | None = None,
+        *,
+        training: bool = True,
+        report: Callable[[int, int], None] = _ignore,
+    ) -> list[ScoredGroup]:
         """All groups with their scores. Raises TrainingStopped when a reward fails more often than its settings allow, as soon as
         that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and running
-        means stay as they are."""
+        means stay as they are. `report` is called with the numbers of groups sampled and scored so far, after every group and then
+        several times per second; what it raises cancels the calls in flight."""
         step = _Step(self.rewards, expected, self._tolerant)
         sampled: list[Group] = []
-        pending: list[Future[ByLabel]] = []
+        pending: list[Future[Any]] = []
         try:
             for group in groups:
                 sampled.append(group)
                 step.samples += len(group.samples)
                 pending.append(self.run(self._score_in(step, group)))
                 step.check()
+                report(len(sampled), step.scored)
             step.all_sampled = True
             step.check()
             sampled_at = time.monotonic()
-            wait(pending, return_when=FIRST_EXCEPTION)
+            self._wait(pending, lambda: report(len(sampled), step.scored))
             step.check()
             scores = [future.result() for future in pending]
-            self.run(self._score_deferred_in(step, sampled, scores)).result()
+            if self._deferred:
+                pending.append(deferred := self.run(self._score_deferred_in(step, sampled, scores)))
+                self._wait([deferred], lambda: report(len(sampled), step.scored))
+                deferred.result()
             self.waited_s = time.monotonic() - sampled_at
             return self._combine(sampled, scores, training=training)
         except BaseException:
@@ -188,7 +205,20 @@ class RewardRunner:
         if self.cache is not None:
             self.cache.clear()
 
+    def model_calls(self) -> int:
+        """Calls of all models since they were opened."""
+        return round(sum(amount["calls"] for name, amount in self.amounts().items() if "/" not in name))
+
     # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _wait(self, pending: Sequence[Future[Any]], report: Callable[[], None]) -> None:
+        """Until all of them are done, or one has failed."""
+        left = set(pending)
+        while left:
+            done, left = wait(left, timeout=REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
+            if any(future.exception() for future in done):
+                return
+            report()
 
     async def _score_in(self, step: "_Step", group: Group) -> ByLabel:
         scores = await self._score(group)
@@ -400,11 +430,18 @@ class _Step:
         self._expected = expected
         self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
         self._failed: list[dict[str, Any]] = []
+        self._groups_scored = dict.fromkeys((reward.label for reward in rewards), 0)
+
+    @property
+    def scored(self) -> int:
+        """Groups that all rewards have scored."""
+        return min(self._groups_scored.values(), default=0)
 
     def count(self, group: Group, by_label: Mapping[str, Sequence[Score]]) -> None:
         for reward, failures in self._failures:
             if reward.label not in by_label:
                 continue
+            self._groups_scored[reward.label] += 1
             for sample, score in zip(group.samples, by_label[reward.label], strict=True):
                 if score.failure is not None:
                     failures.append(score.failure)
