@@ -32,7 +32,7 @@ from support.recipes import Stopped, sft_recipe, stop_before, train_sft, write_r
 from support.rows import arithmetic_rows, write_jsonl
 
 EXACT = {"step", "loss", "grad_norm", "lr", "skipped_steps", "tokens", "epoch"}
-TIMES = {"time/update_s", "time/step_s", "time/tokens_per_s"}
+TIMES = {"time/update_s", "time/step_s", "time/tokens_per_s", "time/validate_s"}
 
 
 def metrics_of(run: Path) -> list[dict]:

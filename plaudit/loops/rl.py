@@ -121,7 +121,8 @@ def record(
         after = f"step {step}: after algorithm.dynamic_sampling.max_rounds"
         run.warn_once("groups missing", f"{after}, {missing:.0f} groups with a signal are missing")
     if check is not None and (step == 0 or run.due(recipe.run.validate_every, step, total_steps)):
-        with run.save_before_stopping(f"validation after step {step}", step, metrics):
+        moment = f"after step {step}" if step else "before training"
+        with run.save_before_stopping(f"validation {moment}", step, metrics):
             groups, val_metrics = check(step=step)
         run.write_samples("val", step, groups)
         for sample in best_and_worst(groups):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plaudit.report.fitting import Part, duration, fit
 from plaudit.types import Sample
@@ -25,7 +25,7 @@ class Phase:
     samples: int
     beat: Callable[[], None]
     """Called with every change, and at least several times per second."""
-    began: float
+    clock: Callable[[], float]
     sampled: int = 0
     """Prompts of which all samples are complete."""
     scored: int = 0
@@ -34,6 +34,11 @@ class Phase:
     tokens_done: int = 0
     """Tokens of complete samples: all that is known of an engine that does not report its steps."""
     tokens_reported: int = 0
+    began: float = field(init=False)
+    scoring_began: float | None = None
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
 
     def engine_step(self, new_tokens: int) -> None:
         self.tokens_reported += new_tokens
@@ -45,24 +50,30 @@ class Phase:
 
     def update(self, sampled: int, scored: int, judge_calls: int) -> None:
         self.sampled, self.scored, self.judge_calls = sampled, scored, judge_calls
+        if self.scoring_began is None:
+            self.scoring_began = self.clock()
         self.beat()
 
-    def parts(self, now: float) -> list[Part]:
-        elapsed = now - self.began
+    def parts(self) -> list[Part]:
+        elapsed = self.clock() - self.began
         parts = [Part(f"{self.label}: {self.sampled:,}/{self.prompts:,} prompts sampled", 0), Part(f"{self.scored:,} scored", 0)]
         tokens = max(self.tokens_done, self.tokens_reported)
         if tokens and elapsed and self.sampled < self.prompts:
             parts.append(Part(f"{tokens / elapsed:,.0f} tok/s", 2))
         if self.judge_calls:
             parts.append(Part(f"{self.judge_calls:,} judge calls", 2))
-        if (left := self.seconds_left(elapsed)) is not None:
+        if (left := self.seconds_left()) is not None:
             parts.append(Part(f"{duration(left)} left", 1))
         return parts
 
-    def seconds_left(self, elapsed: float) -> float | None:
+    def seconds_left(self) -> float | None:
         """Sampling and scoring overlap, so the slower one decides. None while nothing is done."""
-        progress = ((self.samples_done, self.samples), (self.scored, self.prompts))
-        return max((elapsed * (total - done) / done for done, total in progress if done), default=None)
+        now, left = self.clock(), []
+        if 0 < self.samples_done < self.samples:
+            left.append((now - self.began) * (self.samples - self.samples_done) / self.samples_done)
+        if self.scored and self.scoring_began is not None:
+            left.append((now - self.scoring_began) * (self.prompts - self.scored) / self.scored)
+        return max(left, default=None)
 
 
 class Activity:
@@ -79,9 +90,8 @@ class Activity:
 
     @contextmanager
     def phase(self, label: str, *, prompts: int, samples: int) -> Iterator[Phase]:
-        now = self._clock()
-        self._phase = Phase(label, prompts, samples, self._beat, now)
-        self._pause, self._next_line = FIRST_LINE_AFTER_S, now + FIRST_LINE_AFTER_S
+        self._phase = Phase(label, prompts, samples, self._beat, self._clock)
+        self._pause, self._next_line = FIRST_LINE_AFTER_S, self._clock() + FIRST_LINE_AFTER_S
         self._check()
         try:
             yield self._phase
@@ -89,7 +99,7 @@ class Activity:
             self._phase = None
 
     def line(self, width: int) -> str:
-        return fit(self._phase.parts(self._clock()), width) if self._phase is not None else ""
+        return fit(self._phase.parts(), width) if self._phase is not None else ""
 
     def _beat(self) -> None:
         self._check()

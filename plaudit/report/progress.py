@@ -24,7 +24,7 @@ def set_quiet(quiet: bool) -> None:
 
 def print_line(text: str, style: str = "") -> None:
     """Print a line to stderr, with secrets redacted."""
-    console.print(redact(text), style=style or None, markup=False, soft_wrap=True)
+    console.print(Text(redact(text), style), soft_wrap=True)
 
 
 def show_progress(items: Iterable[Any], label: str) -> Iterator[Any]:
@@ -138,7 +138,7 @@ class _BarWithActivity(Progress):
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        if self._activity is not None and (line := self._activity.line(self.console.width)):
+        if self._activity is not None and (line := self._activity.line(console.width)):
             yield Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
