@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
+from plaudit.report.activity import Activity, Phase
 from plaudit.report.progress import StepProgress, print_line
 from plaudit.resumable import open_resumable
 from plaudit.reward_models.model_registry import UsageTotals, describe_usage
@@ -98,11 +100,14 @@ def score(job: ScoreJob) -> Summary:
             rest = "; resuming with the rest" if len(file.done) < total else ""
             print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{rest}")
         began = time.perf_counter()
-        with StepProgress("score", total, len(file.done)) as progress:
+        activity = Activity()
+        with StepProgress("score", total, len(file.done), activity=activity) as progress:
             rows = islice(_rows(job.sources), len(file.done), total)
             while chunk := list(islice(rows, ROWS_AT_ONCE)):
                 groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
-                results = runner.collect(groups, training=False)
+                with activity.phase("rows under way", prompts=len(groups)) as phase:
+                    report = partial(_report, phase, runner)
+                    results = runner.collect(groups, training=False, report=report)
                 _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
                 for (row, _), scored in zip(chunk, results, strict=True):
                     file.write(row | result_of(scored, many="responses" in row))
@@ -116,6 +121,10 @@ def score(job: ScoreJob) -> Summary:
     if summary.failures[NO_REWARD]:
         print_line(f"no reward's `when` matches {summary.failures[NO_REWARD]:,} responses", "yellow")
     return summary
+
+
+def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> None:
+    phase.update(sampled, scored, runner.model_calls())
 
 
 def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:

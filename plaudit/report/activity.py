@@ -23,6 +23,8 @@ class Phase:
     label: str
     prompts: int
     samples: int
+    """0 if nothing is sampled."""
+    scores: bool
     beat: Callable[[], None]
     """Called with every change, and at least several times per second."""
     clock: Callable[[], float]
@@ -56,7 +58,11 @@ class Phase:
 
     def parts(self) -> list[Part]:
         elapsed = self.clock() - self.began
-        parts = [Part(f"{self.label}: {self.sampled:,}/{self.prompts:,} prompts sampled", 0), Part(f"{self.scored:,} scored", 0)]
+        if not self.samples:
+            parts = [Part(f"{self.label}: {self.scored:,}/{self.prompts:,} scored", 0)]
+        else:
+            parts = [Part(f"{self.label}: {self.sampled:,}/{self.prompts:,} prompts sampled", 0)]
+            parts += [Part(f"{self.scored:,} scored", 0)] if self.scores else []
         tokens = max(self.tokens_done, self.tokens_reported)
         if tokens and elapsed and self.sampled < self.prompts:
             parts.append(Part(f"{tokens / elapsed:,.0f} tok/s", 2))
@@ -89,8 +95,9 @@ class Activity:
         self.width = 80
 
     @contextmanager
-    def phase(self, label: str, *, prompts: int, samples: int) -> Iterator[Phase]:
-        self._phase = Phase(label, prompts, samples, self._beat, self._clock)
+    def phase(self, label: str, *, prompts: int, samples: int = 0, scores: bool = True) -> Iterator[Phase]:
+        """`prompts` of which `samples` are sampled, if any, and scored."""
+        self._phase = Phase(label, prompts, samples, scores, self._beat, self._clock)
         self._pause, self._next_line = FIRST_LINE_AFTER_S, self._clock() + FIRST_LINE_AFTER_S
         self._check()
         try:

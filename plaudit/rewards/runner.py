@@ -19,7 +19,7 @@ from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
@@ -33,7 +33,8 @@ from plaudit.rewards.combine import (
     effective_values,
 )
 from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
-from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
+from plaudit.rewards.step_counts import StepCounts
+from plaudit.types import Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
 ByLabel = dict[str, tuple[Score, ...]]
@@ -126,7 +127,7 @@ class RewardRunner:
         that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and running
         means stay as they are. `report` is called with the numbers of groups sampled and scored so far, after every group and then
         several times per second; what it raises cancels the calls in flight."""
-        step = _Step(self.rewards, expected, self._tolerant)
+        step = StepCounts(self.rewards, expected, self._tolerant)
         sampled: list[Group] = []
         pending: list[Future[Any]] = []
         try:
@@ -220,13 +221,13 @@ class RewardRunner:
                 return
             report()
 
-    async def _score_in(self, step: "_Step", group: Group) -> ByLabel:
+    async def _score_in(self, step: StepCounts, group: Group) -> ByLabel:
         scores = await self._score(group)
         step.count(group, scores)
         step.check()  # raised here, it ends the wait for the others
         return scores
 
-    async def _score_deferred_in(self, step: "_Step", groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
+    async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
             await self._score_deferred(list(zip(groups, found, strict=True)), step)
 
@@ -272,7 +273,7 @@ class RewardRunner:
                 tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks))
         return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
 
-    async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None" = None) -> None:
+    async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None = None) -> None:
         """One model after the other; their scores are added to those of the other rewards."""
         left = [_Passes(client, client.live.phases, len(groups)) for client in self._deferred]
         try:
@@ -293,7 +294,7 @@ class RewardRunner:
             for client in self._deferred:
                 client.live.forget()
 
-    async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None") -> None:
+    async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None) -> None:
         """One reward's next pass over all groups."""
         client, label = one.client, one.client.reward.label
         every = [
@@ -415,58 +416,3 @@ def _next(left: Sequence[_Passes]) -> Loadable | None:
     later = [needed for one in left for needed in one.phases[one.phase + 1 :]]
     later += [one.needed for one in left if one not in _ready(left)]
     return min(needs, key=lambda needed: (needed is not None, any(needed is other for other in later)))
-
-
-# One step's failures -------------------------------------------------------------------------------------------------
-
-
-class _Step:
-    """Counts each reward's failures during one `collect`, and raises when there are too many."""
-
-    def __init__(self, rewards: Sequence[Reward], expected: int | None, tolerant: bool):
-        self.samples = 0
-        self._tolerant = tolerant
-        self.all_sampled = False
-        self._expected = expected
-        self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
-        self._failed: list[dict[str, Any]] = []
-        self._groups_scored = dict.fromkeys((reward.label for reward in rewards), 0)
-
-    @property
-    def scored(self) -> int:
-        """Groups that all rewards have scored."""
-        return min(self._groups_scored.values(), default=0)
-
-    def count(self, group: Group, by_label: Mapping[str, Sequence[Score]]) -> None:
-        for reward, failures in self._failures:
-            if reward.label not in by_label:
-                continue
-            self._groups_scored[reward.label] += 1
-            for sample, score in zip(group.samples, by_label[reward.label], strict=True):
-                if score.failure is not None:
-                    failures.append(score.failure)
-                    prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.messages, "response": sample.text}
-                    why = {"reward": reward.label, "cause": score.failure.cause, "message": score.failure.message}
-                    self._failed.append({**prompt, **why})
-
-    def check(self) -> None:
-        """Raise as soon as it is certain: at the first failure with on_failure: stop, else when the rate is sure to be exceeded."""
-        for reward, failures in self._failures:
-            if failures and reward.on_failure == "stop":
-                raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
-            samples = self.samples if self.all_sampled else self._expected
-            if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
-                message = f"{self._describe(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_RESUME}"
-                raise TrainingStopped(message, self._failed)
-
-    def _describe(self, reward: Reward, failures: Sequence[Failure]) -> str:
-        """37 of 64 samples (33 timeout: after 10 s, 4 exception: …): each cause with its commonest message."""
-        causes = []
-        for cause, count in Counter(failure.cause for failure in failures).most_common():
-            [(message, _)] = Counter(failure.message for failure in failures if failure.cause == cause).most_common(1)
-            causes.append(f"{count} {cause}: {' '.join(message.split())[:300]}")
-        samples = self._expected or self.samples
-        return f"reward '{reward.label}' failed on at least {len(failures)} of {samples} samples ({', '.join(causes)})"
-
-
-_RESUME = "Fix it, then run the same command to resume."
