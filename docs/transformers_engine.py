@@ -52,6 +52,7 @@ class TransformersEngine(Engine):
             greedy = sampling.temperature == 0
             token = int(scores.argmax() if greedy else torch.multinomial(scores.softmax(-1).cpu(), 1, generator=noise))
             tokens.append(token)
+            self.on_step(1)  # shows progress, and leaves here if the run is asked to stop
             logprobs.append(tempered.log_softmax(-1)[0, token].item())
             untempered.append(logits.log_softmax(-1)[0, token].item())
             inputs = torch.tensor([[token]], device=self.model.device)

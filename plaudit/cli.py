@@ -41,8 +41,21 @@ Overrides = Annotated[
 ]
 
 
+def _set_quiet(quiet: bool) -> bool:
+    from plaudit.report.progress import set_quiet
+
+    set_quiet(quiet)
+    return quiet
+
+
+# It takes effect as it is read; the verbs have nothing to do with it.
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: only errors and the result.", callback=_set_quiet)
+]
+
+
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
-def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def sft(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Supervised fine-tuning on conversations. Run the same command again to resume."""
     loaded, sources = load_checked(recipe, overrides, "sft")
 
@@ -54,7 +67,7 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
-def dpo(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def dpo(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Direct preference optimisation on pairs of answers. Run the same command again to resume.
 
     Rows have `chosen` and `rejected`; see docs/preferences.md.
@@ -69,7 +82,7 @@ def dpo(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command("reward-model", context_settings=ANYTHING_MAY_FOLLOW)
-def reward_model(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def reward_model(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Train a Bradley–Terry reward model on pairs of answers. Run the same command again to resume.
 
     Rows have `chosen` and `rejected`; see docs/preferences.md. Use the result as a reward with `kind: scalar_model`.
@@ -84,7 +97,7 @@ def reward_model(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
-def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Reinforcement learning against rewards. Run the same command again to resume.
 
     `plaudit config R.yaml --explain` lists every setting; see docs/rl.md.
@@ -125,6 +138,7 @@ def sample(
     chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    quiet: Quiet = False,
 ) -> None:
     """Sample responses to prompts from any model. Run the same command again to resume."""
     from plaudit.data.conversations import resolve_sources
@@ -161,6 +175,7 @@ def score(
     max_rows: Annotated[int | None, typer.Option(min=1, help="Score the first n rows only.")] = None,
     data_source: DataSource = "",
     tokenizer: Tokenizer = None,
+    quiet: Quiet = False,
 ) -> None:
     """Score saved responses with a recipe's rewards. Run the same command again to resume.
 

@@ -57,6 +57,10 @@ class Interrupted(PlauditError):
     """Ctrl-C or SIGTERM: everything is saved, and the message explains how to resume."""
 
 
+class StopRequested(BaseException):
+    """Leaves sampling and scoring after Ctrl-C or SIGTERM. Not an Exception: an engine of a user's must not handle it."""
+
+
 def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The most similar candidate, upper and lower case aside, if any is similar enough."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}

@@ -41,13 +41,13 @@ from plaudit.checkpoint import (
 )
 from plaudit.config import LoadedRecipe
 from plaudit.data.templates import ChatTemplate
-from plaudit.errors import Interrupted, RunError, TrainingStopped, redact
+from plaudit.errors import Interrupted, RunError, StopRequested, TrainingStopped, redact
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, write_atomic
 from plaudit.recipe import ScoreRecipe
 from plaudit.report import curves
 from plaudit.report.progress import print_line
-from plaudit.report.samples import write_samples
+from plaudit.report.samples import samples_to_follow, write_samples
 from plaudit.run_identity import compare, describe_run, read_description
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
@@ -177,10 +177,13 @@ class Run:
             return {**description, "trackers": before["trackers"]}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix
             return description
-        raise RunError(
-            f"{self.folder} belongs to a run with another recipe:\n" + "\n".join(differences.forbidden)
-            + "\nChoose another run.dir, or undo the difference to resume that run."
-        )  # fmt: skip
+        advice = "Choose another run.dir, or undo the difference to resume that run."
+        if any(line.strip().startswith(("validation.", "data.val:")) for line in differences.forbidden):
+            advice += (
+                "\nA run keeps its validation set and how it is sampled, because its curve and its best checkpoint compare results "
+                "of all steps. How often it validates (run.validate_every) may change."
+            )
+        raise RunError("\n".join([f"{self.folder} belongs to a run with another recipe:", *differences.forbidden, advice]))
 
     def _has_results(self) -> bool:
         return bool(checkpoint_folders(self.checkpoints) or (self.folder / "model").exists() or self.metrics())
@@ -252,11 +255,13 @@ class Run:
         return True
 
     def write_samples(self, part: Literal["train", "val"], step: int, groups: Sequence[ScoredGroup]) -> None:
-        """A parquet file of a step's samples: `samples/train_000012.parquet`."""
+        """A parquet file of a step's samples: `samples/train_000012.parquet`. Trackers get some of a validation's."""
         file = self.folder / "samples" / f"{part}_{step:06d}.parquet"
         with clear_write_errors(file, self.checkpoints):
             file.parent.mkdir(exist_ok=True)
             write_samples(file, groups)
+        if part == "val" and self._trackers is not None:
+            self._trackers.log_samples(step, samples_to_follow(groups))
 
     def _drop_samples_after(self, step: int) -> None:
         folder = self.folder / "samples"
@@ -332,12 +337,16 @@ class Run:
 
     @contextmanager
     def save_before_stopping(self, what: str, done: int, unvalidated: dict[str, float] | None = None) -> Iterator[None]:
-        """Around work that may stop the run before it changes any state (a reward fails): the steps done so far are saved."""
+        """Around work that may stop the run before it changes any state (a reward fails, or `check_for_stop` raises): the completed
+        steps are saved. What was cut short is done again when the run is resumed."""
         try:
             yield
-        except TrainingStopped as error:
+        except (TrainingStopped, StopRequested) as error:
             if done:
                 self.save(done, unvalidated, mid_step=True)
+            if isinstance(error, StopRequested):
+                saved = f"step {done} is saved" if done else "there is no step to save yet"
+                raise Interrupted(f"stopped during {what}; {saved}. {_how_to_resume()}") from None
             raise TrainingStopped(f"{what}: {error}{self._write_failures(what, error.failed)}") from None
 
     def _write_failures(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
@@ -354,13 +363,21 @@ class Run:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        print_line("stopping after this step (again to stop at once, without saving)", "yellow")
+        print_line("stopping as soon as the state can be saved (again to stop at once, without saving)", "yellow")
+
+    def check_for_stop(self) -> None:
+        """Within `save_before_stopping`: leave work that need not be completed."""
+        if self.interrupted:
+            raise StopRequested
 
     def stop_if_interrupted(self, step: int, total: int) -> None:
         if self.interrupted:
             self.save(step)
-            command = shlex.join(["plaudit", *sys.argv[1:]])
-            raise Interrupted(f"stopped after step {step} of {total}, saved. Resume with: {redact(command)}")
+            raise Interrupted(f"stopped after step {step} of {total}, saved. {_how_to_resume()}")
+
+
+def _how_to_resume() -> str:
+    return f"Resume with: {redact(shlex.join(['plaudit', *sys.argv[1:]]))}"
 
 
 def _line(row: dict[str, float]) -> str:

@@ -4,9 +4,10 @@ Keys come from the environment, as each service documents (WANDB_API_KEY, MLFLOW
 """
 
 import os
+import textwrap
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -15,10 +16,18 @@ from plaudit.config import flatten
 from plaudit.errors import RunError
 from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import print_line
+from plaudit.report.samples import ShownSample
+
+MAX_CHARACTERS = 4000
+"""Of a sample's prompt, and of its response."""
 
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Samples of a validation, as text to read."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -33,6 +42,10 @@ class TensorBoard:
         for name, value in metrics.items():
             if name != "step":
                 self.writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        for sample in samples:
+            self.writer.add_text(f"samples/{sample.which}", _as_markdown(sample), step)
 
     def close(self) -> None:
         self.writer.close()
@@ -54,6 +67,14 @@ class Wandb:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)
 
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        import wandb
+
+        table = wandb.Table(["sample", "reward", "prompt", "response"])
+        for sample in samples:
+            table.add_data(sample.which, sample.reward, _shorten(sample.prompt), _shorten(sample.response))
+        self.run.log({"val/samples": table}, step=step)
+
     def close(self) -> None:
         self.run.finish()
 
@@ -65,7 +86,10 @@ class Mlflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}")
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(server or f"sqlite:///{(folder / 'mlflow.db').absolute()}")
+        # By default a local store's files would be written to the current folder.
+        self._artifacts = None if server else (folder / "mlartifacts").absolute().as_uri()
         if "mlflow" in ids:
             self.client.update_run(ids["mlflow"], status="RUNNING")
         else:
@@ -75,13 +99,18 @@ class Mlflow:
 
     def _experiment(self, name: str) -> str:
         experiment = self.client.get_experiment_by_name(name)
-        return experiment.experiment_id if experiment else self.client.create_experiment(name)
+        return experiment.experiment_id if experiment else self.client.create_experiment(name, self._artifacts)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self.client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in metrics.items() if name != "step"])
+
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """A text file per validation, which a step that is repeated writes again; tables can only be appended to."""
+        text = "\n\n".join(f"## {sample.which}\n{_as_markdown(sample)}" for sample in samples)
+        self.client.log_text(self.run_id, text, f"samples/val_{step:06d}.md")
 
     def close(self) -> None:
         self.client.set_terminated(self.run_id)
@@ -105,8 +134,23 @@ class Swanlab:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.swanlab.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
 
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        texts = [self.swanlab.Text(_as_markdown(sample), caption=sample.which) for sample in samples]
+        self.swanlab.log({"val/samples": texts}, step=step)
+
     def close(self) -> None:
         self.swanlab.finish()
+
+
+def _as_markdown(sample: ShownSample) -> str:
+    """Its texts are indented: code, in which nothing is markup."""
+    prompt, response = (textwrap.indent(_shorten(text), "    ", lambda line: True) for text in (sample.prompt, sample.response))
+    return f"reward {sample.reward:.4f}\n\n{prompt}\n\n**→**\n\n{response}"
+
+
+def _shorten(text: str) -> str:
+    """Long texts, repeated in every validation, would fill a tracker."""
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS // 2]}\n…\n{text[-MAX_CHARACTERS // 2 :]}"
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab}
@@ -132,9 +176,16 @@ class Trackers:
                 ) from None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._each(step, lambda tracker: tracker.log(step, metrics))
+
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        if samples:
+            self._each(step, lambda tracker: tracker.log_samples(step, samples))
+
+    def _each(self, step: int, log: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.open.items()):
             try:
-                tracker.log(step, metrics)
+                log(tracker)
             except Exception as error:  # a tracker's network failure must not end a training run
                 print_line(f"{name} failed at step {step} and is disabled (metrics.jsonl has all metrics): {error}", "yellow")
                 del self.open[name]

@@ -109,6 +109,22 @@ HELP = [
 ]
 
 
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_quiet_prints_the_result_alone(plaudit, tmp_path, recipe, flag):
+    code, out, err = plaudit("sft", recipe, flag)
+    assert (code, err) == (0, "")
+    assert out == f"trained model: {tmp_path / 'run/model'}\ncurves:        {tmp_path / 'run/curves.png'}\n"
+    assert "this run is finished" in plaudit("sft", recipe).err, "and the next command is not quiet"
+    code, out, err = plaudit("sft", flag, recipe, "run.max_steps=3")
+    assert (code, out) == (2, "")
+    assert "run.max_steps: was 2, is now 3" in err
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "reward-model", "rl", "sample", "score"])
+def test_long_commands_can_be_quiet(plaudit, verb):
+    assert "--quiet" in plaudit(verb, "--help").out
+
+
 @pytest.mark.parametrize(("verb", "explains"), HELP)
 def test_help(plaudit, verb, explains):
     code, out, err = plaudit(*verb, "--help")

@@ -32,7 +32,7 @@ from support.recipes import Stopped, sft_recipe, stop_before, train_sft, write_r
 from support.rows import arithmetic_rows, write_jsonl
 
 EXACT = {"step", "loss", "grad_norm", "lr", "skipped_steps", "tokens", "epoch"}
-TIMES = {"time/update_s", "time/step_s", "time/tokens_per_s"}
+TIMES = {"time/update_s", "time/step_s", "time/tokens_per_s", "time/validate_s"}
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -118,7 +118,7 @@ def test_run_json_records_the_recipe_and_versions(finished):
 def test_metrics_have_a_line_per_step(finished):
     rows = metrics_of(finished[1])
     assert [row["step"] for row in rows] == list(range(9))
-    assert set(rows[0]) == {"step", "val/loss", "time/step_s"}
+    assert set(rows[0]) == {"step", "val/loss", "time/step_s", "time/validate_s"}
     for row in rows[1:]:
         assert set(row) == EXACT | TIMES | {"val/loss"}
         assert all(type(value) in (int, float) for value in row.values())
@@ -226,6 +226,11 @@ def test_several_training_files_act_as_one(tmp_path, recipe, capsys):
     weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("parts", "joined")]
     assert weights[0] == weights[1]
     assert set(json.loads((tmp_path / "parts/run.json").read_text())["inputs"]) > set(map(str, files))
+
+
+def test_validation_before_training_can_be_switched_off(tmp_path, recipe, rows_file):
+    train_sft(recipe(data={"val": str(rows_file)}, run={"max_steps": 1, "validate_first": False}))
+    assert [(row["step"], "val/loss" in row) for row in metrics_of(tmp_path / "run")] == [(1, True)]
 
 
 @pytest.mark.parametrize("too_long", ["filter", "cut_left", "cut_right", "error"])

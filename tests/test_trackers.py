@@ -18,6 +18,7 @@ import pytest
 from plaudit.cli import load_checked
 from plaudit.config import flatten
 from plaudit.errors import RunError
+from plaudit.report.samples import ShownSample
 from plaudit.trackers import TRACKERS, Trackers
 from support.recipes import Stopped, sft_recipe, stop_before, train_sft, write_recipe
 
@@ -270,6 +271,45 @@ def test_a_tracker_that_cannot_start_closes_the_others(tmp_path, recipe, monkeyp
     assert len(str(raised.value).splitlines()) == 1
     assert closed == [None]
     assert metrics_of(tmp_path / "run") == []
+
+
+SAMPLES = [
+    ShownSample("best", 1.0, "What is *2 + 2*?", "```\n<b>4</b>"),
+    ShownSample("worst", -0.5, "x" * 10_000, "\x1b[2J" + "y" * 10_000),
+]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_samples_of_a_validation_can_be_read(tmp_path, recipe, capsys, name):
+    """Twice, as a resumed run does. MLflow writes nothing outside of the run's folder."""
+    file, run = recipe(name), tmp_path / "run"
+    run.mkdir()
+    ids: dict[str, str] = {}
+    for _ in range(2):
+        trackers = Trackers([name], run, load_checked(file, [], "sft")[0].recipe, ids, 0)
+        trackers.log(1, {"step": 1, "val/reward": 0.25})
+        trackers.log_samples(1, SAMPLES)
+        trackers.close()
+    assert "failed" not in capsys.readouterr().err
+    written = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert any(b"<b>4</b>" in content for content in written.values())
+    assert not any(b"y" * 5000 in content for content in written.values())
+    assert not Path("mlruns").exists()
+
+
+def test_tensorboard_shows_a_sample_as_text_without_markup(tmp_path, recipe):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "run").mkdir()
+    trackers = Trackers(["tensorboard"], tmp_path / "run", load_checked(recipe("tensorboard"), [], "sft")[0].recipe, {}, 0)
+    trackers.log_samples(7, SAMPLES[:1])
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    [event] = events.Tensors("samples/best/text_summary")
+    [text] = event.tensor_proto.string_val
+    assert event.step == 7
+    assert text.decode() == "reward 1.0000\n\n    What is *2 + 2*?\n\n**→**\n\n    ```\n    <b>4</b>"
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -24,12 +24,21 @@ class PromptSet:
     rows: int = 0
     too_long: int = 0
     """Rows longer than the limit: left out, or cut."""
+    limit: str | None = None
+    """The setting that limits the number of prompts, if it left some out."""
+
+    def use_first(self, count: int | None, setting: str) -> None:
+        """Keep the first `count` prompts, as `setting` says."""
+        if count is not None and count < len(self.prompts):
+            self.prompts, self.limit = self.prompts[:count], setting
 
     def summary(self, too_long: str, max_prompt_tokens: int) -> str:
         longest = max(len(p.tokens) for p in self.prompts)
         parts = [f"{len(self.prompts):,} of {self.rows:,} prompts, longest {longest:,} tokens"]
         if self.too_long:
             parts.append(f"{self.too_long:,} longer than {max_prompt_tokens:,} {'left out' if too_long == 'filter' else 'cut'}")
+        if self.limit is not None:
+            parts.append(f"the others left out by {self.limit}")
         return "; ".join(parts)
 
 

@@ -3,6 +3,7 @@
 Each step makes one update on the next rows of a seeded order, and validates and saves when due.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,10 +35,10 @@ def train_in_passes(
     done = run.resume(trainer)
     if done == total_steps:
         print_line(f"this run is finished: all {total_steps} steps are done")
-    if done == 0 and validate is not None:
-        run.log(0, validate())
+    if done == 0 and validate is not None and settings.validate_first:
+        run.log(0, _timed(validate))
 
-    with StepProgress(verb, total_steps, done) as progress:
+    with StepProgress(verb, total_steps, done, validate_every=settings.validate_every) as progress:
         for step in range(done + 1, total_steps + 1):
             step_rows = [rows[row] for row in order.rows(step - 1)]
             batches, loss = update(step_rows)
@@ -48,7 +49,7 @@ def train_in_passes(
 
             improved = False
             if validate is not None and run.due(settings.validate_every, step, total_steps):
-                metrics |= validate()
+                metrics |= _timed(validate)
                 improved = run.note_validation(step, metrics)
             progress.update(step, run.log(step, metrics))
             if run.due_to_save(step, total_steps) or (improved and settings.keep_best):
@@ -56,3 +57,8 @@ def train_in_passes(
             run.stop_if_interrupted(step, total_steps)
 
     return run.finish()
+
+
+def _timed(validate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    began = time.perf_counter()
+    return {**validate(), "time/validate_s": time.perf_counter() - began}

@@ -28,7 +28,9 @@ from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import weights_fingerprint
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import RLDataSettings, RLRecipe
-from plaudit.report.progress import StepProgress, print_line, show_progress
+from plaudit.report.activity import Activity
+from plaudit.report.progress import StepProgress, console, print_line, show_progress
+from plaudit.report.samples import best_and_worst
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, require_context, validate, validation_sampling
 from plaudit.rl.learner import Learner
@@ -66,8 +68,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     ):
         # Build
         prompts = _prompts("train", sources["train"], template, recipe.data)
-        val_prompts = _prompts("val", sources["val"], template, recipe.data) if sources["val"] else []
-        val_prompts = val_prompts[: recipe.validation.max_prompts]
+        val_prompts = _val_prompts(sources["val"], template, recipe) if sources["val"] else []
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
@@ -78,8 +79,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         require_context(learner.configs["the model"], val_prompts, validation_sampling(recipe, 0).max_new_tokens)
         setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
-        collector = Collector(engine, rewards, recipe, prompts, order)
-        check = partial(validate, engine, rewards, recipe, val_prompts) if val_prompts else None
+        activity = Activity(run.check_for_stop)
+        collector = Collector(engine, rewards, recipe, prompts, order, activity)
+        check = partial(validate, engine, rewards, recipe, val_prompts, activity) if val_prompts else None
 
         # Resume
         done = run.resume(learner, rewards=rewards, prompts=collector.stream)
@@ -87,8 +89,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         if done == total_steps:
             print_line(f"this run is finished: all {total_steps} steps are done")
 
-        with StepProgress("rl", total_steps, done) as progress:
-            if run.unvalidated is not None or (check is not None and done == 0):
+        with StepProgress("rl", total_steps, done, validate_every=recipe.run.validate_every, activity=activity) as progress:
+            if run.unvalidated is not None or (check is not None and done == 0 and recipe.run.validate_first):
                 # The step whose validation or sync stopped the last start, or the validation before training.
                 progress.update(done, record(run, recipe, check, done, total_steps, run.unvalidated or {}))
             for step in range(done + 1, total_steps + 1):
@@ -120,9 +122,12 @@ def record(
         after = f"step {step}: after algorithm.dynamic_sampling.max_rounds"
         run.warn_once("groups missing", f"{after}, {missing:.0f} groups with a signal are missing")
     if check is not None and (step == 0 or run.due(recipe.run.validate_every, step, total_steps)):
-        with run.save_before_stopping(f"validation after step {step}", step, metrics):
+        moment = f"after step {step}" if step else "before training"
+        with run.save_before_stopping(f"validation {moment}", step, metrics):
             groups, val_metrics = check(step=step)
         run.write_samples("val", step, groups)
+        for sample in best_and_worst(groups):
+            print_line(sample.line(console.width))
         metrics = metrics | val_metrics
         improved = step > 0 and run.note_validation(step, metrics)
     row = run.log(step, metrics)
@@ -137,12 +142,12 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     assert isinstance(recipe, RLRecipe)
     world = World.alone(resolve_device(recipe.run.device))
     template = load_model_template(recipe.model)
-    prompts = _prompts("val", sources["val"], template, recipe.data)[: recipe.validation.max_prompts]
+    prompts = _val_prompts(sources["val"], template, recipe)
     policy = load_policy(recipe.model, template, world.device)
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
     with RewardRunner(recipe.rewards) as rewards, closing(build_engine(setup)) as engine:
         engine.sync(0, Weights(policy.model))
-        return validate(engine, rewards, recipe, prompts, step=0)[1]
+        return validate(engine, rewards, recipe, prompts, Activity(), step=0)[1]
 
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:
@@ -151,7 +156,13 @@ def _inputs(recipe: RLRecipe) -> dict[str, str]:
     return {name: weights_fingerprint(Path(path)) for name, path in paths.items() if path is not None}
 
 
-def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLDataSettings) -> list[EncodedPrompt]:
+def _val_prompts(sources: list[Source], template: ChatTemplate, recipe: RLRecipe) -> list[EncodedPrompt]:
+    return _prompts("val", sources, template, recipe.data, recipe.validation.max_prompts)
+
+
+def _prompts(
+    part: str, sources: list[Source], template: ChatTemplate, data: RLDataSettings, max_prompts: int | None = None
+) -> list[EncodedPrompt]:
     result = load_prompts(
         sources,
         template,
@@ -159,5 +170,6 @@ def _prompts(part: str, sources: list[Source], template: ChatTemplate, data: RLD
         too_long=data.too_long,
         progress=lambda rows: show_progress(rows, f"reading {part} prompts"),
     )
+    result.use_first(max_prompts, "validation.max_prompts")
     print_line(f"{part}: {result.summary(data.too_long, data.max_prompt_tokens)}")
     return result.prompts

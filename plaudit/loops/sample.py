@@ -16,6 +16,7 @@ from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import ModelSettings
+from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.rollout.engine import Sampling
@@ -49,7 +50,8 @@ def sample(job: SampleJob) -> int:
         too_long=job.too_long,
         progress=lambda rows: show_progress(rows, "reading prompts"),
     )
-    prompts = loaded.prompts[: job.max_prompts]
+    loaded.use_first(job.max_prompts, "--max-prompts")
+    prompts = loaded.prompts
     print_line(loaded.summary(job.too_long, job.max_prompt_tokens))
     with open_resumable(job.out, _inputs(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)
@@ -68,8 +70,14 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, t
     policy = load_policy(job.model, template, device)
     engine = NativeEngine(policy.model, template.tokenizer, max_sequences=job.max_sequences)
     began, tokens, done = time.perf_counter(), 0, total - len(left)
-    with StepProgress("sample", total, done) as progress:
-        for group in sample_groups(engine, left, job.n, job.sampling, version=engine.version):
+    activity = Activity()
+    with (
+        StepProgress("sample", total, done, activity=activity) as progress,
+        activity.phase("sample", prompts=len(left), samples=len(left) * job.n, scores=False) as phase,
+    ):
+        engine.on_step = phase.engine_step
+        for group in sample_groups(engine, left, job.n, job.sampling, version=engine.version, on_sample=phase.sample_done):
+            phase.update(phase.sampled + 1, 0, 0)
             file.write(_row(group))
             tokens, done = tokens + sum(map(len, group.samples)), done + 1
             progress.update(done, {"time/tokens_per_s": tokens / (time.perf_counter() - began)})

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
+from plaudit.report.activity import Activity, Phase
 from plaudit.report.progress import StepProgress, print_line
 from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.reward_models.model_registry import UsageTotals, describe_usage
@@ -198,11 +200,12 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
         print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{again}{rest}")
     count_tokens = token_counter(job.tokenizer)
     before, began = summary.means.responses, time.perf_counter()
-    with StepProgress("score", total, summary.rows) as progress:
+    activity = Activity()
+    with StepProgress("score", total, summary.rows, activity=activity) as progress:
 
         def scored(rows: Iterator[tuple[Row, str]]) -> Iterator[Row]:
             while chunk := list(islice(rows, ROWS_AT_ONCE)):
-                results = _score_chunk(job, chunk, runner, count_tokens)
+                results = _score_chunk(job, chunk, runner, count_tokens, activity)
                 for row in results:
                     summary.add(row)
                 summary.per_s = (summary.means.responses - before) / (time.perf_counter() - began)
@@ -220,16 +223,25 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
 
 
 def _score_chunk(
-    job: ScoreJob, chunk: Sequence[tuple[Row, str]], runner: RewardRunner, count_tokens: Callable[[str], int] | None
+    job: ScoreJob,
+    chunk: Sequence[tuple[Row, str]],
+    runner: RewardRunner,
+    count_tokens: Callable[[str], int] | None,
+    activity: Activity,
 ) -> list[Row]:
     """Rows with their results."""
     groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
-    results = runner.collect(groups, training=False)
+    with activity.phase("rows under way", prompts=len(groups)) as phase:
+        results = runner.collect(groups, training=False, report=partial(_report, phase, runner))
     _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
     return [
         row | result_of(scored, many="responses" in row, details=job.details)
         for (row, _), scored in zip(chunk, results, strict=True)
     ]  # fmt: skip
+
+
+def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> None:
+    phase.update(sampled, scored, runner.model_calls())
 
 
 def _rows(job: ScoreJob) -> Iterator[tuple[Row, str]]:

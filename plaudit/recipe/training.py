@@ -114,6 +114,8 @@ class RunSettings(Section):
     """Stop after this many steps, if that comes before the last epoch ends; the schedule takes it into account."""
     validate_every: PositiveInt | None = None
     """Steps between validations, in addition to one before the first step and one after the last."""
+    validate_first: bool = True
+    """Validate before the first step: where the curve starts."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; the last step always saves one."""
     save_every_minutes: PositiveFloat | None = 30.0
@@ -133,8 +135,8 @@ class RunSettings(Section):
 
 
 ANY_RESUME = (
-    "run.dir", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers", "run.project",
-    "train.max_skipped_steps", "optim.placement",
+    "run.dir", "run.validate_first", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers",
+    "run.project", "train.max_skipped_steps", "optim.placement",
 )  # fmt: skip
 """Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything."""
 ROUNDING = (

@@ -3,15 +3,18 @@
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.cells import cell_len
 
 from plaudit.errors import redact
 from plaudit.files import atomic_file
+from plaudit.report.fitting import cut, printable
 from plaudit.types import Score, ScoredGroup
 
 COLUMNS = {
@@ -65,6 +68,51 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         **{f"failure/{name}": _failure_text(scores[i]) for name, scores in group.by_reward.items()},
         **{f"trace/{name}": redact(_json(scores[i].trace)) for name, scores in group.by_reward.items() if scores[i].trace},
     }
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample to look at."""
+
+    which: str
+    """best, worst, or a number: the same prompts in every validation."""
+    reward: float
+    prompt: str
+    """The last message."""
+    response: str
+
+    def line(self, width: int) -> str:
+        """On one line of a terminal, whatever its text contains."""
+        start = f"{self.which:5} {self.reward:.4f}  "
+        prompt = cut(printable(self.prompt), (width - len(start)) // 3)
+        return f"{start}{prompt} → {cut(printable(self.response), width - len(start) - cell_len(prompt) - 3)}"
+
+
+def best_and_worst(groups: Sequence[ScoredGroup]) -> list[ShownSample]:
+    """The samples with the highest and the lowest reward, the first ones if there are several; one sample if all are equal."""
+    scored = [(group, i) for group in groups for i in range(len(group.scores)) if group.scores[i].value is not None]
+    if not scored:
+        return []
+    best, worst = max(scored, key=_value), min(scored, key=_value)
+    return [_shown("best", *best)] + ([_shown("worst", *worst)] if _value(worst) < _value(best) else [])
+
+
+def samples_to_follow(groups: Sequence[ScoredGroup], prompts: int = 6) -> list[ShownSample]:
+    """The best and the worst sample, and the first one of the first prompts, to be compared from validation to validation."""
+    followed = [(str(number), group) for number, group in enumerate(groups[:prompts], 1) if group.scores[0].value is not None]
+    return best_and_worst(groups) + [_shown(number, group, 0) for number, group in followed]
+
+
+def _value(sample: tuple[ScoredGroup, int]) -> float:
+    group, i = sample
+    value = group.scores[i].value
+    assert value is not None
+    return value
+
+
+def _shown(which: str, group: ScoredGroup, i: int) -> ShownSample:
+    messages = group.group.prompt.messages
+    return ShownSample(which, _value((group, i)), _text(messages[-1]["content"]) if messages else "", group.group.samples[i].text)
 
 
 def _failure_text(score: Score) -> str | None:

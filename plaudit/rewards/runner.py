@@ -13,15 +13,14 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.backend import UNAUTHORISED
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import RewardClient
@@ -34,11 +33,17 @@ from plaudit.rewards.combine import (
     effective_values,
 )
 from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
-from plaudit.types import Failure, Group, Prompt, Score, ScoredGroup
+from plaudit.rewards.step_counts import StepCounts
+from plaudit.types import Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
 ByLabel = dict[str, tuple[Score, ...]]
 T = TypeVar("T")
+REPORT_EVERY_S = 0.2
+
+
+def _ignore(sampled: int, scored: int) -> None:
+    pass
 
 
 class RewardRunner:
@@ -110,26 +115,38 @@ class RewardRunner:
             if self.cache is not None:
                 self.cache.close()
 
-    def collect(self, groups: Iterable[Group], expected: int | None = None, *, training: bool = True) -> list[ScoredGroup]:
+    def collect(
+        self,
+        groups: Iterable[Group],
+        expected: int | None = None,
+        *,
+        training: bool = True,
+        report: Callable[[int, int], None] = _ignore,
+    ) -> list[ScoredGroup]:
         """All groups with their scores. Raises TrainingStopped when a reward fails more often than its settings allow, as soon as
         that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and running
-        means stay as they are."""
-        step = _Step(self.rewards, expected, self._tolerant)
+        means stay as they are. `report` is called with the numbers of groups sampled and scored so far, after every group and then
+        several times per second; what it raises cancels the calls in flight."""
+        step = StepCounts(self.rewards, expected, self._tolerant)
         sampled: list[Group] = []
-        pending: list[Future[ByLabel]] = []
+        pending: list[Future[Any]] = []
         try:
             for group in groups:
                 sampled.append(group)
                 step.samples += len(group.samples)
                 pending.append(self.run(self._score_in(step, group)))
                 step.check()
+                report(len(sampled), step.scored)
             step.all_sampled = True
             step.check()
             sampled_at = time.monotonic()
-            wait(pending, return_when=FIRST_EXCEPTION)
+            self._wait(pending, lambda: report(len(sampled), step.scored))
             step.check()
             scores = [future.result() for future in pending]
-            self.run(self._score_deferred_in(step, sampled, scores)).result()
+            if self._deferred:
+                pending.append(deferred := self.run(self._score_deferred_in(step, sampled, scores)))
+                self._wait([deferred], lambda: report(len(sampled), step.scored))
+                deferred.result()
             self.waited_s = time.monotonic() - sampled_at
             return self._combine(sampled, scores, training=training)
         except BaseException:
@@ -189,15 +206,28 @@ class RewardRunner:
         if self.cache is not None:
             self.cache.clear()
 
+    def model_calls(self) -> int:
+        """Calls of all models since they were opened."""
+        return round(sum(amount["calls"] for name, amount in self.amounts().items() if "/" not in name))
+
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    async def _score_in(self, step: "_Step", group: Group) -> ByLabel:
+    def _wait(self, pending: Sequence[Future[Any]], report: Callable[[], None]) -> None:
+        """Until all of them are done, or one has failed."""
+        left = set(pending)
+        while left:
+            done, left = wait(left, timeout=REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
+            if any(future.exception() for future in done):
+                return
+            report()
+
+    async def _score_in(self, step: StepCounts, group: Group) -> ByLabel:
         scores = await self._score(group)
         step.count(group, scores)
         step.check()  # raised here, it ends the wait for the others
         return scores
 
-    async def _score_deferred_in(self, step: "_Step", groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
+    async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
             await self._score_deferred(list(zip(groups, found, strict=True)), step)
 
@@ -243,7 +273,7 @@ class RewardRunner:
                 tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks))
         return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
 
-    async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None" = None) -> None:
+    async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None = None) -> None:
         """One model after the other; their scores are added to those of the other rewards."""
         left = [_Passes(client, client.live.phases, len(groups)) for client in self._deferred]
         try:
@@ -264,7 +294,7 @@ class RewardRunner:
             for client in self._deferred:
                 client.live.forget()
 
-    async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: "_Step | None") -> None:
+    async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None) -> None:
         """One reward's next pass over all groups."""
         client, label = one.client, one.client.reward.label
         every = [
@@ -386,55 +416,3 @@ def _next(left: Sequence[_Passes]) -> Loadable | None:
     later = [needed for one in left for needed in one.phases[one.phase + 1 :]]
     later += [one.needed for one in left if one not in _ready(left)]
     return min(needs, key=lambda needed: (needed is not None, any(needed is other for other in later)))
-
-
-# One step's failures -------------------------------------------------------------------------------------------------
-
-
-class _Step:
-    """Counts each reward's failures during one `collect`, and raises when there are too many."""
-
-    def __init__(self, rewards: Sequence[Reward], expected: int | None, tolerant: bool):
-        self.samples = 0
-        self._tolerant = tolerant
-        self.all_sampled = False
-        self._expected = expected
-        self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
-        self._failed: list[dict[str, Any]] = []
-
-    def count(self, group: Group, by_label: Mapping[str, Sequence[Score]]) -> None:
-        for reward, failures in self._failures:
-            if reward.label not in by_label:
-                continue
-            for sample, score in zip(group.samples, by_label[reward.label], strict=True):
-                if score.failure is not None:
-                    failures.append(score.failure)
-                    prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.messages, "response": sample.text}
-                    why = {"reward": reward.label, "cause": score.failure.cause, "message": score.failure.message}
-                    self._failed.append({**prompt, **why})
-
-    def check(self) -> None:
-        """Raise as soon as it is certain: at the first call whose key is rejected, at the first failure with on_failure: stop, else
-        when the rate is sure to be exceeded."""
-        for reward, failures in self._failures:
-            if rejected := next((failure for failure in failures if failure.cause == UNAUTHORISED), None):
-                message = f"reward '{reward.label}': {rejected.message} Then run the same command to resume."
-                raise TrainingStopped(message, self._failed)
-            if failures and reward.on_failure == "stop":
-                raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
-            samples = self.samples if self.all_sampled else self._expected
-            if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
-                message = f"{self._describe(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_RESUME}"
-                raise TrainingStopped(message, self._failed)
-
-    def _describe(self, reward: Reward, failures: Sequence[Failure]) -> str:
-        """37 of 64 samples (33 timeout: after 10 s, 4 exception: …): each cause with its commonest message."""
-        causes = []
-        for cause, count in Counter(failure.cause for failure in failures).most_common():
-            [(message, _)] = Counter(failure.message for failure in failures if failure.cause == cause).most_common(1)
-            causes.append(f"{count} {cause}: {' '.join(message.split())[:300]}")
-        samples = self._expected or self.samples
-        return f"reward '{reward.label}' failed on at least {len(failures)} of {samples} samples ({', '.join(causes)})"
-
-
-_RESUME = "Fix it, then run the same command to resume."

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.prompts import EncodedPrompt, with_unique_ids
-from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.errors import RecipeError, StopRequested, TrainingStopped
 from plaudit.objectives.registry import ESTIMATORS
 from plaudit.recipe import RLRecipe
+from plaudit.report.activity import Activity
 from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal, metrics_by_source
 from plaudit.rewards.metrics import metrics as reward_metrics
@@ -40,11 +41,29 @@ class Collected:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Seconds:
+    total: float = 0.0
+    scoring: float = 0.0
+    """Of these: waiting for scores after the last sample."""
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.total + other.total, self.scoring + other.scoring)
+
+
 class Collector:
     """Samples and scores the prompts of each step."""
 
-    def __init__(self, engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], order: RowOrder):
-        self.engine, self.rewards, self.recipe = engine, rewards, recipe
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: RewardRunner,
+        recipe: RLRecipe,
+        prompts: Sequence[EncodedPrompt],
+        order: RowOrder,
+        activity: Activity,
+    ):
+        self.engine, self.rewards, self.recipe, self.activity = engine, rewards, recipe, activity
         self.prompts, self.order = prompts, order
         self.stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
         """With dynamic sampling: how far the prompts have been used, which a checkpoint keeps."""
@@ -57,13 +76,18 @@ class Collector:
         else:
             prompts = with_unique_ids(self.prompts[row] for row in rows)
             greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
-            groups, seconds = _sample_and_score(
-                self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=step - 1,
-                greedy=greedy,
-            )  # fmt: skip
+            groups, seconds = self._sample_and_score(f"step {step}", prompts, step, greedy=greedy)
             collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds))
         collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
         return collected
+
+    def _sample_and_score(
+        self, label: str, prompts: Sequence[EncodedPrompt], step: int, *, greedy: bool = False
+    ) -> tuple[list[ScoredGroup], Seconds]:
+        return _sample_and_score(
+            self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=step - 1,
+            activity=self.activity, label=label, greedy=greedy,
+        )  # fmt: skip
 
     def _rows_used(self, step: int) -> int:
         return self.stream.taken if self.stream is not None else min(step * self.order.per_step, self.order.total_rows)
@@ -86,11 +110,9 @@ class Collector:
             count = target if not groups else min(target, max(likely, math.ceil(target / 4)))
             sampled_prompts += [self.prompts[row] for row in stream.ahead(len(sampled_prompts), count)]
             try:
-                more, round_seconds = _sample_and_score(
-                    self.engine, self.rewards, with_unique_ids(sampled_prompts)[-count:], self.recipe.rollout.n,
-                    training_sampling(self.recipe, step), version=step - 1,
-                )  # fmt: skip
-            except TrainingStopped:
+                label = f"step {step}, round {rounds + 1}"
+                more, round_seconds = self._sample_and_score(label, with_unique_ids(sampled_prompts)[-count:], step)
+            except (TrainingStopped, StopRequested):
                 self.rewards.load_state(running_means)  # the step is not done, so its first rounds leave no trace
                 raise
             groups, seconds, rounds = groups + more, seconds + round_seconds, rounds + 1
@@ -106,37 +128,34 @@ class Collector:
 
 
 def validate(
-    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], step: int
+    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], activity: Activity, step: int
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
     """The validation prompts, sampled as `validation` says and scored; and metrics under `val/`."""
     began = time.perf_counter()
     groups, seconds = _sample_and_score(
-        engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step, training=False
-    )
+        engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step,
+        activity=activity, label="validation", training=False,
+    )  # fmt: skip
     metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}
 
 
-@dataclass(frozen=True)
-class Seconds:
-    total: float = 0.0
-    scoring: float = 0.0
-    """Of these: waiting for scores after the last sample."""
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.total + other.total, self.scoring + other.scoring)
-
-
 def _sample_and_score(
     engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int,
-    greedy: bool = False, training: bool = True,
+    activity: Activity, label: str, greedy: bool = False, training: bool = True,
 ) -> tuple[list[ScoredGroup], Seconds]:  # fmt: skip
     """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated."""
-    began = time.perf_counter()
-    sampled = (sample_groups_with_greedy if greedy else sample_groups)(engine, prompts, n, sampling, version=version)
-    scored = rewards.collect(sampled, expected=len(prompts) * (n + greedy), training=training)
+    began, samples, calls_before = time.perf_counter(), len(prompts) * (n + greedy), rewards.model_calls()
+    sample = sample_groups_with_greedy if greedy else sample_groups
+    with activity.phase(label, prompts=len(prompts), samples=samples) as phase:
+        engine.on_step = phase.engine_step
+        sampled = sample(engine, prompts, n, sampling, version=version, on_sample=phase.sample_done)
+        scored = rewards.collect(
+            sampled, samples, training=training,
+            report=lambda sampled, scored: phase.update(sampled, scored, rewards.model_calls() - calls_before),
+        )  # fmt: skip
     by_id = {group.group.prompt.id: split_baseline(group) if greedy else group for group in scored}
     return [by_id[encoded.prompt.id] for encoded in prompts], Seconds(time.perf_counter() - began, rewards.waited_s)
 

@@ -7,7 +7,7 @@ A recipe names its engine as `rollout.engine`: `native`, or a class of yours as 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -100,12 +100,19 @@ class EngineSetup:
     """Device memory that the trainer keeps while the engine samples, besides the policy's weights."""
 
 
+def _ignore(new_tokens: int) -> None:
+    pass
+
+
 class Engine(ABC):
     """Samples from one policy, with the weights of the last `sync`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     version: int = 0
     """Training steps behind the weights; samples carry it."""
+    on_step: Callable[[int], None] = staticmethod(_ignore)
+    """To be called in `generate` with the number of new tokens, as soon as they are known. It shows progress, and raises an
+    exception to leave an engine whose run is asked to stop; one that never calls it is left at its next sample."""
 
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:

@@ -3,7 +3,7 @@
 Samples are checked as they arrive: a misaligned log-prob or a sample of another version would train without an error.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
@@ -16,8 +16,21 @@ from plaudit.types import Group, Sample
 STATUSES = get_args(get_type_hints(Sample)["status"])
 
 
-def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int) -> Iterator[Group]:
-    """Groups in the order they finish; samples within a group by index. `version`: of the weights, as last synced."""
+def _ignore(sample: Sample) -> None:
+    pass
+
+
+def sample_groups(
+    engine: Engine,
+    prompts: Sequence[EncodedPrompt],
+    n: int,
+    sampling: Sampling,
+    *,
+    version: int,
+    on_sample: Callable[[Sample], None] = _ignore,
+) -> Iterator[Group]:
+    """Groups in the order they finish; samples within a group by index. `version`: of the weights, as last synced. `on_sample` is
+    called with every sample as it arrives."""
     by_id = {encoded.prompt.id: encoded for encoded in prompts}
     assert len(by_id) == len(prompts), "prompts of one call have distinct ids"
     running: dict[str, dict[int, Sample]] = {prompt_id: {} for prompt_id in by_id}
@@ -26,6 +39,7 @@ def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, samp
             raise TrainingStopped(f"rollout.engine {type(engine).__name__}: {fault}")
         samples = running[sample.prompt_id]
         samples[sample.index] = sample
+        on_sample(sample)
         if len(samples) == n:
             encoded, samples = by_id[sample.prompt_id], running.pop(sample.prompt_id)
             yield Group(encoded.prompt, encoded.tokens, tuple(samples[index] for index in range(n)))
@@ -34,13 +48,19 @@ def sample_groups(engine: Engine, prompts: Sequence[EncodedPrompt], n: int, samp
 
 
 def sample_groups_with_greedy(
-    engine: Engine, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int
+    engine: Engine,
+    prompts: Sequence[EncodedPrompt],
+    n: int,
+    sampling: Sampling,
+    *,
+    version: int,
+    on_sample: Callable[[Sample], None] = _ignore,
 ) -> Iterator[Group]:
     """The same, with one greedy sample more at the end of each group. Rewards see it with the others, as one that compares
     samples with each other must."""
-    likeliest = sample_groups(engine, prompts, 1, replace(sampling, temperature=0.0), version=version)
+    likeliest = sample_groups(engine, prompts, 1, replace(sampling, temperature=0.0), version=version, on_sample=on_sample)
     greedy = {group.prompt.id: group.samples[0] for group in likeliest}
-    for group in sample_groups(engine, prompts, n, sampling, version=version):
+    for group in sample_groups(engine, prompts, n, sampling, version=version, on_sample=on_sample):
         yield replace(group, samples=(*group.samples, replace(greedy[group.prompt.id], index=n)))
 
 

@@ -33,6 +33,7 @@ from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_model, load_policy
 from plaudit.recipe import AlgorithmSettings, ModelSettings
 from plaudit.report.curves import draw_curves
+from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector
 from plaudit.rl.experience import Update, make_update
 from plaudit.rl.learner import Learner
@@ -360,14 +361,73 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, recipe):
     (tmp_path / "sampling.released").touch()
     assert process.wait() == 130, process.output
     output = process.output
-    assert "stopping after this step" in output
-    assert f"stopped after step 2 of 4, saved. Resume with: plaudit rl {stopped}" in output
+    assert "stopping as soon as the state can be saved" in output
+    assert f"stopped during step 2; step 1 is saved. Resume with: plaudit rl {stopped}" in output
     assert "Traceback" not in output
-    assert json.loads((tmp_path / "stopped/checkpoints/step_000002/state.json").read_text())["step"] == 2
+    assert json.loads((tmp_path / "stopped/checkpoints/step_000001/state.json").read_text())["step"] == 1
     train_rl(stopped)
     run, reference = tmp_path / "stopped", tmp_path / "reference"
     assert (run / "model/model.safetensors").read_bytes() == (reference / "model/model.safetensors").read_bytes()
     assert exact_metrics(run) == exact_metrics(reference)
+
+
+# The call of the engine during which the run is asked to stop, and what it says.
+STOPS = {
+    "the first validation": ("val", 0, r"stopped during validation before training; there is no step to save yet\."),
+    "sampling in step 1": ("train", 1, r"stopped during step 1; there is no step to save yet\."),
+    "sampling in step 3": ("train", 3, r"stopped during step 3; step 2 is saved\."),
+    "sampling in step 4": ("train", 4, r"stopped during step 4; step 3 is saved\."),
+    "the validation of step 2": ("val", 2, r"stopped during validation after step 2; step 2 is saved\."),
+}
+
+
+@pytest.mark.parametrize("moment", STOPS)
+def test_sigterm_leaves_sampling_at_the_next_step_of_the_engine(tmp_path, recipe, prompts_file, uninterrupted, monkeypatch, moment):
+    part, step, message = STOPS[moment]
+    generate, left = NativeEngine.generate, []
+
+    def generate_and_signal(self, requests, sampling):
+        if ("val" if sampling.temperature == 0 else "train", sampling.step) == (part, step):
+            on_step = self.on_step
+
+            def on_step_and_signal(new_tokens):
+                left.append(new_tokens)
+                os.kill(os.getpid(), signal.SIGTERM)
+                on_step(new_tokens)
+
+            self.on_step = on_step_and_signal
+        yield from generate(self, requests, sampling)
+
+    file = recipe(**INTERRUPTIBLE, data={"val": str(prompts_file)})
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "generate", generate_and_signal)
+        with pytest.raises(Interrupted, match=f"^{message} Resume with: plaudit"):
+            train_rl(file)
+    assert len(left) == 1, "it left at once"
+    train_rl(file)
+    assert_same_result(tmp_path / "run", uninterrupted)
+
+
+def test_sigterm_while_scoring_cancels_the_calls(tmp_path, recipe, monkeypatch):
+    """A reward that hangs does not keep the run from stopping."""
+    reward = write_function(tmp_path / "reward.py", REWARD_THAT_CAN_HALT)
+    train_rl(recipe("reference", reward))
+    wait_for = RewardRunner._wait
+
+    def signal_and_wait(self, pending, report):
+        if (tmp_path / "halt").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(self, pending, report)
+
+    monkeypatch.setenv("HALT_SCORING", str(tmp_path / "halt"))
+    monkeypatch.setattr(RewardRunner, "_wait", signal_and_wait)
+    (tmp_path / "halt").touch()
+    file = recipe("run", reward)
+    with pytest.raises(Interrupted, match=r"^stopped during step 1; there is no step to save yet\."):
+        train_rl(file)
+    (tmp_path / "halt").unlink()
+    train_rl(file)
+    assert_same_result(tmp_path / "run", tmp_path / "reference")
 
 
 def test_sigterm_stops_the_run_after_the_step(tmp_path, recipe, monkeypatch):
@@ -437,11 +497,36 @@ def test_settings_that_do_not_affect_the_weights_may_change(tmp_path, recipe, pr
         with pytest.raises(Stopped):
             train_rl(recipe(**settings))
     changed = function(reward_file, workers=2, max_failure_rate=0.5)
-    validation = {"n": 2, "temperature": 1.0, "max_new_tokens": 5, "max_prompts": 2}
-    train_rl(recipe(reward=changed, validation=validation, **settings), "run.validate_every=3", "run.keep_last=1")
+    train_rl(recipe(reward=changed, **settings), "run.validate_every=3", "run.keep_last=1", "run.validate_first=false")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "run/model" / name).read_bytes() == (tmp_path / "reference/model" / name).read_bytes()
-    assert len(samples_of(tmp_path / "run", 3, "val")) == 4
+    assert samples_of(tmp_path / "run", 3, "val")
+
+
+def test_a_changed_validation_set_is_refused(tmp_path, recipe, prompts_file):
+    """It would mix two sets in one curve, and compare them to find the best checkpoint."""
+    val = write_jsonl(tmp_path / "val.jsonl", prompt_rows(4))
+    train_rl(recipe(data={"val": str(val)}, run={"max_steps": 1}))
+    for changed, message in {
+        "validation.max_prompts=2": r"validation\.max_prompts: was null, is now 2",
+        "validation.n=2": r"validation\.n: was 1, is now 2",
+        "validation.temperature=1": r"validation\.temperature: was 0\.0, is now 1\.0",
+        "data.val=[]": r"data\.val: was .*, is now \[\]",
+    }.items():
+        with pytest.raises(RunError, match=rf"\n  {message}\n[\s\S]*\nA run keeps its validation set .*run\.validate_every"):
+            train_rl(tmp_path / "run.yaml", changed)
+    write_jsonl(val, prompt_rows(5))
+    with pytest.raises(RunError, match="its content has changed"):
+        train_rl(tmp_path / "run.yaml")
+
+
+def test_validation_before_training_can_be_switched_off(tmp_path, recipe, prompts_file, capsys):
+    train_rl(recipe(data={"val": str(prompts_file)}, validation={"max_prompts": 5}, run={"max_steps": 2, "validate_first": False}))
+    assert [(row["step"], "val/reward" in row) for row in metrics_of(tmp_path / "run")] == [(1, False), (2, True)]
+    shown = capsys.readouterr().err
+    assert re.search(r"val: 5 of \d+ prompts, longest \d+ tokens; the others left out by validation.max_prompts\n", shown)
+    best, worst = re.findall(r"^(?:best |worst) (\d\.\d{4})  .+ → ", shown, re.MULTILINE)
+    assert float(best) > float(worst)
 
 
 def _stop_at(step: int):
@@ -1245,11 +1330,11 @@ def test_a_validation_repeated_on_resume_is_saved(tmp_path, recipe, prompts_file
     """The last validation stops the run. Repeated, it is the best; a third start finds nothing to do."""
     validate, fails = rl.validate, [True]
 
-    def validate_or_stop(engine, rewards, settings, prompts, step):
+    def validate_or_stop(*arguments, step):
         if step == 2 and fails:
             fails.clear()
             raise TrainingStopped("a judge died")
-        groups, metrics = validate(engine, rewards, settings, prompts, step)
+        groups, metrics = validate(*arguments, step=step)
         return groups, metrics | {"val/reward": float(step)}
 
     monkeypatch.setattr(rl, "validate", validate_or_stop)

@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 
 from plaudit import plugins
-from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.errors import RecipeError, StopRequested, TrainingStopped
 from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
 from plaudit.rewards.functions.function import Function, FunctionLimits
@@ -638,6 +638,34 @@ def test_a_sampling_error_propagates_and_the_runner_stays_usable():
             rewards.collect(groups())
         assert cancelled.wait(20)
         assert values(rewards.collect([group("b")])[0]) == [1.0]
+
+
+def test_what_a_report_raises_cancels_the_calls_in_flight():
+    """That is how a run stops while a judge is being waited for."""
+    cancelled, reports = threading.Event(), []
+
+    async def handler(of: Group):
+        if of.prompt.id == "waits":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return ones(of)
+
+    def report(sampled: int, scored: int):
+        reports.append((sampled, scored))
+        if reports[-1] == (2, 1) and len(reports) > 4:
+            raise StopRequested
+
+    with RewardRunner([Awaiting(handler=handler)]) as rewards:
+        with pytest.raises(StopRequested):
+            rewards.collect([group("a"), group("b", id="waits")], report=report)
+        assert cancelled.wait(20)
+        reports.clear()
+        rewards.collect([group("a"), group("b")], report=report)
+    assert reports[0][0] == 1
+    assert reports[-1] == (2, 2)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C goes to the main thread")

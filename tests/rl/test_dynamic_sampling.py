@@ -9,7 +9,7 @@ import pytest
 
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.rows import read_rows
-from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.errors import PlauditError, RecipeError, StopRequested, TrainingStopped
 from plaudit.rl.learner import Learner
 from plaudit.rollout.native.engine import NativeEngine
 from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
@@ -129,7 +129,15 @@ def test_it_resumes_exactly(tmp_path, recipe, monkeypatch):
     assert taken == sum(row["groups"] for row in metrics_of(reference)) > 16
 
 
-def test_a_stop_in_a_later_round_discards_the_earlier_rounds(tmp_path, recipe, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (TrainingStopped("the judge is gone"), "step 2: the judge is gone"),
+        (StopRequested(), "stopped during step 2; step 1 is saved"),
+    ],
+    ids=["a reward fails", "Ctrl-C"],
+)
+def test_a_stop_in_a_later_round_discards_the_earlier_rounds(tmp_path, recipe, monkeypatch, error, message):
     """Running means have seen the first round by then; the saved checkpoint must not include it."""
 
     def write(name: str) -> Path:
@@ -144,13 +152,13 @@ def test_a_stop_in_a_later_round_discards_the_earlier_rounds(tmp_path, recipe, m
     def generate_or_stop(self, requests, sampling):
         calls.append(sampling.step)
         if calls.count(2) == 2:
-            raise TrainingStopped("the judge is gone")
+            raise error
         return generate(self, requests, sampling)
 
     file = write("stopped")
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "generate", generate_or_stop)
-        with pytest.raises(TrainingStopped, match="step 2: the judge is gone"):
+        with pytest.raises(PlauditError, match=message):
             train_rl(file)
     train_rl(file)
     assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "reference")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plaudit.data.prompts import EncodedPrompt
-from plaudit.errors import PlauditError, RecipeError, TrainingStopped
+from plaudit.errors import PlauditError, RecipeError, StopRequested, TrainingStopped
 from plaudit.rollout.build import engine_class
 from plaudit.rollout.engine import Engine, Sampling
 from plaudit.rollout.groups import sample_groups
@@ -77,6 +77,27 @@ def test_an_exception_in_a_users_engine_stops_the_run():
         groups(VALID, OSError("connection lost"))
     with pytest.raises(TrainingStopped, match="Scripted: prompt a is too long"):
         groups(PlauditError("prompt a is too long"))
+
+
+def test_a_requested_stop_passes_through_a_users_engine():
+    """Even one that handles every exception."""
+
+    class Careless(Scripted):
+        def generate(self, requests, sampling):
+            while True:
+                try:
+                    self.on_step(1)
+                except Exception:
+                    continue
+
+    def stop(new_tokens: int) -> None:
+        raise StopRequested
+
+    engine = Careless()
+    engine.on_step = stop
+    prompt = EncodedPrompt(Prompt("a", [{"role": "user", "content": "a"}]), np.array([1]))
+    with pytest.raises(StopRequested):
+        list(sample_groups(engine, [prompt], 1, Sampling(max_new_tokens=4), version=3))
 
 
 def test_something_else_than_samples_stops_the_run(monkeypatch):

@@ -13,7 +13,7 @@ duration of a call; when it is full, the sequence that has written least is pree
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,7 +101,7 @@ class NativeEngine(Engine):
             scheduler = Scheduler(
                 requests, sampling, rows=rows, blocks=blocks, block_tokens=cache.block_tokens, prefill_tokens=prefill_tokens
             )
-            call = _Call(self.forward, scheduler, self._rows_for(rows), cache, on_device, stopping, self.version)
+            call = _Call(self.forward, scheduler, self._rows_for(rows), cache, on_device, stopping, self.version, self.on_step)
             yield from call.run(STEPS_IN_FLIGHT[self.device.type])
             self.preempted = scheduler.preempted
         finally:
@@ -190,9 +190,10 @@ class _Call:
         sampling: DeviceSampling,
         stopping: Stopping,
         version: int,
+        on_step: Callable[[int], None],
     ):
         self.forward, self.scheduler, self.rows, self.cache = forward, scheduler, rows, cache
-        self.sampling, self.stopping, self.version = sampling, stopping, version
+        self.sampling, self.stopping, self.version, self.on_step = sampling, stopping, version, on_step
         self.launched: deque[LaunchedStep] = deque()
 
     def run(self, in_flight: int) -> Iterator[Sample]:
@@ -288,6 +289,7 @@ class _Call:
         if step.done is not None:
             step.done.synchronize()
         results = step.results.numpy()
+        self.on_step(int((results[:, 0] != IDLE).sum()))
         columns = (*results[:, :2].T.tolist(), *results[:, 2:].view(np.float32).T.tolist())
         for sequence, status, token, logprob, untempered in zip(step.rows, *columns, strict=True):
             if status == IDLE or sequence is None or sequence.row is None:

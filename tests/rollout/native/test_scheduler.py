@@ -298,9 +298,11 @@ def simulate(setting: Setting) -> Outcome:
     """Run a call of the engine; every sample must be returned exactly once, with its own tokens."""
     scheduler, forward = CheckedScheduler(setting), Forward(setting)
     stopping = Stopping(setting.answers)
-    call = _Call(forward, scheduler, BatchRows(setting), Cache(setting), None, stopping, 7)  # pyright: ignore
+    new_tokens: list[int] = []
+    call = _Call(forward, scheduler, BatchRows(setting), Cache(setting), None, stopping, 7, new_tokens.append)  # pyright: ignore
     outcome = Outcome(scheduler, forward)
     outcome.samples += call.run(0 if setting.device == "cpu" else 1)
+    assert sum(new_tokens) >= sum(map(len, outcome.samples)), "every step is reported"
     answers = {(a.request.prompt_id, a.index): a for a in setting.answers}
     assert sorted((s.prompt_id, s.index) for s in outcome.samples) == sorted(answers)
     for sample in outcome.samples:

@@ -1,0 +1,66 @@
+"""Counts of one step of scoring: groups scored, and each reward's failures, which end the step when there are too many."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plaudit.errors import TrainingStopped
+from plaudit.reward_models.backend import UNAUTHORISED
+from plaudit.rewards.reward import Reward
+from plaudit.types import Failure, Group, Score
+
+
+class StepCounts:
+    """The groups that each reward has scored, and its failures."""
+
+    def __init__(self, rewards: Sequence[Reward], expected: int | None, tolerant: bool):
+        self.samples = 0
+        self._tolerant = tolerant
+        self.all_sampled = False
+        self._expected = expected
+        self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
+        self._failed: list[dict[str, Any]] = []
+        self._groups_scored = dict.fromkeys((reward.label for reward in rewards), 0)
+
+    @property
+    def scored(self) -> int:
+        """Groups that all rewards have scored."""
+        return min(self._groups_scored.values(), default=0)
+
+    def count(self, group: Group, by_label: Mapping[str, Sequence[Score]]) -> None:
+        for reward, failures in self._failures:
+            if reward.label not in by_label:
+                continue
+            self._groups_scored[reward.label] += 1
+            for sample, score in zip(group.samples, by_label[reward.label], strict=True):
+                if score.failure is not None:
+                    failures.append(score.failure)
+                    prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.messages, "response": sample.text}
+                    why = {"reward": reward.label, "cause": score.failure.cause, "message": score.failure.message}
+                    self._failed.append({**prompt, **why})
+
+    def check(self) -> None:
+        """Raise as soon as it is certain: at the first call whose key is rejected, at the first failure with on_failure: stop, else
+        when the rate is sure to be exceeded."""
+        for reward, failures in self._failures:
+            if rejected := next((failure for failure in failures if failure.cause == UNAUTHORISED), None):
+                message = f"reward '{reward.label}': {rejected.message} Then run the same command to resume."
+                raise TrainingStopped(message, self._failed)
+            if failures and reward.on_failure == "stop":
+                raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
+            samples = self.samples if self.all_sampled else self._expected
+            if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
+                message = f"{self._describe(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_RESUME}"
+                raise TrainingStopped(message, self._failed)
+
+    def _describe(self, reward: Reward, failures: Sequence[Failure]) -> str:
+        """37 of 64 samples (33 timeout: after 10 s, 4 exception: …): each cause with its commonest message."""
+        causes = []
+        for cause, count in Counter(failure.cause for failure in failures).most_common():
+            [(message, _)] = Counter(failure.message for failure in failures if failure.cause == cause).most_common(1)
+            causes.append(f"{count} {cause}: {' '.join(message.split())[:300]}")
+        samples = self._expected or self.samples
+        return f"reward '{reward.label}' failed on at least {len(failures)} of {samples} samples ({', '.join(causes)})"
+
+
+_RESUME = "Fix it, then run the same command to resume."
