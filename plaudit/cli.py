@@ -13,7 +13,7 @@ import typer
 from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load
-from plaudit.errors import Interrupted, PlauditError, redact
+from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
@@ -172,6 +172,27 @@ def score(
     from plaudit.loops.score import score as run_score
 
     print(f"{out}: {run_score(ScoreJob(settings, sources, out, tokenizer, max_rows))}")
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter's folder, as peft and model.lora.merge_on_save=false save it.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the complete model to.", show_default=False)],
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: that of the base's weights.")] = "auto",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the base model.")] = False,
+) -> None:
+    """Merge a LoRA adapter into its base model: a complete model for plaudit, transformers and vLLM."""
+    from plaudit.lora_folder import read_lora_folder
+
+    lora = read_lora_folder(adapter)
+    if lora is None:
+        raise PlauditError(f"{adapter} is not a LoRA adapter: it has no adapter_config.json.{nearest_path(adapter)}")
+    if out.exists():
+        raise PlauditError(f"--out: {out} exists already; choose another folder")
+
+    from plaudit.loops.merge import merge_adapter
+
+    print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
 
 
 app.command(context_settings=ANYTHING_MAY_FOLLOW)(audit)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from plaudit.lora_folder import read_lora_folder
+
 
 def write_atomic(path: Path, text: str) -> None:
     with atomic_file(path) as temporary:
@@ -92,6 +94,9 @@ def fingerprint(path: Path) -> str:
 def weights_fingerprint(folder: Path) -> str:
     """A quick digest of a model's config and weights: name, size and both ends of each file. Reading all weights takes too long."""
     digest = hashlib.blake2b(digest_size=16)
+    lora = read_lora_folder(folder)
+    if lora is not None:
+        digest.update(weights_fingerprint(Path(lora.base)).encode() + lora.files[0].read_bytes())
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
@@ -112,6 +117,10 @@ def model_fingerprint(path: Path) -> str:
     `path`: a model folder, or one of its files.
     """
     digest = hashlib.blake2b(digest_size=16)
+    lora = read_lora_folder(path)
+    if lora is not None:
+        base = Path(lora.base)
+        digest.update((model_fingerprint(base) if base.is_dir() else lora.base).encode())
     for file in sorted({f for name in MODEL_FILES for f in path.glob(name)} if path.is_dir() else {path}):
         stat, end = file.stat(), 1 << 20
         digest.update(f"{file.name if path.is_dir() else ''} {stat.st_size}".encode())

@@ -22,6 +22,7 @@ from typing import TypeVar
 import aiohttp
 
 from plaudit.errors import RecipeError, redact
+from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
@@ -153,6 +154,11 @@ class LaunchedServer(Backend):
     # Starting and stopping --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
+        if is_lora_folder(self.name):
+            raise RecipeError(
+                f"{self.name}: a LoRA adapter, and placement: launch needs a complete model. Merge it first: "
+                f"plaudit merge {self.name} --out FOLDER"
+            )
         self.port = self._port()
         # vLLM requires the key in this variable.
         key = self.model.credential or ("VLLM_API_KEY" if self._environment.get("VLLM_API_KEY") else None)

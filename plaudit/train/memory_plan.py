@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig
 
 from plaudit.errors import PlauditError
 from plaudit.models.folder import context_tokens, read_config
@@ -157,7 +156,7 @@ def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
     here.append(Need("policy: gradients", ("training",), plan.gradients))
     here.append(Need("policy: activations, logits", ("training",), plan.activations + plan.logits))
     if isinstance(recipe, RLRecipe):
-        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         size = resolve_dtype(recipe.model.dtype, device).itemsize
         sequences, length = _concurrent_sequences(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
         cache = plan_cache(config, size, sequences=sequences, tokens=length)
