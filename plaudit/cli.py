@@ -210,6 +210,27 @@ def demo(
     run_demo(out, seed)
 
 
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A folder of them to copy, such as first.", show_default=False)
+    ] = None,
+) -> None:
+    """List the recipes that ship with plaudit, or copy some of them into the current folder to edit.
+
+    Commands accept their names in any folder: `plaudit doctor recipes/first/sft.yaml`. A copy in the current folder comes first.
+    """
+    from plaudit.shipped import copy_shipped, first_comment, shipped_recipes
+
+    if name is not None:
+        print("\n".join(map(str, copy_shipped(name))))
+        return
+    found = {shown: first_comment(file) for shown, file in shipped_recipes().items()}
+    width = max(map(len, found))
+    print("\n".join(f"{shown:<{width}}  {comment}" for shown, comment in found.items()))
+    print("\nplaudit config NAME shows one; plaudit recipes first copies that folder here, to edit.")
+
+
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def config(
     recipe: RecipeFile,

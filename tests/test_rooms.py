@@ -13,7 +13,7 @@ from support.paths import REPOSITORY, TESTS
 # From the bottom up; packages on one line do not import each other.
 LEVELS = [
     ["errors"],
-    ["lora_folder"],
+    ["lora_folder", "shipped"],
     ["types", "files", "seeding", "plugins"],
     ["objectives"],
     ["recipe"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plaudit.errors import PlauditError
+from plaudit.shipped import find_shipped, is_shipped
 
 if TYPE_CHECKING:
     from plaudit.audit.dumps import Rollout
@@ -29,7 +30,10 @@ def audit(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report. Default: audit/ next to the rollouts.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder for the report. Default: audit/ next to the rollouts (runs/audit for shipped ones).", show_default=False
+        ),
     ] = None,
     label: Annotated[
         str | None,
@@ -51,7 +55,7 @@ def audit(
     (`plaudit config R.yaml --explain`); docs/audit.md explains each check.
     """
     overrides = [argument for argument in rollouts if "=" in argument and not Path(argument).exists()]
-    paths = [Path(argument) for argument in rollouts if argument not in overrides]
+    paths = [find_shipped(Path(argument)) for argument in rollouts if argument not in overrides]
     if not paths:
         raise PlauditError("audit needs saved responses: plaudit audit R.yaml ROLLOUTS")
     rewards, settings = _load(recipe, overrides)
@@ -66,7 +70,7 @@ def audit(
     groups = read_rollouts(paths, label=label, data_source=data_source)
     if max_rows is not None:
         groups = draw_groups(groups, max_rows, settings.seed)
-    folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "audit"
+    folder = out or _folder_beside(paths[0])
     _create(folder)  # before the work, so that an error costs nothing
     report = inspect(str(recipe), [str(path) for path in paths], rewards, groups, settings)
     write_report(report, folder)
@@ -106,6 +110,13 @@ def draw_groups(groups: "Sequence[Rollout]", max_rows: int, seed: int) -> "list[
         chosen.append(g)
         rows += len(groups[g])
     return [groups[g] for g in sorted(chosen)]
+
+
+def _folder_beside(rollouts: Path) -> Path:
+    """Reports on files that ship with plaudit go into the current folder, never into the installation."""
+    if is_shipped(rollouts):
+        return Path("runs/audit")
+    return (rollouts if rollouts.is_dir() else rollouts.parent) / "audit"
 
 
 def _create(folder: Path) -> None:
