@@ -18,6 +18,7 @@ from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
 from plaudit.serving.cli import serve
+from plaudit.threads import let_threads_sleep
 
 app = typer.Typer(
     name="plaudit",
@@ -293,6 +294,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def main() -> None:
     """Run the command; user errors are one line on stderr, others keep their traceback (secrets redacted)."""
     sys.excepthook = _show_traceback
+    let_threads_sleep()
     try:
         app()
     except PlauditError as error:

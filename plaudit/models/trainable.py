@@ -26,6 +26,7 @@ from plaudit.models.fused import prepare_layers
 from plaudit.models.lora import attach_lora, merge_lora, merged_weights
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
+from plaudit.threads import fit_threads
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -100,6 +101,7 @@ def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
     model = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
     ).to(device)  # pyright: ignore
+    fit_threads(model.config, device)
     prepare_layers(model, liger=recipe.liger)
     verify_packed(model)
     return model
