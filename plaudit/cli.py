@@ -14,6 +14,7 @@ from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load
 from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
+from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
@@ -296,6 +297,8 @@ def main() -> None:
     sys.excepthook = _show_traceback
     let_threads_sleep()
     try:
+        require_supported_system()
+        raise_open_file_limit()
         app()
     except PlauditError as error:
         print(redact(str(error)), file=sys.stderr)

@@ -3,7 +3,6 @@
 Next to it, `NAME.inputs.json` records the settings and inputs that its rows depend on. Output made with others is not resumed.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from plaudit.errors import RunError
-from plaudit.files import write_atomic
+from plaudit.files import try_lock, write_atomic
 from plaudit.report.progress import print_line
 
 
@@ -50,8 +49,9 @@ def open_resumable(
         raise RunError(f"--out: {out} cannot be written: {error}") from None
     with file:
         try:  # before reading: a line that another process is writing would look cut short
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if not try_lock(file):
+                print_line(f"--out: the file system of {out} has no locks; make sure that no other process writes to it", "yellow")
+        except BlockingIOError:
             raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file") from None
         inputs, may_change = json.loads(json.dumps([inputs, may_change or {}], default=str))
         yield ResumableJsonl(file, _done(out, inputs, may_change or {}, verb))

@@ -14,7 +14,6 @@ A run started again resumes from its newest checkpoint; metrics and samples afte
 A run decides when state is saved and makes it atomic; tensors are written and read by their owner (`checkpoint.Saveable`).
 """
 
-import fcntl
 import json
 import math
 import os
@@ -43,7 +42,7 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, RunError, TrainingStopped, redact
 from plaudit.explain import to_yaml
-from plaudit.files import atomic_folder, remove_leftovers, write_atomic
+from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
 from plaudit.recipe import ScoreRecipe
 from plaudit.report import curves
 from plaudit.report.progress import print_line
@@ -126,8 +125,9 @@ class Run:
     def _take_over(self) -> None:
         """Lock the folder for this process. Nothing in it changes before the last check."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if not try_lock(self._lock):
+                print_line(f"{self.folder}: its file system has no locks; make sure that no other process trains there", "yellow")
+        except BlockingIOError:
             raise RunError(
                 f"{self.folder}: another process is training in this folder; wait for it, or choose another run.dir"
             ) from None

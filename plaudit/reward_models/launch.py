@@ -22,6 +22,7 @@ from typing import TypeVar
 import aiohttp
 
 from plaudit.errors import RecipeError, redact
+from plaudit.host import describe_exit
 from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
@@ -76,7 +77,7 @@ class ServerProcess:
     def epitaph(self) -> str:
         """'exit code 1, after printing …': how it ended."""
         code = self._process.poll()
-        how = "still running" if code is None else f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = "still running" if code is None else describe_exit(code)
         words = self.last_line()
         return how + (f", after printing '{words}'" if words else "")
 
