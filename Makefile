@@ -1,7 +1,8 @@
 # Every target sets up what it needs, on a machine with Python 3.11+ and nothing else; the second time it starts at once.
+#   make demo       a small model, from nothing to a policy trained by SFT and GRPO, in minutes on a CPU
+#   make install    plaudit alone, in .venv           make dev     with all extras and the development tools
 #   make test       the core suite                    make lint    ruff and pyright
 #   make test-all   core, lint and the slow tier      make lock    pin the newest versions that work
-#   make demo       a small model, from nothing to a policy trained by SFT and GRPO, in minutes on a CPU
 # For another torch build: make install TORCH="--index-url URL torch==2.13.0"  (README, "Installing").
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -9,15 +10,22 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format lock clean
+.PHONY: install dev demo test test-all lint format lock clean
 install: .venv/installed
+dev: .venv/dev-installed
 
 # Modules are compiled when they are first imported: compiling all of them here would take minutes, and most are never imported.
+# pip shows its progress: the packages are large, and a silent minute looks like a hang.
+PIP := $(BIN)/pip install --no-compile --disable-pip-version-check
 .venv/installed: pyproject.toml requirements.lock
 	@test -n "$(PYTHON)" || { echo "plaudit needs Python 3.11 or newer"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile $(TORCH)
-	$(BIN)/pip install --quiet --no-compile --constraint requirements.lock --editable '.[dev]'
+	$(PIP) $(TORCH)
+	$(PIP) --constraint requirements.lock --editable .
+	@touch $@
+
+.venv/dev-installed: .venv/installed
+	$(PIP) --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 
 demo: .venv/installed
@@ -50,8 +58,9 @@ demo: .venv/installed
 # Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. At
 # most 8 workers, of about a gigabyte each.
 QUICK := tests/test_rooms.py
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() or 2)))')
-test: .venv/installed
+WORKERS ?= $(shell $(PYTHON) -c 'import os; \
+	print(max(2, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)))')
+test: .venv/dev-installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
@@ -60,12 +69,12 @@ test-all: test
 	$(MAKE) -j 2 lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
 
-lint: .venv/installed
+lint: .venv/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-format: .venv/installed
+format: .venv/dev-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -74,7 +83,7 @@ lock:
 	rm -rf .venv && $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH) && $(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/pip freeze --exclude-editable --exclude plaudit | grep -v -e '^nvidia-' -e '^triton' -e '^cuda-' | sed -e 's/+[a-z0-9.]*$$//' > requirements.lock
-	@touch .venv/installed
+	@touch .venv/installed .venv/dev-installed
 
 clean:
 	rm -rf .venv .venv-*

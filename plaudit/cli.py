@@ -13,12 +13,14 @@ import typer
 from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.config import LoadedRecipe, load
-from plaudit.errors import Interrupted, PlauditError, redact
+from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
+from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
 from plaudit.serving.cli import serve
+from plaudit.threads import let_threads_sleep
 
 app = typer.Typer(
     name="plaudit",
@@ -210,6 +212,27 @@ def score(
         raise typer.Exit(1)
 
 
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter's folder, as peft and model.lora.merge_on_save=false save it.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the complete model to.", show_default=False)],
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: that of the base's weights.")] = "auto",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the base model.")] = False,
+) -> None:
+    """Merge a LoRA adapter into its base model: a complete model for plaudit, transformers and vLLM."""
+    from plaudit.lora_folder import read_lora_folder
+
+    lora = read_lora_folder(adapter)
+    if lora is None:
+        raise PlauditError(f"{adapter} is not a LoRA adapter: it has no adapter_config.json.{nearest_path(adapter)}")
+    if out.exists():
+        raise PlauditError(f"--out: {out} exists already; choose another folder")
+
+    from plaudit.loops.merge import merge_adapter
+
+    print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
+
+
 app.command(context_settings=ANYTHING_MAY_FOLLOW)(audit)
 app.command(context_settings=ANYTHING_MAY_FOLLOW)(serve)
 
@@ -223,6 +246,27 @@ def demo(
     from plaudit.loops.demo import run_demo
 
     run_demo(out, seed)
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A folder of them to copy, such as first.", show_default=False)
+    ] = None,
+) -> None:
+    """List the recipes that ship with plaudit, or copy some of them into the current folder to edit.
+
+    Commands accept their names in any folder: `plaudit doctor recipes/first/sft.yaml`. A copy in the current folder comes first.
+    """
+    from plaudit.shipped import copy_shipped, first_comment, shipped_recipes
+
+    if name is not None:
+        print("\n".join(map(str, copy_shipped(name))))
+        return
+    found = {shown: first_comment(file) for shown, file in shipped_recipes().items()}
+    width = max(map(len, found))
+    print("\n".join(f"{shown:<{width}}  {comment}" for shown, comment in found.items()))
+    print("\nplaudit config NAME shows one; plaudit recipes first copies that folder here, to edit.")
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
@@ -287,7 +331,10 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def main() -> None:
     """Run the command; user errors are one line on stderr, others keep their traceback (secrets redacted)."""
     sys.excepthook = _show_traceback
+    let_threads_sleep()
     try:
+        require_supported_system()
+        raise_open_file_limit()
         app()
     except PlauditError as error:
         print(redact(str(error)), file=sys.stderr)

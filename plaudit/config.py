@@ -20,6 +20,7 @@ from plaudit import plugins
 from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
 from plaudit.recipe.other_names import OTHER_NAMES, OTHER_NAMES_IN_REWARDS
+from plaudit.shipped import find_shipped
 
 Place = tuple[str | int, ...]
 """Path of a setting in the recipe: ('optim', 'lr')."""
@@ -36,11 +37,12 @@ class LoadedRecipe:
 
 def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> LoadedRecipe:
     """Read a recipe for `stage` (default: the one it names)."""
-    path = Path(path)
+    path = find_shipped(Path(path))
     tree, sources = _read_file(path)
     in_file = set(sources)
     for override in overrides:
         _apply_override(tree, sources, override)
+    tree = _with_shipped_files(tree)
     _refuse_secrets(tree, (), sources, path)
     recipe_class = STAGES[_stage(tree, stage, sources, path)]
     try:
@@ -48,6 +50,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
     return LoadedRecipe(recipe, path, sources)
+
+
+def _with_shipped_files(value: Any) -> Any:
+    """Replace names of shipped files by where they were installed, unless the current folder has them."""
+    if isinstance(value, dict):
+        return {name: _with_shipped_files(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_shipped_files(inner) for inner in value]
+    return str(find_shipped(Path(value))) if isinstance(value, str) and value.startswith("recipes/") else value
 
 
 # Reading -------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@
 A reader never sees a partial file or folder: content is written to a hidden sibling, synced, then renamed into place.
 """
 
+import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
+
+from plaudit.lora_folder import read_lora_folder
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -79,6 +83,20 @@ def is_disk_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or "(os error " in str(error)
 
 
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file for this process until it is closed. A BlockingIOError if another process has locked it; false on a file
+    system without locks, as some network file systems are."""
+    import fcntl  # Linux and macOS only
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):  # NFS says EACCES
+            raise BlockingIOError(*error.args) from None
+        return False
+    return True
+
+
 def fingerprint(path: Path) -> str:
     """A digest of the content of a file, or of every file below a folder."""
     digest = hashlib.blake2b(digest_size=16)
@@ -92,6 +110,9 @@ def fingerprint(path: Path) -> str:
 def weights_fingerprint(folder: Path) -> str:
     """A quick digest of a model's config and weights: name, size and both ends of each file. Reading all weights takes too long."""
     digest = hashlib.blake2b(digest_size=16)
+    lora = read_lora_folder(folder)
+    if lora is not None:
+        digest.update(weights_fingerprint(Path(lora.base)).encode() + lora.files[0].read_bytes())
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
@@ -112,6 +133,10 @@ def model_fingerprint(path: Path) -> str:
     `path`: a model folder, or one of its files.
     """
     digest = hashlib.blake2b(digest_size=16)
+    lora = read_lora_folder(path)
+    if lora is not None:
+        base = Path(lora.base)
+        digest.update((model_fingerprint(base) if base.is_dir() else lora.base).encode())
     for file in sorted({f for name in MODEL_FILES for f in path.glob(name)} if path.is_dir() else {path}):
         stat, end = file.stat(), 1 << 20
         digest.update(f"{file.name if path.is_dir() else ''} {stat.st_size}".encode())
@@ -132,5 +157,8 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that sync files only
+            raise
     finally:
         os.close(descriptor)

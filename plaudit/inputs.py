@@ -7,6 +7,7 @@ from pathlib import Path
 from plaudit.config import LoadedRecipe, load
 from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
+from plaudit.lora_folder import is_lora_folder, read_lora_folder
 from plaudit.recipe import (
     DPORecipe,
     ModelSettings,
@@ -35,6 +36,7 @@ def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None)
         for split, names in (("train", data.train), ("val", data.val))
     }
     require_model(recipe.model, "model.")
+    _require_complete_base(recipe.model)
     if recipe.stage != "reward-model":
         require_causal_model(recipe.model.path, "model.path", f"`plaudit {recipe.stage}` trains a model that generates text")
     if isinstance(recipe, DPORecipe | RLRecipe) and recipe.reference.path is not None:
@@ -84,15 +86,27 @@ def require_model_folder(path: str, setting: str) -> None:
 
 def require_causal_model(path: str, setting: str, reason: str) -> None:
     """Refuse a reward model, which would fail late with an error about weights, or (with tied embeddings) not at all."""
+    lora = read_lora_folder(path)
     try:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        config = json.loads((Path(path if lora is None else lora.base) / "config.json").read_text("utf-8"))
         kind = next(iter(config.get("architectures") or ()), "")
     except (OSError, ValueError, AttributeError):
         return  # on the hub, or damaged: reported when it is loaded
-    if kind.endswith("ForSequenceClassification"):
+    if kind.endswith("ForSequenceClassification") or (lora is not None and lora.scores):
+        what = kind if lora is None else "a LoRA adapter with a score head"
         raise PlauditError(
-            f"{setting}: {path} is a reward model ({kind}), which gives scores, but {reason}. Name a causal model, such as the one "
+            f"{setting}: {path} is a reward model ({what}), which gives scores, but {reason}. Name a causal model, such as the one "
             f"it was trained from. To use it as a reward: {{kind: scalar_model, model: {{path: {path}}}}}."
+        )
+
+
+def _require_complete_base(settings: ModelSettings) -> None:
+    """An adapter of an adapter could be loaded by nobody: peft and vLLM expect a complete base."""
+    if settings.lora is not None and not settings.lora.merge_on_save and is_lora_folder(settings.path):
+        raise PlauditError(
+            f"model.lora.merge_on_save is false, but model.path is itself a LoRA adapter ({settings.path}): the new adapter would "
+            f"have no complete model as its base. Merge it first (plaudit merge {settings.path} --out FOLDER) and set "
+            "model.path=FOLDER, or leave merge_on_save true."
         )
 
 
@@ -106,6 +120,11 @@ def _require_path(path: str | None, setting: str, names: Sequence[str]) -> None:
 
 def _require_config(path: str, setting: str) -> None:
     model = Path(path)
-    if model.exists() and not (model / "config.json").is_file():
-        near = f". Did you mean {model / 'model'}?" if (model / "model/config.json").is_file() else ""
+    try:
+        lora = read_lora_folder(model)
+    except PlauditError as error:
+        raise PlauditError(f"{setting}: {error}") from None
+    if lora is None and model.exists() and not (model / "config.json").is_file():
+        inside = model / "model"
+        near = f". Did you mean {inside}?" if (inside / "config.json").is_file() or is_lora_folder(inside) else ""
         raise PlauditError(f"{setting}: {model} is not a model in Hugging Face format: it has no config.json{near}")

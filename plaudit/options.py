@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from plaudit.errors import PlauditError
+from plaudit.shipped import find_shipped
 
 RewardRecipe = Annotated[
     Path, typer.Argument(metavar="R.yaml", help="A recipe with `rewards:`, or an RL recipe.", show_default=False)
@@ -32,7 +33,7 @@ def split_overrides(arguments: Sequence[str], verb: str) -> tuple[list[Path], li
     if unknown is not None:
         raise PlauditError(f"plaudit {verb} has no option {unknown}. Usage: plaudit {verb} R.yaml ROLLOUTS (see {verb} --help)")
     overrides = [one for one in arguments if one.startswith("-") or ("=" in one and not Path(one).exists())]
-    paths = [Path(one) for one in arguments if one not in overrides]
+    paths = [find_shipped(Path(one)) for one in arguments if one not in overrides]
     if not paths:
         raise PlauditError(f"{verb} needs saved responses: plaudit {verb} R.yaml ROLLOUTS")
     return paths, overrides

@@ -3,7 +3,6 @@
 Next to it, `NAME.inputs.json` records the settings and inputs that its rows depend on. Output made with others is not resumed.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from plaudit.errors import RunError
-from plaudit.files import write_atomic
+from plaudit.files import try_lock, write_atomic
 from plaudit.report.progress import print_line
 
 
@@ -39,7 +38,7 @@ class ResumableJsonl:
         aside = self.path.with_name(f".{self.path.name}.aside")
         new = _open(aside, "w")
         try:
-            fcntl.flock(new, fcntl.LOCK_EX)  # before it takes the name, so that no other process can lock it first
+            try_lock(new)  # before it takes the name, so that no other process can lock it first
             with self.path.open(encoding="utf-8", newline="\n") as old:
                 new.writelines(_line(rows[number]) if number in rows else line for number, line in enumerate(old))
             new.flush()
@@ -86,11 +85,12 @@ def _open(path: Path, mode: str) -> TextIO:
 
 def _lock(file: TextIO, out: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = os.path.samestat(os.fstat(file.fileno()), out.stat())
-    except OSError:
-        locked = False
-    if not locked:  # or another process replaced the file since it was opened
+        if not try_lock(file):
+            print_line(f"--out: the file system of {out} has no locks; make sure that no other process writes to it", "yellow")
+        ours = os.path.samestat(os.fstat(file.fileno()), out.stat())
+    except (BlockingIOError, FileNotFoundError):
+        ours = False
+    if not ours:  # or another process replaced the file since it was opened
         raise RunError(f"--out: another process is writing to {out}; wait for it, or choose another file")
 
 

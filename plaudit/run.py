@@ -14,7 +14,6 @@ A run started again resumes from its newest checkpoint; metrics and samples afte
 A run decides when state is saved and makes it atomic; tensors are written and read by their owner (`checkpoint.Saveable`).
 """
 
-import fcntl
 import json
 import math
 import os
@@ -43,12 +42,13 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, RunError, StopRequested, TrainingStopped, redact
 from plaudit.explain import to_yaml
-from plaudit.files import atomic_folder, remove_leftovers, write_atomic
+from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
 from plaudit.recipe import ScoreRecipe
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
 from plaudit.run_identity import compare, describe_run, read_description
+from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
 
@@ -125,8 +125,9 @@ class Run:
     def _take_over(self) -> None:
         """Lock the folder for this process. Nothing in it changes before the last check."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if not try_lock(self._lock):
+                print_line(f"{self.folder}: its file system has no locks; make sure that no other process trains there", "yellow")
+        except BlockingIOError:
             raise RunError(
                 f"{self.folder}: another process is training in this folder; wait for it, or choose another run.dir"
             ) from None
@@ -174,7 +175,7 @@ class Run:
                 f"{self.folder} resumes although {changed} has changed: what was sampled and scored before stays as it is", "yellow"
             )
         if not differences.forbidden:
-            return {**description, "trackers": before["trackers"]}
+            return {**description, "trackers": before["trackers"], "threads": before.get("threads")}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix
             return description
         advice = "Choose another run.dir, or undo the difference to resume that run."
@@ -206,6 +207,7 @@ class Run:
             self.best, self.unvalidated = checkpoint.state["best"], checkpoint.state.get("unvalidated")
             step, self._saved = checkpoint.step, (checkpoint.step, self.best, self.unvalidated)
             print_line(f"resuming from {checkpoint.folder}")
+        self._record_threads(resumed=checkpoint is not None)
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the previous process may have been killed between checkpoint and link
@@ -219,6 +221,17 @@ class Run:
         # Only now: before there is something to save, Ctrl-C should simply stop.
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         return done
+
+    def _record_threads(self, *, resumed: bool) -> None:
+        """By now the models are loaded and the number of threads is chosen. On a CPU, results depend on it to the last bit."""
+        before, now = self.description.get("threads"), threads_on_cpu(self.recipe.run.device)
+        if resumed and before != now and None not in (before, now):
+            print_line(
+                f"{self.folder} resumes with {now} threads and had {before}, so its result is not that of an uninterrupted run to "
+                f"the last bit; OMP_NUM_THREADS={before} keeps it",
+                "yellow",
+            )
+        self.description["threads"] = now
 
     # Recording
 

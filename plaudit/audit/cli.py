@@ -11,6 +11,7 @@ import typer
 
 from plaudit.errors import PlauditError
 from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
+from plaudit.shipped import is_shipped
 
 if TYPE_CHECKING:
     from plaudit.audit.dumps import Rollout
@@ -23,7 +24,10 @@ def audit(
     recipe: RewardRecipe,
     rollouts: Rollouts,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report. Default: audit/ next to the rollouts.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder for the report. Default: audit/ next to the rollouts (runs/audit for shipped ones).", show_default=False
+        ),
     ] = None,
     label: Annotated[
         str | None,
@@ -61,7 +65,7 @@ def audit(
         groups = draw_groups(groups, max_responses, settings.seed)
     if (count_tokens := token_counter(tokenizer)) is not None:
         groups = [_with_token_counts(group, count_tokens) for group in groups]
-    folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "audit"
+    folder = out or _folder_beside(paths[0])
     _create(folder)  # before the work, so that an error costs nothing
     report = inspect(str(recipe), [str(path) for path in paths], rewards, groups, settings)
     write_report(report, folder)
@@ -106,6 +110,13 @@ def draw_groups(groups: "Sequence[Rollout]", max_responses: int, seed: int) -> "
         chosen.append(g)
         rows += len(groups[g])
     return [groups[g] for g in sorted(chosen)]
+
+
+def _folder_beside(rollouts: Path) -> Path:
+    """Reports on files that ship with plaudit go into the current folder, never into the installation."""
+    if is_shipped(rollouts):
+        return Path("runs/audit")
+    return (rollouts if rollouts.is_dir() else rollouts.parent) / "audit"
 
 
 def _create(folder: Path) -> None:

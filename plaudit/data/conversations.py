@@ -14,6 +14,7 @@ from typing import Any
 
 from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean, nearest_path
+from plaudit.shipped import find_shipped
 from plaudit.types import Conversation, Message, Prompt
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -79,7 +80,9 @@ def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str
     sources = []
     for name in names:
         listed = name in entries
-        source = _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if listed else Source(Path(name))
+        source = (
+            _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if listed else Source(find_shipped(Path(name)))
+        )
         if not source.path.exists():
             hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)
             raise DataError(f"{setting}: {source.path} does not exist.{hint}")

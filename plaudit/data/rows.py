@@ -15,6 +15,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from plaudit.errors import DataError, nearest_path
+from plaudit.shipped import find_shipped
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -70,7 +71,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 def read_rows(path: str | Path) -> Rows:
     """Read a file or `save_to_disk` folder."""
-    path = Path(path)
+    path = find_shipped(Path(path))
     if not path.exists():
         raise DataError(f"{path} does not exist.{nearest_path(path)}")
     if path.is_dir():

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
+from plaudit.lora_folder import read_lora_folder
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.trainable import resolve_device, resolve_dtype
@@ -26,6 +27,10 @@ VLLM_SHARE = 0.9
 
 def check_weights(model: Path) -> Iterator[Finding]:
     """Check that a folder's weights are complete, reading the safetensors headers only."""
+    lora = read_lora_folder(model)
+    if lora is not None:
+        yield "✓", f"{model}: a LoRA adapter, merged into its base, {lora.base}"
+        model = Path(lora.base)
     if not model.is_dir():
         return  # on the hub
     index = model / "model.safetensors.index.json"

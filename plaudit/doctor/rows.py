@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoConfig
 
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
@@ -15,7 +14,7 @@ from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.errors import DataError
-from plaudit.models.folder import require_same_tokens
+from plaudit.models.folder import read_config, require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.types import Conversation, Example, Prompt
 
@@ -124,7 +123,7 @@ def show_row(console: Console, template: ChatTemplate, conversation: Conversatio
 
 def check_context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:
     """Check that the longest prompt plus max_new_tokens fits into the model's context."""
-    config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    config: Any = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     context = getattr(config, "max_position_embeddings", None)
     needed = longest_prompt + max(recipe.rollout.max_new_tokens, recipe.validation.max_new_tokens or 0)
     limit = f"{context:,}" if context else "unlimited"

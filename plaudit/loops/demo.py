@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from plaudit.errors import PlauditError
 from plaudit.inputs import load_checked
 from plaudit.loops import rl, sft
 from plaudit.prepare.sorting import make_sorting
@@ -18,12 +17,11 @@ from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.report.demo import draw_demo
 from plaudit.report.progress import print_line
 
-RECIPES = ("recipes/demo/sft.yaml", "recipes/demo/rl.yaml")
+SFT, RL = Path("recipes/demo/sft.yaml"), Path("recipes/demo/rl.yaml")
 
 
 def run_demo(out: Path, seed: int) -> dict[str, float]:
     """Run the steps that have not been done yet; print validation rewards and the path of the figure."""
-    sft_recipe, rl_recipe = (_find(recipe) for recipe in RECIPES)
     data, base = out / "data", out / "base"
     if not (data / "val.jsonl").exists():
         make_sorting(data, demonstrations=2000, prompts=4000, val=200, letters=(3, 6), careless=0.5, seed=seed)
@@ -32,10 +30,10 @@ def run_demo(out: Path, seed: int) -> dict[str, float]:
         print_line(f"{base}: a Llama with {size:,} random weights and its own tokenizer")
 
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
-    before = rl.evaluate(*load_checked(rl_recipe, [*prompts, f"model.path={base}"], "rl"))["val/reward"]
+    before = rl.evaluate(*load_checked(RL, [*prompts, f"model.path={base}"], "rl"))["val/reward"]
     demonstrations = [f"seed={seed}", f"model.path={base}", f"data.train={data / 'sft.jsonl'}", f"run.dir={out / 'sft'}"]
-    cold_start = sft.train(*load_checked(sft_recipe, demonstrations, "sft"))
-    rl.train(*load_checked(rl_recipe, [*prompts, f"model.path={cold_start}"], "rl"))
+    cold_start = sft.train(*load_checked(SFT, demonstrations, "sft"))
+    rl.train(*load_checked(RL, [*prompts, f"model.path={cold_start}"], "rl"))
 
     curve = _metrics(out / "rl")
     validated = [row for row in curve if "val/reward" in row]
@@ -48,14 +46,6 @@ def run_demo(out: Path, seed: int) -> dict[str, float]:
     Console().print(table)
     print(f"picture: {picture}\nsamples: {out / 'rl/samples'}\nmodel:   {out / 'rl/model'}")
     return rewards
-
-
-def _find(recipe: str) -> Path:
-    """A recipe in the current folder, or in the clone that plaudit was installed from."""
-    for folder in (Path(), Path(__file__).parents[2]):
-        if (folder / recipe).exists():
-            return folder / recipe
-    raise PlauditError(f"{recipe} is missing: run the demo in a clone of the repository")
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:

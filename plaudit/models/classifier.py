@@ -26,6 +26,7 @@ from plaudit.models.trainable import TrainableModel, load_pretrained, resolve_dt
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe import ModelSettings
 from plaudit.seeding import stable_seed
+from plaudit.threads import fit_threads
 from plaudit.types import Batch
 
 HEAD = "score"
@@ -75,6 +76,7 @@ def load_classifier(
     if not has_head:
         _init_head(head, recipe.path, seed, head_std)
     model = model.to(device)
+    fit_threads(model.config, device)
     prepare_layers(model.get_decoder(), liger=recipe.liger)
     verify_packed_states(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from safetensors import SafetensorError, safe_open
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_tokenizer
 from plaudit.errors import RecipeError, nearest_path, redact
+from plaudit.lora_folder import WEIGHTS, LoraFolder, read_lora_folder
 
 INDEX = "model.safetensors.index.json"
 # Share of tokens that may differ between the policy's tokenizer and that of a model that reads the policy's tokens: reserved slots
@@ -16,7 +18,10 @@ RENAMED_SHARE = 0.01
 
 
 def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The config of a folder, or of a model on the hub."""
+    """The config of a folder, or of a model on the hub. For a LoRA adapter, that of the model merged with it."""
+    lora = read_lora_folder(path)
+    if lora is not None:
+        return _merged_config(lora, read_config(lora.base, trust_remote_code=trust_remote_code))
     folder = Path(path)
     if folder.is_file():
         raise RecipeError(f"{path} is a file; a model is a folder with config.json, model.safetensors and a tokenizer")
@@ -35,6 +40,26 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             else f"{path} is neither a folder nor a model that the hub could provide"
         )
         raise RecipeError(f"{where}: {redact(' '.join(str(error).split()))[:300]}") from None
+
+
+def _merged_config(lora: LoraFolder, config: PretrainedConfig) -> PretrainedConfig:
+    if lora.scores:
+        classifier: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        config.architectures, config.num_labels = [classifier.__name__], count_labels(lora)
+    return config
+
+
+def count_labels(lora: LoraFolder) -> int:
+    """Outputs of the score head that an adapter was saved with."""
+    file = lora.folder / WEIGHTS
+    try:
+        with safe_open(file, "pt") as tensors:
+            heads = [tensors.get_slice(name).get_shape() for name in tensors.keys() if name.endswith(".score.weight")]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"{file} cannot be read: {error}") from None
+    if len(heads) != 1:
+        raise RecipeError(f"{file}: has no head `score`, so this adapter of a sequence classifier is not a reward model's")
+    return heads[0][0]
 
 
 def require_weights(folder: Path) -> None:
@@ -95,8 +120,6 @@ def _must_be_a_folder(path: str) -> bool:
 
 
 def _without_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").exists():
-        return f"{folder}: this is a LoRA adapter, not a complete model; merge it into its model first"
     inside = [child for child in sorted(folder.iterdir()) if (child / "config.json").exists()]
     hint = f" Did you mean {inside[0]}?" if inside else ""
     return f"{folder}: no config.json (found: {_names(folder)}), so it is no model in Hugging Face format.{hint}"

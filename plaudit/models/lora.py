@@ -1,14 +1,17 @@
 """LoRA: peft's adapters on the model's own layers, and the merged weights."""
 
 import re
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
+from plaudit.lora_folder import LoraFolder
 from plaudit.recipe import LoraSettings
 
 if TYPE_CHECKING:
@@ -52,6 +55,25 @@ def attach_lora(
             "plain weight"
         )
     return peft  # pyright: ignore
+
+
+def merge_lora(base: PreTrainedModel, lora: LoraFolder) -> PreTrainedModel:
+    """The base with a saved adapter merged into it, and no trace of peft: W + ΔW is rounded once to the base's dtype."""
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(str(lora.folder))
+    config.task_type = None  # a causal model's adapter may start a reward model; peft's classes for tasks would refuse
+    if lora.scores:
+        head: Any = getattr(base, "score")  # noqa: B009 (no attribute of every model)
+        head.float()  # heads are trained and saved in fp32
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            peft: Any = PeftModel.from_pretrained(base, str(lora.folder), config=config)
+    except (OSError, ValueError, RuntimeError, SafetensorError, UserWarning) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RecipeError(f"{lora.folder}: this LoRA adapter does not fit its base, {lora.base}: {reason}") from None
+    return peft.merge_and_unload().requires_grad_(True)
 
 
 def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from plaudit.errors import RecipeError
+from plaudit.lora_folder import with_weights
 from plaudit.models.folder import INDEX, read_config
 from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
@@ -108,7 +109,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """`micro_batch`: tokens of the largest. `scalar`: with a score head instead of an output head. `offload`: with the optimiser's
     state on the host."""
-    config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
     if scalar:
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
@@ -308,11 +309,13 @@ def plan_cache(config: PretrainedConfig, size: int, *, sequences: int, tokens: i
 
 
 def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
-    """From the headers of its safetensors files; for a model that is not a local folder, from its config."""
+    """From the headers of its safetensors files; for a model that is not a local folder, from its config. An adapter is merged into
+    its base, so it adds none."""
+    path = with_weights(path)
     folder = Path(path)
     if folder.is_dir():
         return sum(_parameters_of_file(file) for file in _weight_files(folder))
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = read_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())

@@ -34,6 +34,7 @@ from plaudit.models.residual import keep_residual_fp32
 from plaudit.models.trainable import load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.threads import fit_threads
 from plaudit.types import Batch, Conversation, Example, Message
 
 VALUE_HEAD = "value_head.safetensors"
@@ -98,6 +99,7 @@ def load_scalar(settings: RewardModel, device: torch.device) -> ScalarModel:
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.zero_() if bias is None else head.bias.copy_(bias)
+    fit_threads(config, device)
     scalar = ScalarModel(decoder, head).to(device).eval().requires_grad_(False)
     keep_residual_fp32(decoder)
     verify_packed_states(decoder)

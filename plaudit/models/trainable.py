@@ -3,10 +3,12 @@
 Weights are loaded and saved as safetensors; a model with only pickled weights is refused.
 """
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +20,15 @@ from transformers.utils import logging as transformers_logging
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
+from plaudit.lora_folder import read_lora_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
+from plaudit.models.folder import count_labels
 from plaudit.models.fused import prepare_layers
-from plaudit.models.lora import attach_lora, merged_weights
+from plaudit.models.lora import attach_lora, merge_lora, merged_weights
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
+from plaudit.threads import fit_threads
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -68,7 +73,15 @@ class TrainableModel:
 def resolve_device(device: Literal["auto", "cpu", "cuda"], setting: str = "run.device") -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"{setting} is cuda, but torch sees no GPU here. Set {setting}=cpu, or install torch with CUDA.")
+    if device == "auto" and not torch.cuda.is_available() and torch.backends.mps.is_available():
+        _report_unused_apple_gpu()
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@cache
+def _report_unused_apple_gpu() -> None:
+    """Once per process."""
+    print("Apple's GPU is not used yet: plaudit computes on the CPU here", file=sys.stderr)
 
 
 def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
@@ -85,8 +98,8 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
         raise RecipeError(
             f"{recipe.path}: the tokenizer has {known:,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
         )
-    _stop_at_end_of_turn(model, template)
-    _fix_generation_config(model)
+    stop_at_end_of_turn(model, template)
+    fix_generation_config(model)
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)
     model.train()
@@ -98,23 +111,34 @@ def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
     model = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
     ).to(device)  # pyright: ignore
+    fit_threads(model.config, device)
     prepare_layers(model, liger=recipe.liger)
     verify_packed(model)
     return model
 
 
 def load_pretrained(
-    auto: Any, path: str, dtype: torch.dtype, *, trust_remote_code: bool, new: Sequence[str] = (), **config: Any
+    auto: Any, path: str, dtype: torch.dtype | None, *, trust_remote_code: bool, new: Sequence[str] = (), **config: Any
 ) -> PreTrainedModel:
-    """Load a model with one of transformers' auto classes, complete and from safetensors, onto the CPU.
+    """Load a model with one of transformers' auto classes, complete and from safetensors, onto the CPU. A LoRA adapter is merged
+    into its base.
 
-    `new`: name prefixes of weights that may be missing; the caller initialises them. `config`: overrides for the model's config."""
+    `dtype`: None for the one it was saved in. `new`: name prefixes of weights that may be missing; the caller initialises them.
+    `config`: overrides for the model's config."""
+    lora = read_lora_folder(path)
+    if lora is not None:
+        head = ("score.",) if lora.scores else ()
+        labels = {"num_labels": count_labels(lora)} if lora.scores else {}
+        base = load_pretrained(
+            auto, lora.base, dtype, trust_remote_code=trust_remote_code, new=(*new, *head), **{**labels, **config}
+        )
+        return merge_lora(base, lora)
     transformers_logging.disable_progress_bar()  # its bars would break ours
     try:
         with LOAD_LOCK, _quiet_loading(bool(new)):
             model, report = auto.from_pretrained(
                 path,
-                dtype=dtype,
+                dtype="auto" if dtype is None else dtype,
                 attn_implementation=attention.NAME,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
@@ -132,7 +156,9 @@ def load_pretrained(
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise RecipeError(f"{path}: this is a LoRA adapter, not a complete model; save it with model.lora.merge_on_save")
+        raise RecipeError(
+            f"{path}: a LoRA adapter on the hub; download it (`hf download {path} --local-dir FOLDER`) and name FOLDER"
+        )
     rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
     for kind in (part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)):
         if kind in ("longrope", "dynamic"):
@@ -157,7 +183,7 @@ def _quiet_loading(quiet: bool) -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None:
+def stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None:
     """Make samplers of the saved model stop where its template ends a turn (a base model's EOS is a different token)."""
     config: Any = model.generation_config
     known = config.eos_token_id if config.eos_token_id is not None else []
@@ -166,7 +192,7 @@ def _stop_at_end_of_turn(model: PreTrainedModel, template: ChatTemplate) -> None
     config.eos_token_id = list(ends) if len(ends) > 1 else next(iter(ends), None)
 
 
-def _fix_generation_config(model: PreTrainedModel) -> None:
+def fix_generation_config(model: PreTrainedModel) -> None:
     """Published models often set a temperature with sampling disabled, which transformers loads but then refuses to save."""
     config: Any = model.generation_config
     if not config.do_sample:

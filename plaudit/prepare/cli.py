@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from plaudit.errors import PlauditError
+from plaudit.shipped import find_shipped
 
 prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
 
@@ -122,7 +123,15 @@ SubgroupAugment = Annotated[int, typer.Option(min=0, help="Number of additional 
 ShuffleAugment = Annotated[int, typer.Option(min=0, help="Number of additional orders of each group and subgroup.")]
 MaxCharacters = Annotated[int | None, typer.Option(min=1, help="Skip groups with a longer total text.")]
 AddExample = Annotated[bool, typer.Option("--add-example", help="End the prompt with an example answer.")]
-JudgeFile = Annotated[Path | None, typer.Option("--template", help="A `group_judge` prompt template. Default: the built-in one.")]
+
+
+def _find(file: Path | None) -> Path | None:
+    return None if file is None else find_shipped(file)
+
+
+JudgeFile = Annotated[
+    Path | None, typer.Option("--template", callback=_find, help="A `group_judge` prompt template. Default: the built-in one.")
+]
 CandidatesColumn = Annotated[str, typer.Option(help="Column with the candidates.")]
 ScoresColumn = Annotated[str, typer.Option(help="Column with their scores.")]
 AnalysisColumn = Annotated[str, typer.Option(help="Column with the analysis.")]
@@ -195,7 +204,9 @@ RewardRule = Annotated[Literal["pointwise_score", "grade"], typer.Option(help="T
 MaxCharactersOfOne = Annotated[
     int | None, typer.Option("--max-characters", min=1, help="Skip candidates that are longer, source text included.")
 ]
-PointwiseFile = Annotated[Path | None, typer.Option("--template", help="A `judge` prompt template. Default: the built-in one.")]
+PointwiseFile = Annotated[
+    Path | None, typer.Option("--template", callback=_find, help="A `judge` prompt template. Default: the built-in one.")
+]
 
 
 @prepare.command("pointwise-sft")

@@ -19,8 +19,8 @@ from plaudit.recipe.section import Section, zero_or_more
 
 class RewardModel(Section):
     path: str | None = None
-    """A folder in Hugging Face format, or a name on the hub. With placement: server, the served name, which may be left out if the
-    server has only one model."""
+    """A folder in Hugging Face format (or a LoRA adapter's, which is merged into its base), or a name on the hub. With placement:
+    server, the served name, which may be left out if the server has only one model."""
     placement: Literal["resident", "offload", "server", "launch"] = "resident"
     """resident: in this process, always on the device. offload: in this process, on the device only while it scores. server: behind
     `url`. launch: a vLLM server started for it, and stopped at the end."""

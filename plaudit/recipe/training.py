@@ -29,7 +29,7 @@ class LoraSettings(Section):
     targets: str | tuple[str, ...] = "all-linear"
     """Names of the modules to adapt. all-linear: every linear layer except the output head."""
     merge_on_save: bool = True
-    """Save full models with the update merged in; if false, only the adapter."""
+    """Save full models with the update merged in; if false, only the adapter, which plaudit reads like any other model."""
 
     @field_validator("targets")
     @classmethod
@@ -41,7 +41,8 @@ class LoraSettings(Section):
 
 class ModelSettings(Section):
     path: str
-    """A folder in Hugging Face format, or a model name on the hub."""
+    """A folder in Hugging Face format, or a model name on the hub. A LoRA adapter's folder stands for its base with the adapter
+    merged in; with `lora`, a new update of that is trained."""
     tokenizer: str | None = None
     """Another folder or model to take the tokenizer from (a base model with its instruct tokenizer)."""
     chat_template: str | None = None

@@ -22,6 +22,8 @@ from typing import TypeVar
 import aiohttp
 
 from plaudit.errors import RecipeError, redact
+from plaudit.host import describe_exit
+from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
@@ -75,7 +77,7 @@ class ServerProcess:
     def epitaph(self) -> str:
         """'exit code 1, after printing …': how it ended."""
         code = self._process.poll()
-        how = "still running" if code is None else f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = "still running" if code is None else describe_exit(code)
         words = self.last_line()
         return how + (f", after printing '{words}'" if words else "")
 
@@ -153,6 +155,11 @@ class LaunchedServer(Backend):
     # Starting and stopping --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
+        if is_lora_folder(self.name):
+            raise RecipeError(
+                f"{self.name}: a LoRA adapter, and placement: launch needs a complete model. Merge it first: "
+                f"plaudit merge {self.name} --out FOLDER"
+            )
         self.port = self._port()
         # vLLM requires the key in this variable.
         key = self.model.credential or ("VLLM_API_KEY" if self._environment.get("VLLM_API_KEY") else None)

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from transformers import AutoConfig
 
 from plaudit.errors import PlauditError
 from plaudit.models.folder import context_tokens, read_config
@@ -193,7 +192,7 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, need
     _state("policy", plan, always, needs, device)
     here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes))
     if isinstance(recipe, RLRecipe):
-        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         size = resolve_dtype(recipe.model.dtype, device).itemsize
         sequences, longest = _concurrent_sequences(recipe, device), max(lengths) if lengths else recipe.data.max_prompt_tokens
         length = longest + recipe.rollout.max_new_tokens

@@ -2,11 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from plaudit.cli import app
+from plaudit.shipped import find_shipped
+from support.recipes import Stopped
 
 
 @pytest.mark.slow
@@ -28,11 +31,30 @@ def test_rl_beats_its_cold_start(tmp_path):
     assert again.output.splitlines()[-3:] == result.output.splitlines()[-3:], "a second run prints the same summary"
 
 
-def test_missing_recipes_are_reported(tmp_path, monkeypatch):
-    from plaudit.errors import PlauditError
+def test_it_starts_in_any_folder(tmp_path, monkeypatch):
+    """Its recipes ship with plaudit; the slow test runs it to the end."""
     from plaudit.loops import demo
+    from plaudit.loops.demo import RL, SFT, run_demo
 
+    started = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "RECIPES", ("recipes/demo/none.yaml", "recipes/demo/rl.yaml"))
-    with pytest.raises(PlauditError, match=r"none\.yaml is missing: run the demo in a clone of the repository"):
-        demo.run_demo(tmp_path / "demo", 0)
+    monkeypatch.setattr(demo, "make_sorting", lambda out, **_: write_files(out, "sft.jsonl", "rl.jsonl", "val.jsonl"))
+    monkeypatch.setattr(demo, "make_tiny_model", lambda _, out, **__: write_files(out, "config.json") and 0)
+    monkeypatch.setattr(demo.rl, "evaluate", lambda loaded, sources: started.append(loaded.path) or {"val/reward": 0.0})
+    monkeypatch.setattr(demo.sft, "train", lambda loaded, sources: started.append(loaded.path) or tmp_path / "runs/demo/base")
+
+    def stop(loaded, sources):
+        raise Stopped(loaded.path)
+
+    monkeypatch.setattr(demo.rl, "train", stop)
+    with pytest.raises(Stopped, match=r"rl\.yaml"):
+        run_demo(Path("runs/demo"), 0)
+    assert started == [find_shipped(RL), find_shipped(SFT)]
+    assert not Path("recipes").exists()
+
+
+def write_files(folder: Path, *names: str) -> bool:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("{}\n")
+    return True

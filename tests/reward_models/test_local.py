@@ -663,7 +663,7 @@ def test_bad_folders_are_rejected_before_weights_are_read(classifier, tiny_model
     (tmp_path / "empty").mkdir()
     assert "no config.json (found: nothing)" in error_for(tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").touch()
-    assert "this is a LoRA adapter" in error_for(tmp_path / "empty")
+    assert "is not peft's description of an adapter" in error_for(tmp_path / "empty")
     assert "is a file" in error_for(classifier / "config.json")
 
     bare = shutil.copytree(classifier, tmp_path / "bare")

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from plaudit.files import text_digest
+from plaudit.lora_folder import with_tokenizer
 from plaudit.recipe.limits import JudgeLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import GenerationRequest, may_be_retried
@@ -145,7 +146,8 @@ class LivePlugin(LiveModelReward[Plugin]):
 def _tokenizer(model: RewardModel) -> str | None:
     """The reward model's tokenizer; None for a server's model, unless the recipe says where to find it."""
     if model.tokenizer is not None or model.placement != "server":
-        return model.tokenizer or model.path
+        name = model.tokenizer or model.path
+        return None if name is None else with_tokenizer(name)
     return model.path if model.path is not None and Path(model.path).is_dir() else None
 
 

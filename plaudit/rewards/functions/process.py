@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from plaudit.host import describe_exit
+
 WORKER = Path(__file__).with_name("worker.py")
 OUTPUT_BYTES = 8192
 """How much of a process's latest output is kept."""
@@ -137,7 +139,7 @@ class WorkerProcess:
             self._read_output()
         if code == -signal.SIGKILL:
             return "killed by SIGKILL, as happens when memory runs out"
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = describe_exit(code)
         last_output = self._output.decode(errors="replace").strip().rsplit("\n", 1)[-1][-200:]
         return reason + (self._line() or (f", after printing '{last_output}'" if last_output else ""))
 

@@ -1,0 +1,91 @@
+"""A LoRA adapter saved by peft: a folder that names its base model instead of containing it.
+
+Wherever a recipe or a command names a model, it may name such a folder: it stands for the base with the adapter merged in. Nothing
+here imports torch, so that a missing base is reported before anything heavy is loaded.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plaudit.errors import RecipeError, nearest_path
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class LoraFolder:
+    folder: Path
+    base: str
+    """Folder or hub name of the complete model that the adapter was trained on."""
+    scores: bool
+    """A reward model's adapter, with a score head; otherwise a causal model's."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.folder / "tokenizer_config.json").is_file()
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / CONFIG, self.folder / WEIGHTS]
+
+
+def is_lora_folder(path: str | Path) -> bool:
+    """Also true of a damaged one; `read_lora_folder` says what is wrong with it."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def read_lora_folder(path: str | Path) -> LoraFolder | None:
+    """The adapter at `path`; None if it is anything else. A RecipeError if plaudit cannot use it, or its base is missing."""
+    if not is_lora_folder(path):
+        return None
+    folder = Path(path)
+    try:
+        config: Any = json.loads((folder / CONFIG).read_text("utf-8"))
+        base, kind = config["base_model_name_or_path"], config["peft_type"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RecipeError(f"{folder / CONFIG} is not peft's description of an adapter: {error!r:.200}") from None
+    if kind != "LORA":
+        raise RecipeError(
+            f"{folder}: an adapter of type {kind}, and plaudit reads LoRA only; merge it into its model with peft first"
+        )
+    if not (folder / WEIGHTS).is_file():
+        pickled = " (adapter_model.bin is pickled, which plaudit does not load)" if (folder / "adapter_model.bin").exists() else ""
+        raise RecipeError(f"{folder}: this LoRA adapter has no {WEIGHTS}{pickled}; copy all files of the folder, or save it again")
+    if not isinstance(base, str) or not base:
+        raise RecipeError(
+            f"{folder / CONFIG}: base_model_name_or_path is empty; set it to the model that the adapter was trained on"
+        )
+    return LoraFolder(folder, _find_base(folder, base), scores=config.get("task_type") == "SEQ_CLS")
+
+
+def _find_base(folder: Path, base: str) -> str:
+    """As named, from the current folder or from the adapter's; or a name on the hub."""
+    for candidate in (Path(base), folder / base):
+        if candidate.is_dir():
+            if is_lora_folder(candidate):
+                raise RecipeError(
+                    f"{folder}: its base, {base}, is a LoRA adapter too. Merge that one first (plaudit merge {base} --out FOLDER), "
+                    f"then set base_model_name_or_path in {folder / CONFIG} to FOLDER."
+                )
+            return str(candidate)
+    may_be_on_hub = not base.startswith((".", "/", "~")) and base.count("/") <= 1 and not Path(base).parent.is_dir()
+    if may_be_on_hub or (base.count("/") == 0 and not Path(base).suffix):
+        return base
+    raise RecipeError(
+        f"{folder}: a LoRA adapter for {base}, which does not exist.{nearest_path(Path(base))} Put the base model there, or set "
+        f"base_model_name_or_path in {folder / CONFIG} to where it is."
+    )
+
+
+def with_weights(path: str) -> str:
+    """The folder or hub name that has the model's config and weights: for an adapter, its base."""
+    lora = read_lora_folder(path)
+    return path if lora is None else lora.base
+
+
+def with_tokenizer(path: str) -> str:
+    """The folder or hub name that has the model's tokenizer: an adapter may be saved without one."""
+    lora = read_lora_folder(path)
+    return path if lora is None or lora.has_tokenizer else lora.base

@@ -1,0 +1,148 @@
+"""The number of threads follows the model's width and the cores that may be used; the user's own setting stays."""
+
+import json
+import os
+
+import psutil
+import pytest
+import torch
+
+from plaudit import threads
+from plaudit.threads import SMALL_WIDTH, fit_threads, let_threads_sleep, threads_for, usable_cores
+from support.recipes import sft_recipe, train_sft, write_recipe
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+class Config:
+    def __init__(self, width: int):
+        self.hidden_size = width
+
+    def get_text_config(self) -> "Config":
+        return self
+
+
+@pytest.fixture
+def torch_threads(monkeypatch) -> list[int]:
+    """Four free cores, no settings of the user's; the number that torch would use."""
+    current = [4]
+    for name in threads.USER_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_CHOICE", threads._Choice())
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: current[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: current.__setitem__(0, n))
+    return current
+
+
+def test_a_small_model_gets_one_thread_and_a_large_one_all_cores():
+    assert threads_for(96, 8) == 1
+    assert threads_for(SMALL_WIDTH, 8) == 1
+    assert threads_for(576, 8) == 8, "SmolLM2-135M"
+    assert threads_for(4096, 2) == 2
+
+
+def test_the_widest_model_decides(torch_threads):
+    fit_threads(Config(96), CPU)
+    assert torch_threads == [1]
+    fit_threads(Config(4096), CPU)
+    assert torch_threads == [4]
+    fit_threads(Config(64), CPU)
+    assert torch_threads == [4]
+
+
+def test_no_more_threads_than_usable_cores(torch_threads, monkeypatch):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    fit_threads(Config(4096), CPU)
+    assert torch_threads == [2]
+
+
+@pytest.mark.parametrize("name", threads.USER_SETTINGS)
+def test_the_user_s_environment_wins(torch_threads, monkeypatch, name):
+    monkeypatch.setenv(name, "3")
+    fit_threads(Config(96), CPU)
+    assert torch_threads == [4]
+
+
+def test_the_user_s_torch_setting_wins(torch_threads):
+    torch_threads[0] = 3
+    fit_threads(Config(96), CPU)
+    assert torch_threads == [3]
+    torch_threads[0] = 4
+    fit_threads(Config(96), CPU)
+    assert torch_threads == [1]
+    torch_threads[0] = 2  # in between, by the user's code
+    fit_threads(Config(4096), CPU)
+    assert torch_threads == [2]
+
+
+def test_a_model_on_a_gpu_changes_nothing(torch_threads):
+    fit_threads(Config(96), GPU)
+    assert torch_threads == [4]
+
+
+# Cores ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine of 16 cores, 8 of which this process may use, with the given control groups."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    return tmp_path
+
+
+def test_affinity_limits_cores(machine):
+    assert usable_cores() == 8
+
+
+def test_without_affinity_all_cores_count(machine, monkeypatch):
+    """As on macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores() == 16
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("max 100000", 8), ("", 8), ("9000000 100000", 8)],
+)
+def test_a_container_s_quota_limits_cores(machine, quota, cores):
+    (machine / "cpu.max").write_text(quota)
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 8)])
+def test_a_quota_of_the_first_version_of_control_groups(machine, quota, cores):
+    (machine / "cpu/cpu.cfs_quota_us").write_text(quota)
+    (machine / "cpu/cpu.cfs_period_us").write_text("100000")
+    assert usable_cores() == cores
+
+
+# Waiting and resuming ------------------------------------------------------------------------------------------------
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+def test_resuming_with_another_number_of_threads_is_reported(tiny_model, rows_file, tmp_path, capsys):
+    recipe = write_recipe(tmp_path / "r.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "run", run={"max_steps": 1}))
+    train_sft(recipe)
+    file = tmp_path / "run/run.json"
+    description = json.loads(file.read_text())
+    assert description["threads"] == torch.get_num_threads()
+    file.write_text(json.dumps(description | {"threads": 64}))
+    capsys.readouterr()
+    train_sft(recipe)
+    assert "threads and had 64" in " ".join(capsys.readouterr().err.split())
+    train_sft(recipe)
+    assert "threads and had" not in " ".join(capsys.readouterr().err.split())
