@@ -100,7 +100,9 @@ def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
 @app.command()
 def sample(
     model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
-    prompts: Annotated[list[Path], typer.Argument(help="Files of prompts (.parquet, .jsonl, .json).", show_default=False)],
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts: files (.parquet, .jsonl, .json), or data sets on the hub.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per prompt.", show_default=False)],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 1024,
@@ -133,7 +135,7 @@ def sample(
     if stop and "" in stop:
         raise typer.BadParameter("an empty string would end every response at once.", param_hint="--stop")
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
-    sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
+    sources = resolve_sources(prompts, None, "PROMPTS")
     require_model(settings, "")
     require_causal_model(settings.path, "MODEL", "`plaudit sample` needs a model that generates text")
 
@@ -148,7 +150,10 @@ def sample(
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW)
 def score(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows with responses (.parquet, .jsonl, .json).", show_default=False)],
+    rows: Annotated[
+        list[str],
+        typer.Argument(help="Rows with responses: files (.parquet, .jsonl, .json), or data sets on the hub.", show_default=False),
+    ],
     rewards: Annotated[Path, typer.Option(help="A recipe with a list of rewards, or an RL recipe.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per row.", show_default=False)],
     tokenizer: Annotated[str | None, typer.Option(help="A model whose tokenizer counts tokens where rows do not say.")] = None,
@@ -157,8 +162,9 @@ def score(
 ) -> None:
     """Score saved responses with a recipe's rewards. Run the same command again to resume.
 
-    A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `reward_model.ground_truth`,
-    `extra_info`, `tokens`. Each line of the output is the row with `reward`, `parts`, `malformed`, `failure` and `view`.
+    A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `ground_truth`, `extra_info`,
+    `tokens`; docs/rows.md lists the names that are read. Each line of the output is the row with `reward`, `parts`,
+    `malformed`, `failure` and `view`.
     """
     from plaudit.data.conversations import resolve_sources
     from plaudit.inputs import load_rewards
@@ -166,7 +172,7 @@ def score(
     if out.suffix != ".jsonl":
         raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per row.", param_hint="--out")
     settings = load_rewards(rewards, set)
-    sources = resolve_sources([str(path) for path in rows], None, "ROWS")
+    sources = resolve_sources(rows, None, "ROWS")
 
     from plaudit.loops.score import ScoreJob
     from plaudit.loops.score import score as run_score

@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
-from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.errors import DataError
+from plaudit.hub import model_folder
 from plaudit.models.folder import require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.types import Conversation, Example, Prompt
@@ -25,7 +25,7 @@ MAX_SHOWN_TOKENS = 3
 def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
     for part, files in sources.items():
         for source in files:
-            rows = read_rows(source.path)
+            rows = source.rows()
             yield "✓", f"{part}: {source.path} has {len(rows):,} rows with {', '.join(rows.columns)}"
 
 
@@ -98,7 +98,7 @@ def check_prompts(template: ChatTemplate, samples: list[tuple[str, Conversation,
 
 
 def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
-    rows = sum(len(read_rows(source.path)) for source in sources["train"])
+    rows = sum(len(source.rows()) for source in sources["train"])
     if isinstance(recipe, SFTRecipe):
         setting, per_step, noun = "train.rows_per_step", recipe.train.rows_per_step, "rows"
     elif isinstance(recipe, PreferenceRecipe):
@@ -124,7 +124,8 @@ def show_row(console: Console, template: ChatTemplate, conversation: Conversatio
 
 def check_context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:
     """Check that the longest prompt plus max_new_tokens fits into the model's context."""
-    config: Any = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    folder = model_folder(recipe.model.path, weights=False)
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
     context = getattr(config, "max_position_embeddings", None)
     needed = longest_prompt + max(recipe.rollout.max_new_tokens, recipe.validation.max_new_tokens or 0)
     limit = f"{context:,}" if context else "unlimited"

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from plaudit.data.columns import has_several_responses
 from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_group, token_counter, with_token_counts
-from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
@@ -82,12 +82,12 @@ def score(job: ScoreJob) -> Summary:
     """Score the rows that the output lacks; return a summary of the rows scored now."""
     inputs = {
         "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
-        "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
+        "rows": {str(source): source.fingerprint() for source in job.sources},
         "tokenizer": job.tokenizer,
     }
     files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
     count_tokens = token_counter(job.tokenizer)
-    total = sum(len(read_rows(source.path)) for source in job.sources)
+    total = sum(len(source.rows()) for source in job.sources)
     total = min(total, job.max_rows or total)
     summary, kept = Summary(), job.out.with_name(f"{job.out.name}.scores.sqlite")
     with (
@@ -105,7 +105,7 @@ def score(job: ScoreJob) -> Summary:
                 results = runner.collect(groups, training=False)
                 _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
                 for (row, _), scored in zip(chunk, results, strict=True):
-                    file.write(row | result_of(scored, many="responses" in row))
+                    file.write(row | result_of(scored, many=has_several_responses(row)))
                     summary.add(scored)
                 summary.seconds = time.perf_counter() - began
                 progress.update(len(file.done) + summary.rows, {"time/responses_per_s": summary.samples / summary.seconds})
@@ -121,8 +121,8 @@ def score(job: ScoreJob) -> Summary:
 def _rows(sources: Iterable[Source]) -> Iterator[tuple[dict[str, Any], str]]:
     """Each row with an id, and its location for error messages."""
     for source in sources:
-        for number, row in enumerate(read_rows(source.path)):
-            yield {"id": f"{source.path}:{number}", **row}, f"{source.path}: row {number}"
+        for number, (where, row) in enumerate(source.rows().located(), 1):
+            yield {"id": f"{source.path}:{number}", **row}, where
 
 
 def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_tokenizer
-from plaudit.errors import RecipeError, nearest_path, redact
+from plaudit.errors import RecipeError, redact
+from plaudit.hub import model_folder
 
 INDEX = "model.safetensors.index.json"
 # Share of tokens that may differ between the policy's tokenizer and that of a model that reads the policy's tokens: reserved slots
@@ -17,24 +18,17 @@ RENAMED_SHARE = 0.01
 
 def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The config of a folder, or of a model on the hub."""
-    folder = Path(path)
+    folder = model_folder(path, weights=False)
     if folder.is_file():
         raise RecipeError(f"{path} is a file; a model is a folder with config.json, model.safetensors and a tokenizer")
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise RecipeError(_without_config(folder))
+    if not (folder / "config.json").exists():
+        raise RecipeError(_without_config(folder))
+    if Path(path).is_dir():  # weights on the hub are downloaded when they are loaded
         require_weights(folder)
-    elif _must_be_a_folder(path):
-        raise RecipeError(f"{path}: no such folder.{nearest_path(folder)}")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        where = (
-            f"{path}/config.json cannot be read"
-            if folder.is_dir()
-            else f"{path} is neither a folder nor a model that the hub could provide"
-        )
-        raise RecipeError(f"{where}: {redact(' '.join(str(error).split()))[:300]}") from None
+        raise RecipeError(f"{path}/config.json cannot be read: {redact(' '.join(str(error).split()))[:300]}") from None
 
 
 def require_weights(folder: Path) -> None:
@@ -86,12 +80,6 @@ def require_matching_tokenizer(path: str, config: PretrainedConfig, tokenizer: P
         raise RecipeError(
             f"{path}: the tokenizer has {len(tokenizer):,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
         )
-
-
-def _must_be_a_folder(path: str) -> bool:
-    """Hub names have at most one slash, and the part before it is not a local folder."""
-    parent = Path(path).parent
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or (parent != Path() and parent.is_dir())
 
 
 def _without_config(folder: Path) -> str:

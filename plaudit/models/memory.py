@@ -30,6 +30,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from plaudit.errors import RecipeError
+from plaudit.hub import model_folder
 from plaudit.models.folder import INDEX, read_config
 from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
@@ -89,7 +90,7 @@ def plan_memory(
     recipe: ModelSettings, device: torch.device, *, tokens_per_micro_batch: int, scalar: bool = False, offload: bool = False
 ) -> MemoryPlan:
     """`scalar`: with a score head instead of an output head. `offload`: with the optimiser's state on the host."""
-    config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    config = AutoConfig.from_pretrained(model_folder(recipe.path, weights=False), trust_remote_code=recipe.trust_remote_code)
     if scalar:
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
@@ -270,7 +271,7 @@ def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
     folder = Path(path)
     if folder.is_dir():
         return sum(_parameters_of_file(file) for file in _weight_files(folder))
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(model_folder(path, weights=False), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())

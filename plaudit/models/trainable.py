@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
+from plaudit.hub import model_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.fused import prepare_layers
@@ -110,10 +111,11 @@ def load_pretrained(
 
     `new`: name prefixes of weights that may be missing; the caller initialises them. `config`: overrides for the model's config."""
     transformers_logging.disable_progress_bar()  # its bars would break ours
+    folder = model_folder(path)
     try:
         with LOAD_LOCK, _quiet_loading(bool(new)):
             model, report = auto.from_pretrained(
-                path,
+                folder,
                 dtype=dtype,
                 attn_implementation=attention.NAME,
                 trust_remote_code=trust_remote_code,

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from plaudit.errors import PlauditError
+from plaudit.hub import model_folder
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
     PHASES,
@@ -157,7 +158,8 @@ def _policy(recipe: TrainingRecipe, device: torch.device, needs: Needs) -> None:
     here.append(Need("policy: gradients", ("training",), plan.gradients))
     here.append(Need("policy: activations, logits", ("training",), plan.activations + plan.logits))
     if isinstance(recipe, RLRecipe):
-        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        folder = model_folder(recipe.model.path, weights=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
         size = resolve_dtype(recipe.model.dtype, device).itemsize
         sequences, length = _concurrent_sequences(recipe, device), recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
         cache = plan_cache(config, size, sequences=sequences, tokens=length)

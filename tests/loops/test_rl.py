@@ -996,7 +996,7 @@ def test_prompts_that_are_too_long(tmp_path, recipe, engine_calls, capsys, too_l
     )
     if too_long == "error":
         with pytest.raises(
-            DataError, match=r"prompts\.jsonl:5: [\d,]+ tokens, more than data\.max_prompt_tokens = 50\. Raise it, or"
+            DataError, match=r"prompts\.jsonl:6: [\d,]+ tokens, more than data\.max_prompt_tokens = 50\. Raise it, or"
         ):
             train_rl(file)
         assert not engine_calls
@@ -1062,7 +1062,7 @@ def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, rewar
         "view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
-    by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows())}
+    by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows(), 1)}
     assert {sample["prompt_id"] for sample in samples} == set(by_id)
     for i, sample in enumerate(samples):
         prompt = by_id[sample["prompt_id"]]
