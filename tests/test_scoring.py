@@ -170,7 +170,7 @@ def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files
     ("change", "message"),
     [
         (("rows.jsonl", ""), "is empty"),
-        (("rows.jsonl", '{"prompt": "p"}'), "a row to score has `response`"),
+        (("rows.jsonl", '{"prompt": "p"}'), "A row to score has `prompt` and `response`"),
         (("r.yaml", "rewards: [{kind: exat}]"), "Did you mean exact?"),
         (
             ("r.yaml", "rewards: [{kind: cascade, judge: {kind: exact, weigth: 2}, mode: only}]"),

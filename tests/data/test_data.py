@@ -391,8 +391,9 @@ def test_names_and_files_can_be_mixed_and_typos_are_reported(info, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"mine": {"hf_hub_url": "someone/rows"}}', "mine is not a local file of conversations"),
-        ('{"mine": {"file_name": "a.jsonl", "ranking": true}}', "mine is not a local file of conversations"),
+        ('{"mine": {"hf_hub_url": "rows"}}', "mine: rows is not the name of a data set on the hub (org/name)"),
+        ('{"mine": {"script_url": "rows.py"}}', "mine has neither file_name nor hf_hub_url"),
+        ('{"mine": {"file_name": "a.jsonl", "ranking": true}}', "mine has ranked pairs, not conversations"),
         ('{"mine": {"file_name": "a.jsonl", "formatting": "openai"}}', "formatting 'openai' is not one of alpaca, sharegpt"),
         ('{"mine": {"file_name": ["a.jsonl"]}}', "dataset_info.json: mine: file_name should be text, not list"),
         ('{"mine": {"file_name": "a.jsonl", "columns": ["q", "a"]}}', 'mine: columns should be {"name": "name in the file", …}'),

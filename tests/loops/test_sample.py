@@ -255,7 +255,7 @@ def test_a_file_not_written_by_sample_is_left_alone(tmp_path, sample, sampled_be
     ("text", "message"),
     [
         ("", "{path}: the file is empty"),
-        ('{"question": "1 + 1?"}\n', "{path}: column 'prompt' is missing (found: question). Rows for sampling have `prompt`"),
+        ('{"text": "1 + 1?"}\n', "{path}: column 'prompt' is missing (found: text). Rows to sample from have `prompt`"),
         ('{"prompt": []}\n', "{path}: row 1"),
         ('{"prompt": [{"role": "user", "content": "hi"}]}\n{"prom', "{path}:2: not valid JSON"),
     ],
