@@ -33,7 +33,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     if Path(name).exists():
         return Path(name)
     if looks_local(name):
-        raise RecipeError(f"there is no folder {name}.{nearest_path(Path(name))}")
+        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}")
     return _download(name, weights)
 
 

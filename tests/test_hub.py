@@ -35,7 +35,7 @@ def no_network(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["./org/tiny", "/org/tiny", "~/tiny", "tiny", "a/b/c", "org/rows.jsonl", "org/chat.jinja"])
 def test_a_path_is_never_looked_up(local_hub, name):
-    with pytest.raises(RecipeError, match="there is no folder"):
+    with pytest.raises(RecipeError, match="no such folder"):
         hub.model_folder(name)
     assert local_hub.requests == []
 
@@ -44,7 +44,7 @@ def test_a_folder_wins_over_the_hub_and_a_name_in_an_existing_folder_is_a_path(l
     monkeypatch.chdir(tmp_path)
     Path("org/tiny").mkdir(parents=True)
     assert hub.model_folder("org/tiny") == Path("org/tiny")
-    with pytest.raises(RecipeError, match=r"there is no folder org/tny\. Did you mean org/tiny\?"):
+    with pytest.raises(RecipeError, match=r"org/tny: no such folder\. Did you mean org/tiny\?"):
         hub.model_folder("org/tny")
     assert local_hub.requests == []
 

@@ -423,7 +423,7 @@ def test_unreadable_data_is_reported(tmp_path, recipe, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("plaudit.run_identity.fingerprint", refuse)
+    monkeypatch.setattr("plaudit.data.conversations.fingerprint", refuse)
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: .*Permission denied"):
         train_sft(recipe())
 

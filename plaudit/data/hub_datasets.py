@@ -68,13 +68,23 @@ def _load(repository: str, revision: str | None, config: str | None) -> Any:
     problem = find_problem(repository, "dataset", revision)
     try:
         with _without_network(datasets, problem is not None):
-            return datasets.load_dataset(repository, config, revision=revision)
+            splits: Any = datasets.load_dataset(repository, config, revision=revision)
+        if problem is not None and revision is not None:
+            _require_cached_revision(splits, revision)
+        return splits
     except Exception as error:  # of HTTP, fsspec, Arrow, and of the library's own
         if problem is not None:
             raise DataError(f"there is no file {repository} here, and {problem}") from None
         reason = " ".join(str(error).split("Example of usage")[0].split())[:300]
         hint = f" A config is named after a slash: {repository}/CONFIG:SPLIT." if "onfig" in reason else ""
         raise DataError(f"{repository}: the data set could not be loaded from the Hugging Face hub: {reason}{hint}") from None
+
+
+def _require_cached_revision(splits: Any, revision: str) -> None:
+    """Without the hub, the library takes whichever revision is in its cache, in a folder named after the commit."""
+    for split in splits.values():
+        if any(Path(file["filename"]).parent.name != revision for file in split.cache_files):
+            raise LookupError(f"the cache has another revision than {revision}")
 
 
 @contextmanager

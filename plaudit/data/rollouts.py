@@ -86,8 +86,8 @@ def parse_response(response: Any, where: str) -> str:
 def parse_token_counts(tokens: Any, responses: int, where: str) -> list[int | None]:
     """The number of tokens of each response, None where it is unknown."""
     given: Any = plain(tokens)
-    counts = list(given) if isinstance(given, list | tuple) else [given] * (1 if given is not None else responses)
-    counts = [int(count) if isinstance(count, float) and count.is_integer() else count for count in counts]
+    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * (1 if given is not None else responses)
+    counts = [int(count) if isinstance(count, float) and count.is_integer() else count for count in listed]
     if len(counts) != responses or not all(isinstance(count, int | None) for count in counts):
         raise DataError(f"{where}: `tokens` should be the number of tokens of each response, not {tokens!r:.80}")
     return counts

@@ -11,7 +11,7 @@ from plaudit.data.conversations import Source, read_conversations, read_prompts,
 from plaudit.data.hub_datasets import parse_hub_name
 from plaudit.errors import DataError
 from plaudit.run_identity import _fingerprint
-from support.hub import forget, serve_hub, use_hub
+from support.hub import commit_of, forget, serve_hub, use_hub
 from support.rows import write_jsonl
 
 pytest.importorskip("datasets")
@@ -65,7 +65,7 @@ def test_errors_name_the_setting_and_what_there_is(local_hub):
     for name, message in {
         "org/sums:tset": r"^data\.train: org/sums:tset: there is no split tset; there are train, test\. Did you mean test\?",
         "org/none": r"^data\.train: there is no file org/none here, and the Hugging Face hub has no such data set",
-        "org/sums@v9:train": r"^data\.train: there is no file org/sums here, and the data set on the Hugging Face hub has no revision v9",
+        "org/sums@v9:train": r"^data\.train: .* and the data set on the Hugging Face hub has no revision v9$",
         "org/sums/other:train": r"^data\.train: org/sums: the data set could not be loaded .*org/sums/CONFIG:SPLIT",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -89,10 +89,14 @@ def test_files_and_paths_are_never_looked_up(local_hub, tmp_path, monkeypatch):
 
 def test_a_cached_data_set_needs_no_hub_and_changed_rows_are_noticed(local_hub, tmp_path, monkeypatch):
     [source] = resolve_sources(["org/sums:train"], None, "data.train")
-    before = _fingerprint(source)
+    before, commit = _fingerprint(source), commit_of(local_hub.root / "datasets/org/sums")
     use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
     [again] = resolve_sources(["org/sums:train"], None, "data.train")
     assert (questions(again), _fingerprint(again)) == (["2 + 3?", "1 + 1?"], before)
+    [pinned] = resolve_sources([f"org/sums@{commit}:train"], None, "data.train")
+    assert _fingerprint(pinned) == before
+    with pytest.raises(DataError, match="could not be reached"):  # not whichever revision is in the cache
+        resolve_sources([f"org/sums@{'0' * 40}:train"], None, "data.train")
     with pytest.raises(DataError, match="there is no file org/new here, and the Hugging Face hub could not be reached"):
         resolve_sources(["org/new"], None, "data.train")
 

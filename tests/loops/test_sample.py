@@ -292,7 +292,7 @@ def test_prompts_that_are_too_long(tmp_path, sample, too_long):
     code, out, err = sample("--max-prompt-tokens", 50, "--too-long", too_long, prompts=prompts)
     if too_long == "error":
         assert code == 2
-        assert f"{prompts}:2: " in err.splitlines()[-1]
+        assert f"{prompts}:3: " in err.splitlines()[-1]
         assert "tokens, more than " in err.splitlines()[-1]
     else:
         assert code == 0
