@@ -116,7 +116,9 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
 @app.command()
 def sample(
     model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
-    prompts: Annotated[list[Path], typer.Argument(help="Files of prompts (.parquet, .jsonl, .json).", show_default=False)],
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts: files (.parquet, .jsonl, .json), or data sets on the hub.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per prompt.", show_default=False)],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 1024,
@@ -150,7 +152,7 @@ def sample(
     if stop and "" in stop:
         raise typer.BadParameter("an empty string would end every response at once.", param_hint="--stop")
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
-    sources = resolve_sources([str(path) for path in prompts], None, "PROMPTS")
+    sources = resolve_sources(prompts, None, "PROMPTS")
     require_model(settings, "")
     require_causal_model(settings.path, "MODEL", "`plaudit sample` needs a model that generates text")
 
@@ -181,18 +183,19 @@ def score(
 ) -> None:
     """Score saved responses with a recipe's rewards. Run the same command again to resume.
 
-    A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `reward_model.ground_truth`,
-    `extra_info`, `tokens`. Each line of the output is the row with `reward`, `parts`, `malformed`, `failure` and `view`; with
-    `--details` also `by_reward`. The exit status is 1 while a row has no value; resuming scores such rows again.
+    A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `ground_truth`, `extra_info`,
+    `tokens`; docs/rows.md lists the names that are read. Each line of the output is the row with `reward`, `parts`,
+    `malformed`, `failure` and `view`; with `--details` also `by_reward`. The exit status is 1 while a row has no value; resuming
+    scores such rows again.
     """
     from plaudit.data.conversations import resolve_sources
     from plaudit.inputs import load_rewards
 
     if out.suffix != ".jsonl":
         raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per row.", param_hint="--out")
-    paths, overrides = split_overrides(rollouts, "score")
+    names, overrides = split_overrides(rollouts, "score")
     settings = load_rewards(recipe, overrides)
-    sources = resolve_sources([str(path) for path in paths], None, "ROLLOUTS")
+    sources = resolve_sources(names, None, "ROLLOUTS")
 
     from rich.console import Console
 

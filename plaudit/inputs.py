@@ -7,6 +7,7 @@ from pathlib import Path
 from plaudit.config import LoadedRecipe, load
 from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
+from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
 from plaudit.recipe import (
     DPORecipe,
@@ -71,7 +72,7 @@ def require_reward_files(recipe: Recipe) -> None:
 
 
 def require_model(settings: ModelSettings, prefix: str) -> None:
-    """Local paths in model settings exist. (`org/name` may be on the hub, where transformers will look.)"""
+    """What the model settings name exists: on this disk, or (`org/name`) on the hub."""
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
         _require_path(getattr(settings, setting), f"{prefix}{setting}", names)
@@ -88,10 +89,10 @@ def require_causal_model(path: str, setting: str, reason: str) -> None:
     """Refuse a reward model, which would fail late with an error about weights, or (with tied embeddings) not at all."""
     lora = read_lora_folder(path)
     try:
-        config = json.loads((Path(path if lora is None else lora.base) / "config.json").read_text("utf-8"))
+        config = json.loads((model_folder(path if lora is None else lora.base, weights=False) / "config.json").read_text("utf-8"))
         kind = next(iter(config.get("architectures") or ()), "")
     except (OSError, ValueError, AttributeError):
-        return  # on the hub, or damaged: reported when it is loaded
+        return  # damaged: reported when it is loaded
     if kind.endswith("ForSequenceClassification") or (lora is not None and lora.scores):
         what = kind if lora is None else "a LoRA adapter with a score head"
         raise PlauditError(
@@ -113,9 +114,12 @@ def _require_complete_base(settings: ModelSettings) -> None:
 def _require_path(path: str | None, setting: str, names: Sequence[str]) -> None:
     if path is None or path in names or Path(path).exists():
         return
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
-    if looks_local:
+    if looks_local(path):
         raise PlauditError(f"{setting}: {path} does not exist.{did_you_mean(path, names) or nearest_path(Path(path))}")
+    try:
+        model_folder(path, weights=False)
+    except PlauditError as error:
+        raise PlauditError(f"{setting}: {error}") from None
 
 
 def _require_config(path: str, setting: str) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from plaudit.errors import PlauditError
-from plaudit.shipped import find_shipped
 
 RewardRecipe = Annotated[
     Path, typer.Argument(metavar="R.yaml", help="A recipe with `rewards:`, or an RL recipe.", show_default=False)
@@ -16,7 +15,8 @@ Rollouts = Annotated[
     list[str],
     typer.Argument(
         metavar="ROLLOUTS… [section.name=value]…",
-        help="Saved responses: files (.jsonl, .parquet, .json); for an audit also a run folder, or a folder of verl or TRL dumps. "
+        help="Saved responses: files (.jsonl, .parquet, .json); for `score` also data sets on the hub, "
+        "for `audit` a run folder, or a folder of verl or TRL dumps. "
         "Settings such as rewards.0.weight=2 override the recipe's.",
         show_default=False,
     ),
@@ -27,13 +27,13 @@ Tokenizer = Annotated[
 DataSource = Annotated[str, typer.Option(help="data_source of rows without one, as in verl and TRL dumps.")]
 
 
-def split_overrides(arguments: Sequence[str], verb: str) -> tuple[list[Path], list[str]]:
-    """Paths of rollouts, and settings that override the recipe's."""
+def split_overrides(arguments: Sequence[str], verb: str) -> tuple[list[str], list[str]]:
+    """Names of rollouts, and settings that override the recipe's."""
     unknown = next((one for one in arguments if one.startswith("-") and "." not in one), None)
     if unknown is not None:
         raise PlauditError(f"plaudit {verb} has no option {unknown}. Usage: plaudit {verb} R.yaml ROLLOUTS (see {verb} --help)")
     overrides = [one for one in arguments if one.startswith("-") or ("=" in one and not Path(one).exists())]
-    paths = [find_shipped(Path(one)) for one in arguments if one not in overrides]
-    if not paths:
+    names = [one for one in arguments if one not in overrides]
+    if not names:
         raise PlauditError(f"{verb} needs saved responses: plaudit {verb} R.yaml ROLLOUTS")
-    return paths, overrides
+    return names, overrides

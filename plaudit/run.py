@@ -39,6 +39,7 @@ from plaudit.checkpoint import (
     save_checkpoint,
 )
 from plaudit.config import LoadedRecipe
+from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, RunError, StopRequested, TrainingStopped, redact
 from plaudit.explain import to_yaml
@@ -74,7 +75,7 @@ class Run:
     def __init__(
         self,
         loaded: LoadedRecipe,
-        files: list[Path],
+        files: Sequence[Path | Source],
         template: ChatTemplate | None = None,
         inputs: dict[str, str] | None = None,
         *,

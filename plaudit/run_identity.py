@@ -13,9 +13,11 @@ from typing import Any
 
 from plaudit import __version__
 from plaudit.config import flatten, settings_of
+from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError, RunError
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
+from plaudit.hub import model_folder
 from plaudit.recipe import TrainingRecipe
 
 
@@ -32,10 +34,10 @@ class Differences:
 
 
 def describe_run(
-    recipe: TrainingRecipe, files: Sequence[Path], template: ChatTemplate | None, inputs: dict[str, str]
+    recipe: TrainingRecipe, files: Sequence[Path | Source], template: ChatTemplate | None, inputs: dict[str, str]
 ) -> dict[str, Any]:
     """The content of a new run.json. `inputs`: further digests, by a name that a person understands."""
-    digests = {str(path): _fingerprint(path) for path in files} | _model_digests(recipe, template) | inputs
+    digests = {str(file): _fingerprint(file) for file in files} | _model_digests(recipe, template) | inputs
     return {"recipe": flatten(recipe), "inputs": digests, "versions": _versions(), "git": _git_state(), "trackers": {}}
 
 
@@ -85,7 +87,7 @@ def _model_digests(recipe: TrainingRecipe, template: ChatTemplate | None) -> dic
     if template is None:
         return {}
     return {
-        "the model": weights_fingerprint(Path(recipe.model.path)),
+        "the model": weights_fingerprint(model_folder(recipe.model.path)),
         "the tokenizer": text_digest(template.tokenizer.backend_tokenizer.to_str()),  # pyright: ignore
         "the chat template": text_digest(template.text),
     }
@@ -102,11 +104,11 @@ def _shown(name: str, recipe: dict[str, Any]) -> str:
     return json.dumps(recipe[name], ensure_ascii=False) if name in recipe else "not set"
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(file: Path | Source) -> str:
     try:
-        return fingerprint(path)
+        return file.fingerprint() if isinstance(file, Source) else fingerprint(file)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        raise DataError(f"{file} cannot be read: {error}") from None
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from plaudit import plugins
+from plaudit.data.columns import has_several_responses
 from plaudit.data.rollouts import parse_group
 from plaudit.errors import DataError, RecipeError, did_you_mean
 from plaudit.inputs import load_rewards
@@ -57,9 +58,9 @@ class Scorer:
         if isinstance(rows, Mapping):
             raise DataError("score() takes a list of rows, not a single row: put it into a list")
         rows = list(rows)
-        groups = [parse_group(row, str(number), f"row {number}") for number, row in enumerate(rows)]
+        groups = [parse_group(row, str(number), f"row {number}") for number, row in enumerate(rows, 1)]
         scored = self.score_groups(groups)
-        return [result_of(group, many="responses" in row) for row, group in zip(rows, scored, strict=True)]
+        return [result_of(group, many=has_several_responses(row)) for row, group in zip(rows, scored, strict=True)]
 
     def score_groups(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         return self.runner.collect(groups)

@@ -13,7 +13,7 @@ from support.paths import REPOSITORY, TESTS
 # From the bottom up; packages on one line do not import each other.
 LEVELS = [
     ["errors"],
-    ["host", "lora_folder", "shipped", "threads"],
+    ["host", "lora_folder", "shipped", "threads", "hub"],
     ["types", "files", "seeding", "plugins"],
     ["objectives"],
     ["recipe"],

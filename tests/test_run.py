@@ -240,7 +240,7 @@ def test_handling_of_long_rows_is_reported(tmp_path, recipe, capsys, too_long):
     rows = write_jsonl(tmp_path / "rows.jsonl", arithmetic_rows(20) + long + hidden)
     file = recipe(rows=rows, data={"max_tokens": 90, "too_long": too_long}, run={"max_steps": 1})
     if too_long == "error":
-        with pytest.raises(DataError, match=r"row 20: \d+ tokens, more than data\.max_tokens = 90\. Raise it, or set"):
+        with pytest.raises(DataError, match=r"row 21: \d+ tokens, more than data\.max_tokens = 90\. Raise it, or set"):
             train_sft(file)
         return
     train_sft(file)
@@ -327,7 +327,7 @@ def test_a_run_that_never_started_may_be_replaced(tmp_path, recipe, plaudit):
     file = recipe(rows=rows, run={"max_steps": 2})
     code, _, err = plaudit("sft", file)
     assert code == 2
-    assert "row 20" in err
+    assert "row 21" in err
     assert (tmp_path / "run/run.json").exists()
     write_jsonl(rows, arithmetic_rows(20))
     assert plaudit("sft", file, "optim.lr=1e-4")[0] == 0
@@ -428,7 +428,7 @@ def test_unreadable_data_is_reported(tmp_path, recipe, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("plaudit.run_identity.fingerprint", refuse)
+    monkeypatch.setattr("plaudit.data.conversations.fingerprint", refuse)
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: .*Permission denied"):
         train_sft(recipe())
 

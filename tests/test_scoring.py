@@ -75,11 +75,11 @@ def test_responses_may_be_messages_and_token_counts_come_from_the_row():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "p"}, "this one has prompt"),
-        ({"prompt": "p", "response": "a", "responses": ["a"]}, "`response` .* or `responses`"),
+        ({"prompt": "p"}, r"has no response \(found: prompt\)"),
+        ({"prompt": "p", "response": "a", "responses": ["a"]}, "both `response` and `responses`"),
         ({"prompt": "p", "responses": []}, "should be a list of texts"),
         ({"prompt": "p", "responses": "a"}, "should be a list of texts"),
-        ({"prompt": "p", "response": 4}, "row 0: a response should be text, not 4"),
+        ({"prompt": "p", "response": 4}, "row 1: a response should be text, not 4"),
         ({"prompt": "p", "response": "a", "extra_info": 3}, "extra_info should be an object"),
     ],
 )
@@ -117,7 +117,7 @@ def test_score_writes_each_row_with_its_reward(plaudit, files):
     assert code == 0
     assert "2 rows, 3 responses; mean reward 0.6667" in out
     first, second = lines(files)
-    assert first["id"].endswith("rows.jsonl:0")
+    assert first["id"].endswith("rows.jsonl:1")
     assert {name: first[name] for name in ROWS[0]} == ROWS[0]
     assert (first["reward"], second["reward"]) == (1.0, [0.0, 1.0])
     before = (files / "out.jsonl").read_bytes()
@@ -179,7 +179,7 @@ def test_dead_reward_stops_scoring_which_resumes_once_it_is_fixed(plaudit, files
     ("change", "message"),
     [
         (("rows.jsonl", ""), "is empty"),
-        (("rows.jsonl", '{"prompt": "p"}'), "a row to score has `response`"),
+        (("rows.jsonl", '{"prompt": "p"}'), "A row to score has `prompt` and `response`"),
         (("r.yaml", "rewards: [{kind: exat}]"), "Did you mean exact?"),
         (
             ("r.yaml", "rewards: [{kind: cascade, judge: {kind: exact, weigth: 2}, mode: only}]"),

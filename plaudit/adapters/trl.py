@@ -3,8 +3,8 @@
     from plaudit.adapters.trl import reward_function
     trainer = GRPOTrainer(model, reward_funcs=reward_function("rewards.yaml"), train_dataset=rows, …)
 
-The data set's columns become the row that rewards see: `data_source`, `reward_model` or one of `ground_truth`, `solution` and
-`answer`, `extra_info`; all others go into extra_info. Prompts and completions may be text or messages. TRL repeats a prompt for
+The data set's columns become the row that rewards see: `data_source`, the ground truth (docs/rows.md lists its names),
+`extra_info`; all others go into extra_info. Prompts and completions may be text or messages. TRL repeats a prompt for
 each of its samples, so equal adjacent prompts form a group. (The per-device batch should be a multiple of num_generations;
 otherwise rewards that compare the samples of a group see only some of them.)
 
@@ -20,9 +20,9 @@ from statistics import fmean
 from typing import Any
 
 from plaudit.adapters.shared_scorer import shared_scorer
+from plaudit.data.columns import GROUND_TRUTHS
+from plaudit.data.conversations import parse_ground_truth
 
-GROUND_TRUTHS = ("ground_truth", "solution", "answer")
-"""Columns for the ground truth, in order of preference, if there is no `reward_model`."""
 KNOWN_COLUMNS = ("data_source", "reward_model", "extra_info", *GROUND_TRUTHS)
 Logger = Callable[[str, float], None]
 
@@ -68,12 +68,11 @@ def completion_text(completion: Any) -> str:
 
 def _row(prompt: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
     """A row without its response."""
-    truth = next((columns[name] for name in GROUND_TRUTHS if columns.get(name) is not None), None)
     extra = {name: value for name, value in columns.items() if name not in KNOWN_COLUMNS}
     return {
         "prompt": prompt,
         "data_source": columns.get("data_source") or "",
-        "ground_truth": (columns.get("reward_model") or {}).get("ground_truth", truth),
+        "ground_truth": parse_ground_truth(columns, "the data set"),
         "extra_info": {**extra, **(columns.get("extra_info") or {})},
     }
 

@@ -11,7 +11,7 @@ import typer
 
 from plaudit.errors import PlauditError
 from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
-from plaudit.shipped import is_shipped
+from plaudit.shipped import find_shipped, is_shipped
 
 if TYPE_CHECKING:
     from plaudit.audit.dumps import Rollout
@@ -49,7 +49,8 @@ def audit(
     Writes audit.html and audit.json; the exit code is 1 if a check fails. Bounds are set under `audit:` in the recipe
     (`plaudit config R.yaml --explain`); docs/audit.md explains each check.
     """
-    paths, overrides = split_overrides(rollouts, "audit")
+    names, overrides = split_overrides(rollouts, "audit")
+    paths = [find_shipped(Path(name)) for name in names]
     rewards, settings = _load(recipe, overrides)
     settings = _with_options(settings, threshold, seed, probes)
 

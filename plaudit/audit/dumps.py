@@ -1,13 +1,13 @@
-"""Saved rollouts from plaudit, verl or TRL as rows in plaudit's columns: `prompt` (messages), `responses`, `data_source`,
-`reward_model.ground_truth`, `extra_info`, and if the file has them `labels`, `tokens` and the `rewards` at the time.
+"""Saved rollouts, and what was saved with them: labels, token counts, the reward at the time.
 
-Formats, detected by their columns:
+Rows are read as everywhere (columns.py, rollouts.py). What writes them:
     plaudit   a run's samples (prompt, response, reward, tokens, version), `plaudit sample` (prompt, responses), labelled rows
     verl      trainer.rollout_data_dir and validation_data_dir: input, output, gts, score, step; N.jsonl for step N
     TRL       log_completions: step, prompt, completion, a column per reward function, advantage; completions_N.parquet
 
 A prompt saved as text, chat-template markers included, becomes one user message. Rows with the same prompt, ground truth and step
-form a group. A column with a verdict (verl's acc) can serve as the label.
+form a group. A column with a verdict (verl's acc) can serve as the label; of a preference pair, `chosen` is right and `rejected`
+wrong.
 """
 
 import json
@@ -18,19 +18,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plaudit.data.columns import (
+    CONVERSATIONS,
+    GROUND_TRUTHS,
+    IDS,
+    LABEL,
+    PAIR,
+    PROMPTS,
+    RESPONSES,
+    REWARDS,
+    STEPS,
+    find_column,
+    first_value,
+    has_pair,
+    has_prompt,
+)
 from plaudit.data.conversations import parse_prompt
+from plaudit.data.rollouts import split_responses
 from plaudit.data.rows import SUFFIXES, Rows, read_rows
 from plaudit.errors import DataError, did_you_mean
 from plaudit.types import Prompt
 
-PROMPTS = ("prompt", "input", "question", "messages")
-RESPONSES = ("responses", "response", "completion", "output")
-TRUTHS = ("ground_truth", "gts", "answer", "solution", "reference")
-REWARDS = ("reward", "score")
-STEPS = ("step", "global_step", "version")
-DEFAULT_LABEL = "label"
 HINT = (
-    "Rollouts have `prompt` and `response` or `responses` (plaudit), `input` and `output` (verl), `prompt` and `completion` (TRL)."
+    "Rollouts have `prompt` and `response` or `responses` (plaudit), `input` and `output` (verl), `prompt` and `completion` (TRL); "
+    "docs/rows.md lists every name that is read."
 )
 
 
@@ -59,7 +70,7 @@ def read_rollouts(paths: Sequence[Path], *, label: str | None = None, data_sourc
     for file in list_files(paths):
         read = read_rows(file)
         found |= set(read.columns)
-        rows += read_dump(read, label or DEFAULT_LABEL)
+        rows += read_dump(read, label or LABEL)
     if label is not None and label not in found:
         names, near = ", ".join(map(str, paths)), did_you_mean(label, found)
         raise DataError(f"--label: {names}: no column {label!r} (found: {', '.join(sorted(found))}).{near}")
@@ -92,43 +103,31 @@ def _by_number(file: Path) -> list[tuple[int, str]]:
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
-def read_dump(rows: Rows, label: str = DEFAULT_LABEL) -> Iterator[dict[str, Any]]:
+def read_dump(rows: Rows, label: str = LABEL) -> Iterator[dict[str, Any]]:
     """Each row of a file in plaudit's columns."""
-    columns = set(rows.columns)
-    prompt_column = next((name for name in PROMPTS if name in columns), None)
-    # Alpaca data also have `input` and `output`, but with an `instruction`.
-    response_column = next((name for name in RESPONSES if name in columns), None)
-    for name, choices in ((prompt_column, PROMPTS), (response_column, RESPONSES)):
-        if name is None:
-            rows.require(choices[0 if choices is PROMPTS else 1], hint=HINT)
-    assert prompt_column is not None
-    assert response_column is not None
-    for number, row in enumerate(rows):
-        where = f"{rows.source}: row {number}"
-        many = isinstance(row.get(response_column), list) and response_column != "completion"
-        responses = row[response_column] if many else [row.get(response_column)]
-        if not responses:
-            raise DataError(f"{where}: has no responses")
+    pairs = set(PAIR) <= set(rows.columns)
+    if not has_prompt(rows.columns) and not pairs:
+        rows.require("prompt", hint=HINT)
+    if not find_column(rows.columns, (*RESPONSES, *CONVERSATIONS)) and not pairs:
+        rows.require("response", hint=HINT)
+    for number, (where, row) in enumerate(rows.located(), 1):
         labels = row.get(label, row.get(f"{label}s"))
-        fields = {
-            "prompt": row.get(prompt_column),
-            "reward_model": {"ground_truth": _truth(row)},
-            "extra_info": _fields(row.get("extra_info")),
-        }
-        id = str(row.get("prompt_id") or row.get("id") or f"{rows.source}:{number}")
-        prompt = parse_prompt({**fields, "data_source": row.get("data_source"), "tools": row.get("tools")}, id, where)
+        if labels is None and has_pair(row):
+            labels = [1.0, 0.0]
+        row, responses = split_responses(row, where)
+        prompt = parse_prompt(row, str(first_value(row, IDS) or f"{rows.source}:{number}"), where)
         yield {
-            "id": id,
+            "id": prompt.id,
             "prompt": prompt.messages,
             "tools": prompt.tools,
-            "responses": [_response(response, where) for response in responses],
+            "responses": responses,
             "data_source": prompt.data_source,
-            "reward_model": fields["reward_model"],
-            "extra_info": fields["extra_info"],
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
             "labels": _column(labels, len(responses), _label, f"{where}: {label}"),
             "tokens": _column(row.get("tokens"), len(responses), _integer, where),
             "rewards": _column(_saved_reward(row), len(responses), _number, where),
-            "step": next((row[name] for name in STEPS if row.get(name) is not None), None),
+            "step": first_value(row, STEPS),
         }
 
 
@@ -136,7 +135,7 @@ def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[Rollout]:
     """Group rows by prompt, ground truth, extra_info and step; groups are in the order of their first rows."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        same = [row[name] for name in ("step", "prompt", "tools", "data_source", "reward_model", "extra_info")]
+        same = [row[name] for name in ("step", "prompt", "tools", "data_source", "ground_truth", "extra_info")]
         key = json.dumps(same, sort_keys=True, default=str)
         groups.setdefault(key, []).append(row)
     return [_rollout(members) for members in groups.values()]
@@ -153,34 +152,11 @@ def _rollout(rows: Sequence[Mapping[str, Any]]) -> Rollout:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _response(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):  # TRL's conversational completions
-        return "\n".join(str(m.get("content") or "") for m in value if m.get("role", "assistant") == "assistant")
-    raise DataError(f"{where}: its response should be text, not {'nothing' if value is None else type(value).__name__}")
-
-
-def _truth(row: Mapping[str, Any]) -> Any:
-    model = row.get("reward_model")
-    if isinstance(model, dict) and model.get("ground_truth") is not None:
-        return model["ground_truth"]
-    return next((row[name] for name in TRUTHS if row.get(name) is not None), None)
-
-
-def _fields(value: Any) -> Any:
-    """Decode an object that a table stored as JSON text."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return json.loads(value) if value.strip() else {}
-    return value or {}
-
-
 def _saved_reward(row: Mapping[str, Any]) -> Any:
-    saved = next((row[name] for name in REWARDS if row.get(name) is not None), None)
+    saved = first_value(row, REWARDS)
     if saved is None and "advantage" in row and "completion" in row:
         # TRL has a column per reward function but not their sum; with a single function, it is the reward.
-        standard = {*STEPS, *PROMPTS, *RESPONSES, *TRUTHS, DEFAULT_LABEL, "advantage", "tokens"}
+        standard = {*STEPS, *PROMPTS, *RESPONSES, *GROUND_TRUTHS, LABEL, "advantage", "tokens"}
         rewards = [row[name] for name in row if name not in standard and isinstance(row[name], float)]
         return rewards[0] if len(rewards) == 1 else None
     return saved

@@ -1,28 +1,30 @@
 """Rows of any known schema → conversations and prompts.
 
-Schemas, detected by their columns: `messages` (role and content), `conversations` (sharegpt's from and value), `prompt` with
-`response` or `completion` (each a string or messages), `instruction` with `output` (alpaca); and, for sampling, verl's
-`prompt`, `data_source`, `reward_model.ground_truth`, `extra_info`. A LLaMA-Factory `dataset_info.json` can rename columns and tags.
+columns.py says which column means what. A LLaMA-Factory `dataset_info.json` can rename columns and tags.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from plaudit.data.columns import CONVERSATIONS, GROUND_TRUTHS, PROMPTS, TARGETS, find_column, first_value, has_prompt
+from plaudit.data.hub_datasets import HubDataset, parse_hub_name
 from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean, nearest_path
+from plaudit.files import fingerprint
 from plaudit.shipped import find_shipped
 from plaudit.types import Conversation, Message, Prompt
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SFT_HINT = (
-    "Rows for SFT have `messages`, `conversations`, `prompt` and `response`, or `instruction` and `output`; "
-    "other names can be mapped with data.dataset_info."
+    "Rows for SFT have `messages`, `conversations`, `prompt` and `response`, or `instruction` and `output` (all names: "
+    "docs/rows.md); other names can be mapped with data.dataset_info."
 )
+PROMPT_HINT = "Rows to sample from have `prompt` (text or messages) or `messages`; docs/rows.md lists every name that is read."
 
 DEFAULT_COLUMNS = {
     "messages": "conversations",
@@ -68,14 +70,28 @@ class Source:
     """A data file and its schema."""
 
     path: Path
+    """As given; of a data set on the hub, its name."""
     schema: Schema = Schema()
+    hub: HubDataset | None = None
+    """Set if this is a data set on the hub, not a file."""
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def rows(self) -> Rows:
+        return read_rows(self.path) if self.hub is None else self.hub.rows()
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.path) if self.hub is None else self.hub.fingerprint()
 
 
 # Which files ---------------------------------------------------------------------------------------------------------
 
 
 def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str, *, ranked: bool = False) -> list[Source]:
-    """Resolve a setting's names to existing files, directly or through dataset_info.json. `ranked`: files of pairs."""
+    """Resolve a setting's names to existing files or data sets on the hub, directly or through dataset_info.json.
+
+    `ranked`: files of pairs. A name on the hub without a split is its `train` split for data.train, else its only one."""
     entries = _read_dataset_info(Path(dataset_info)) if dataset_info else {}
     sources = []
     for name in names:
@@ -83,9 +99,16 @@ def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str
         source = (
             _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if listed else Source(find_shipped(Path(name)))
         )
-        if not source.path.exists():
-            hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)
-            raise DataError(f"{setting}: {source.path} does not exist.{hint}")
+        if source.hub is None and not source.path.exists():
+            source = replace(source, hub=parse_hub_name(name, "train" if setting == "data.train" else None))
+            if listed or source.hub is None:
+                hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)
+                raise DataError(f"{setting}: {source.path} does not exist.{hint}")
+        if source.hub is not None:
+            try:
+                source.rows()
+            except DataError as error:
+                raise DataError(f"{setting}: {error}") from None
         sources.append(source)
     return sources
 
@@ -100,17 +123,26 @@ def _read_dataset_info(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entry_source(name: str, entry: dict[str, Any], info: Path, ranked: bool) -> Source:
-    if "file_name" not in entry or (entry.get("ranking") and not ranked):
-        raise DataError(f"{info}: {name} is not a local file of conversations (it is on a hub, a script, or ranked pairs)")
+    if entry.get("ranking") and not ranked:
+        raise DataError(f"{info}: {name} has ranked pairs, not conversations")
     if ranked and not entry.get("ranking"):
         raise DataError(f"{info}: {name} is not a file of pairs: it has no `ranking: true`")
+    key = next((key for key in ("file_name", "hf_hub_url") if key in entry), None)
+    if key is None:
+        raise DataError(f"{info}: {name} has neither file_name nor hf_hub_url (other hubs and scripts are not supported)")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt"):
         raise DataError(f"{info}: {name}: formatting {formatting!r} is not one of alpaca, sharegpt")
-    if not isinstance(entry["file_name"], str):
-        raise DataError(f"{info}: {name}: file_name should be text, not {describe_type(entry['file_name'])}")
+    if not isinstance(entry[key], str):
+        raise DataError(f"{info}: {name}: {key} should be text, not {describe_type(entry[key])}")
     schema = Schema(formatting, _names(entry, "columns", f"{info}: {name}"), _names(entry, "tags", f"{info}: {name}"), ranked)
-    return Source(info.parent / entry["file_name"], schema)
+    if key == "file_name":
+        return Source(info.parent / entry[key], schema)
+    full_name = f"{entry[key]}{'/' * bool(entry.get('subset'))}{entry.get('subset') or ''}:{entry.get('split') or 'train'}"
+    hub = parse_hub_name(full_name)
+    if hub is None:
+        raise DataError(f"{info}: {name}: {entry[key]} is not the name of a data set on the hub (org/name)")
+    return Source(Path(full_name), schema, hub)
 
 
 def _names(entry: dict[str, Any], key: str, where: str) -> dict[str, str]:
@@ -125,10 +157,9 @@ def _names(entry: dict[str, Any], key: str, where: str) -> dict[str, str]:
 
 def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
     """Each row as a conversation, with its location (file and row) for error messages."""
-    rows = read_rows(source.path)
+    rows = source.rows()
     convert = _converter(rows, source.schema)
-    for number, row in enumerate(rows):
-        where = f"{rows.source}: row {number}"
+    for where, row in rows.located():
         conversation = convert(without_nulls(row) if rows.nulls_mean_absent else row, where)
         check_answers(conversation, where)
         check_text([conversation.messages, conversation.tools], where)
@@ -137,7 +168,6 @@ def read_conversations(source: Source) -> Iterator[tuple[str, Conversation]]:
 
 def _converter(rows: Rows, schema: Schema):
     """Return the function that converts this file's rows to conversations."""
-    columns = set(rows.columns)
     if schema.formatting:
         needed = ("messages",) if schema.formatting == "sharegpt" else ("prompt", "response")
         required = [name for name in DEFAULT_COLUMNS if name in needed or name in schema.columns]
@@ -146,20 +176,25 @@ def _converter(rows: Rows, schema: Schema):
         return lambda row, where: _from_sharegpt(row, schema, where)
     if schema.formatting == "alpaca":
         return lambda row, where: _from_alpaca(row, schema, where)
-    if "messages" in columns:
-        return lambda row, where: Conversation(parse_messages(row.get("messages"), where), parse_tools(row.get("tools"), where))
-    if "conversations" in columns:
-        return lambda row, where: _from_sharegpt(row, schema, where)
-    answer = next((name for name in ("response", "completion") if name in columns), None)
-    if "prompt" in columns and answer:
+    if find_column(rows.columns, CONVERSATIONS):
+        return lambda row, where: Conversation(parse_conversation(row, where), parse_tools(row.get("tools"), where))
+    prompt, target = find_column(rows.columns, PROMPTS), find_column(rows.columns, TARGETS)
+    if (prompt, target) == ("instruction", "output"):
+        return lambda row, where: _from_alpaca(row, schema, where)
+    if prompt and target:
         return lambda row, where: Conversation(
-            parse_messages(row.get("prompt"), where, role="user") + parse_messages(row.get(answer), where, role="assistant"),
+            [*parse_prompt_messages(row, where), *parse_messages(first_value(row, TARGETS), where, role="assistant")],
             parse_tools(row.get("tools"), where),
         )
-    if {"instruction", "output"} <= columns:
-        return lambda row, where: _from_alpaca(row, schema, where)
     rows.require("messages", hint=SFT_HINT)
     raise AssertionError
+
+
+def parse_conversation(row: Mapping[str, Any], where: str) -> list[Message]:
+    """The messages of a row that has its conversation in one column."""
+    if find_column(row, CONVERSATIONS) == "conversations":
+        return sharegpt_messages(row, Schema(), where)
+    return parse_messages(parse_json_messages(row.get("messages")), where)
 
 
 def without_nulls(value: Any) -> Any:
@@ -217,11 +252,11 @@ def parse_tools(value: Any, where: str) -> list[Any] | None:
     return value or None
 
 
-def _from_sharegpt(row: dict[str, Any], schema: Schema, where: str) -> Conversation:
+def _from_sharegpt(row: Mapping[str, Any], schema: Schema, where: str) -> Conversation:
     return Conversation(sharegpt_messages(row, schema, where), parse_tools(row.get(schema.column("tools")), where))
 
 
-def sharegpt_messages(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
+def sharegpt_messages(row: Mapping[str, Any], schema: Schema, where: str) -> list[Message]:
     """A row's system prompt and turns."""
     turns = row.get(schema.column("messages"))
     if not isinstance(turns, list) or not turns:
@@ -261,7 +296,7 @@ def _from_alpaca(row: dict[str, Any], schema: Schema, where: str) -> Conversatio
     return Conversation([*alpaca_prompt(row, schema, where), answer], parse_tools(row.get(schema.column("tools")), where))
 
 
-def alpaca_prompt(row: dict[str, Any], schema: Schema, where: str) -> list[Message]:
+def alpaca_prompt(row: Mapping[str, Any], schema: Schema, where: str) -> list[Message]:
     """The messages before a row's answer: system prompt, history, question."""
 
     def value(name: str) -> Any:
@@ -320,42 +355,77 @@ def parse_json_messages(prompt: Any) -> Any:
 
 
 def read_prompts(source: Source) -> Iterator[Prompt]:
-    """Each row of verl's RL schema as a prompt to sample from. An id is the path as given plus the row number."""
-    rows = read_rows(source.path)
-    rows.require(
-        "prompt",
-        hint="Rows for sampling have `prompt` (messages), `data_source`, `reward_model.ground_truth`, `extra_info`.",
-    )
-    for number, row in enumerate(rows):
+    """Each row as a prompt to sample from. An id is the path as given plus the row's number."""
+    rows = source.rows()
+    if not has_prompt(rows.columns):
+        rows.require("prompt", hint=PROMPT_HINT)
+    for number, (where, row) in enumerate(rows.located(), 1):
         row = _without_arrow_nulls(row) if rows.nulls_mean_absent else row
-        prompt = parse_prompt(row, f"{source.path}:{number}", f"{rows.source}: row {number}")
+        prompt = parse_prompt(row, f"{source.path}:{number}", where)
         if prompt.messages[-1]["role"] == "assistant":
-            where = f"{rows.source}: row {number}"
             raise DataError(f"{where}: its prompt ends with an assistant message; it should end with the message to answer")
         yield prompt
 
 
 def _without_arrow_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
+    return row | {name: without_nulls(row[name]) for name in (*PROMPTS, *CONVERSATIONS, "tools") if name in row}
 
 
 def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
-    """A row of verl's RL schema. The prompt may be text, or messages as text. A column `rm_prompt` goes into extra_info."""
-    extra, reward_model = row.get("extra_info") or {}, row.get("reward_model") or {}
-    for name, value in (("extra_info", extra), ("reward_model", reward_model)):
-        if not isinstance(value, Mapping):
-            raise DataError(f"{where}: {name} should be an object, not {describe_type(value)}")
+    """A row's prompt, and what its rewards need. A column `rm_prompt` goes into extra_info."""
+    extra, ground_truth = _parse_object(row.get("extra_info")) or {}, parse_ground_truth(row, where)
+    if not isinstance(extra, Mapping):
+        raise DataError(f"{where}: extra_info should be an object, not {describe_type(extra)}")
     data_source, tools = row.get("data_source"), row.get("tools")
     if not isinstance(data_source, str | None):
         raise DataError(f"{where}: data_source should be text, not {describe_type(data_source)}")
     if row.get("rm_prompt") is not None:  # the reward model's prompt, where it differs from the policy's
         extra = {**extra, "rm_prompt": row["rm_prompt"]}
-    check_text([row.get("prompt"), tools, data_source, reward_model, extra], where)
+    messages = parse_prompt_messages(row, where)
+    check_text([messages, tools, data_source, ground_truth, extra], where)
     return Prompt(
         id=id,
-        messages=parse_messages(parse_json_messages(row.get("prompt")), where, role="user"),
+        messages=messages,
         data_source=data_source or "",
-        ground_truth=reward_model.get("ground_truth"),
+        ground_truth=ground_truth,
         extra_info=extra,
         tools=parse_tools(tools, where),
     )
+
+
+def parse_prompt_messages(row: Mapping[str, Any], where: str) -> list[Message]:
+    """The messages that a row's responses answer."""
+    column = find_column(row, PROMPTS)
+    if (column is None or row[column] is None) and find_column(row, CONVERSATIONS):
+        return split_answer(parse_conversation(row, where), where)[0]
+    if column == "instruction":
+        return alpaca_prompt(row, Schema(), where)
+    return parse_messages(parse_json_messages(row.get(column or "prompt")), where, role="user")
+
+
+def split_answer(messages: list[Message], where: str) -> tuple[list[Message], Message | None]:
+    """A conversation as prompt and answer; the answer is None if the last message is not the assistant's."""
+    prompt, answer = (messages[:-1], messages[-1]) if messages[-1]["role"] == "assistant" else (messages, None)
+    if not prompt:
+        raise DataError(f"{where}: has no message before the assistant's, so there is no prompt")
+    return prompt, answer
+
+
+def parse_ground_truth(row: Mapping[str, Any], where: str) -> Any:
+    """The reference answer: in verl's `reward_model.ground_truth`, in `reward_model` itself, or in a column of its own."""
+    given = _parse_object(row.get("reward_model"), key="ground_truth")
+    if not isinstance(given, Mapping | str | int | float | None):
+        raise DataError(
+            f"{where}: reward_model should be an object with ground_truth, or the reference answer, not {describe_type(given)}"
+        )
+    truth = given.get("ground_truth") if isinstance(given, Mapping) else given
+    return first_value(row, GROUND_TRUTHS) if truth in (None, "") else truth
+
+
+def _parse_object(value: Any, key: str | None = None) -> Any:
+    """Decode an object that a table stored as JSON text (if it has this key); other values are returned unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            return found if key is None or key in found else value
+    return value

@@ -7,12 +7,13 @@ Only what follows the messages that both share is compared; earlier assistant tu
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from plaudit.data.columns import PROMPTS, first_value
 from plaudit.data.conversations import (
     Schema,
     Source,
@@ -22,13 +23,14 @@ from plaudit.data.conversations import (
     describe_type,
     parse_json_messages,
     parse_messages,
+    parse_prompt_messages,
     parse_tools,
     sharegpt_message,
     sharegpt_messages,
     without_nulls,
 )
 from plaudit.data.examples import TooLong, chunks, cut
-from plaudit.data.rows import Rows, read_rows
+from plaudit.data.rows import Rows
 from plaudit.errors import DataError
 from plaudit.types import Conversation, Example, Message, Pair
 
@@ -59,17 +61,22 @@ class Preference:
 
 def read_pairs(source: Source, margin_column: str | None = None) -> Iterator[tuple[str, Preference]]:
     """Each row as two conversations, with its location (file and row) for error messages. The two may be equal."""
-    rows = read_rows(source.path)
+    rows = source.rows()
     _require_columns(rows, source.schema, margin_column)
-    for number, row in enumerate(rows):
-        where = f"{rows.source}: row {number}"
+    for where, row in rows.located():
         row = without_nulls(row) if rows.nulls_mean_absent else row
         margin = 0.0 if margin_column is None else _margin(row.get(margin_column), margin_column, where)
-        _require_both(row, source.schema, where)
-        chosen, rejected = (_conversation(row, side, source.schema, where) for side in ("chosen", "rejected"))
-        check_text([chosen.messages, rejected.messages, chosen.tools], where)
-        preference = Preference(chosen, rejected, margin)
-        yield where, preference if preference.equal else _skip_shared_messages(preference, where)
+        yield where, parse_preference(row, where, source.schema, margin)
+
+
+def parse_preference(row: Mapping[str, Any], where: str, schema: Schema | None = None, margin: float = 0.0) -> Preference:
+    """A row's two conversations. They may be equal."""
+    schema = schema or Schema()
+    _require_both(row, schema, where)
+    chosen, rejected = (_conversation(row, side, schema, where) for side in ("chosen", "rejected"))
+    check_text([chosen.messages, rejected.messages, chosen.tools], where)
+    preference = Preference(chosen, rejected, margin)
+    return preference if preference.equal else _skip_shared_messages(preference, where)
 
 
 def _require_columns(rows: Rows, schema: Schema, margin_column: str | None) -> None:
@@ -80,7 +87,7 @@ def _require_columns(rows: Rows, schema: Schema, margin_column: str | None) -> N
         rows.require(margin_column, hint="data.margin_column sets this name.")
 
 
-def _require_both(row: dict[str, Any], schema: Schema, where: str) -> None:
+def _require_both(row: Mapping[str, Any], schema: Schema, where: str) -> None:
     """Rows of one file may have different columns."""
     for column in map(schema.column, ("chosen", "rejected")):
         if row.get(column) is None:
@@ -95,7 +102,7 @@ def _margin(value: Any, column: str, where: str) -> float:
     return float(value)
 
 
-def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], schema: Schema, where: str) -> Conversation:
+def _conversation(row: Mapping[str, Any], side: Literal["chosen", "rejected"], schema: Schema, where: str) -> Conversation:
     """One side of a row. Error messages name the side."""
     where = f"{where}: {schema.column(side)}"
     answer = row.get(schema.column(side))
@@ -105,7 +112,8 @@ def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], sche
     elif schema.formatting == "alpaca":
         messages = [*alpaca_prompt(row, schema, where), *parse_messages(answer, where, role="assistant")]
     else:
-        messages = _messages(parse_json_messages(row.get("prompt")), parse_json_messages(answer), where)
+        prompt = None if first_value(row, PROMPTS) is None else parse_prompt_messages(row, where)
+        messages = _messages(prompt, parse_json_messages(answer), where)
     conversation = Conversation(messages, parse_tools(row.get("tools"), where))
     check_answers(conversation, where)
     last = messages[-1]
@@ -115,18 +123,18 @@ def _conversation(row: dict[str, Any], side: Literal["chosen", "rejected"], sche
     return conversation
 
 
-def _messages(prompt: Any, answer: Any, where: str) -> list[Message]:
+def _messages(question: list[Message] | None, answer: Any, where: str) -> list[Message]:
     """The full conversation: as given, or the prompt followed by the answer."""
     if isinstance(answer, dict):
         answer = [answer]
-    if prompt is None:
+    if question is None:
         if isinstance(answer, str):
             raise DataError(f"{where}: is text, but the row has no `prompt`; add one, or give full conversations")
         messages = parse_messages(answer, where)
         if messages[0]["role"] == "assistant":
             raise DataError(f"{where}: begins with an assistant message, but the row has no `prompt`")
         return messages
-    question, answers = parse_messages(prompt, where, role="user"), parse_messages(answer, where, role="assistant")
+    answers = parse_messages(answer, where, role="assistant")
     if answers[0]["role"] in ("system", "developer", "user"):  # a full conversation that repeats the prompt
         if not any(message["content"].strip() == question[-1]["content"].strip() for message in answers):
             raise DataError(f"{where}: is a full conversation that does not contain this row's `prompt`; remove one of them")

@@ -1,7 +1,6 @@
 """Rows with existing responses → groups for rewards to score.
 
-A row has `prompt` (messages or text), `response` or `responses`, and optional fields for rewards: `data_source`,
-`reward_model.ground_truth` (or `ground_truth`), `extra_info`, `tokens` (the length of each response).
+columns.py says which columns hold prompt, responses and ground truth. `tokens` may hold the length of each response.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.data.conversations import parse_prompt
+from plaudit.data.columns import CONVERSATIONS, RESPONSES, find_column, has_pair, has_prompt, has_several_responses, plain
+from plaudit.data.conversations import parse_conversation, parse_messages, parse_prompt, split_answer
+from plaudit.data.pairs import parse_preference
 from plaudit.errors import DataError
 from plaudit.types import Group, SavedSample
 
 NOTHING = np.zeros(0, dtype=np.float32)
+HINT = (
+    "A row to score has `prompt` and `response` (text) or `responses` (a list of texts); `chosen` and `rejected`; or `messages` "
+    "that end with the answer. docs/rows.md lists every name that is read"
+)
 
 
 def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
-    """A row's responses as a group."""
-    texts, counts = parse_responses(row, where)
-    if "ground_truth" in row and not row.get("reward_model"):
-        row = {**row, "reward_model": {"ground_truth": row["ground_truth"]}}
-    row = {"prompt": ""} | {name: _plain(value) for name, value in row.items()}
-    prompt = parse_prompt(row, str(row.get("id") or id), where)
+    """A row's responses as a group. A rule may need no prompt, so a row may lack it."""
+    row, texts = split_responses(row, where)
+    counts = parse_token_counts(row.get("tokens"), len(texts), where)
+    prompt = parse_prompt(row if has_prompt(list(row)) else {**row, "prompt": ""}, str(row.get("id") or id), where)
     tokens = NOTHING.astype(np.int32)
     samples = [
         SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, count)
@@ -32,20 +35,62 @@ def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
     return Group(prompt, tokens, tuple(samples))
 
 
-def parse_responses(row: Mapping[str, Any], where: str) -> tuple[list[str], list[int | None]]:
-    """A row's responses and their token counts, None where the row has none."""
-    if ("response" in row) == ("responses" in row):
-        found = ", ".join(map(str, row)) or "nothing"
-        raise DataError(f"{where}: a row to score has `response` (text) or `responses` (a list of texts); this one has {found}")
-    responses = _plain(row["responses"]) if "responses" in row else [row["response"]]
-    if not isinstance(responses, Sequence) or isinstance(responses, str) or not responses:
-        raise DataError(f"{where}: `responses` should be a list of texts, not {responses!r:.80}")
-    counts: Any = _plain(row.get("tokens"))
-    counts = list(counts) if isinstance(counts, list | tuple) else [counts] * (1 if counts is not None else len(responses))
-    counts = [int(count) if isinstance(count, float) and count.is_integer() else count for count in counts]
-    if len(counts) != len(responses) or not all(isinstance(count, int | None) for count in counts):
-        raise DataError(f"{where}: `tokens` should be the number of tokens of each response, not {row['tokens']!r:.80}")
-    return [_text(response, where) for response in responses], counts
+def split_responses(row: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The row with what its responses answer in `prompt`, and the responses."""
+    row = {name: plain(value) for name, value in row.items()}
+    column = find_column(row, RESPONSES)
+    if has_pair(row):
+        return _split_pair(row, where)
+    if column is None:
+        if not find_column(row, CONVERSATIONS):
+            raise DataError(f"{where}: has no response (found: {', '.join(map(str, row)) or 'nothing'}). {HINT}")
+        prompt, answer = split_answer(parse_conversation(row, where), where)
+        if answer is None:
+            raise DataError(f"{where}: its messages do not end with an assistant message, so there is no response. {HINT}")
+        return {**row, "prompt": prompt}, [answer["content"]]
+    if row.get("response") is not None and row.get("responses") is not None:
+        raise DataError(f"{where}: has both `response` and `responses`. {HINT}")
+    return row, _parse_responses(row, column, where)
+
+
+def _split_pair(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    pair = parse_preference(row, where)
+    shared = pair.chosen.train_from or len(pair.chosen.messages) - 1
+    answers = [side.messages[shared:] for side in (pair.chosen, pair.rejected)]
+    if any(message["role"] == "user" for messages in answers for message in messages):
+        raise DataError(f"{where}: chosen and rejected differ before their last answers, so these do not answer the same prompt")
+    return {**row, "prompt": pair.chosen.messages[:shared]}, [parse_response(messages, where) for messages in answers]
+
+
+def _parse_responses(row: Mapping[str, Any], column: str, where: str) -> list[str]:
+    if not has_several_responses(row):
+        return [parse_response(row[column], where)]
+    responses = row[column]
+    if not isinstance(responses, list | tuple) or not responses:
+        raise DataError(f"{where}: `{column}` should be a list of texts, not {responses!r:.80}")
+    return [parse_response(response, where) for response in responses]
+
+
+def parse_response(response: Any, where: str) -> str:
+    """A response as text; of messages, which may include tool results, the last one of the assistant."""
+    if isinstance(response, Mapping):
+        response = [response]
+    if isinstance(response, Sequence) and not isinstance(response, str):
+        messages = parse_messages(list(response), where)
+        response = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), None)
+    if not isinstance(response, str):
+        raise DataError(f"{where}: a response should be text, not {response!r:.80}")
+    return response
+
+
+def parse_token_counts(tokens: Any, responses: int, where: str) -> list[int | None]:
+    """The number of tokens of each response, None where it is unknown."""
+    given: Any = plain(tokens)
+    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * (1 if given is not None else responses)
+    counts: list[Any] = [int(count) if isinstance(count, float) and count.is_integer() else count for count in listed]
+    if len(counts) != responses or not all(isinstance(count, int | None) for count in counts):
+        raise DataError(f"{where}: `tokens` should be the number of tokens of each response, not {tokens!r:.80}")
+    return counts
 
 
 def token_counter(tokenizer: str | None) -> Callable[[str], int] | None:
@@ -69,17 +114,3 @@ def with_token_counts(group: Group, count: Callable[[str], int] | None) -> Group
         for sample in group.samples
     ]
     return replace(group, samples=tuple(samples))
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy values, as in rows from pandas, to plain Python."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _text(response: Any, where: str) -> str:
-    """A response as text; for a list of messages, the last one's content."""
-    if isinstance(response, Sequence) and not isinstance(response, str) and response and isinstance(response[-1], Mapping):
-        response = response[-1].get("content")
-    if not isinstance(response, str):
-        raise DataError(f"{where}: a response should be text, not {response!r:.80}")
-    return response

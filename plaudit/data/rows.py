@@ -50,6 +50,11 @@ class Rows(Sequence[dict[str, Any]]):
             for batch in self._table.to_batches(max_chunksize=1024):
                 yield from batch.to_pylist()
 
+    def located(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each row with its location for error messages: the file and the row's number, counted from 1."""
+        for number, row in enumerate(self, 1):
+            yield f"{self.source}: row {number}", row
+
     @property
     def nulls_mean_absent(self) -> bool:
         """Arrow pads structs with nulls for keys that other rows have; in JSON a null is explicit."""
@@ -109,7 +114,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     rows = parse_json(text, path)
     if not isinstance(rows, list):
         raise DataError(f"{path}: should be a list of rows, not {type(rows).__name__}")
-    return [_as_row(row, f"{path}: row {number}") for number, row in enumerate(rows)]
+    return [_as_row(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]
 
 
 def parse_json(text: bytes, path: Path, first_line: int = 1) -> Any:

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from plaudit.data.conversations import REASONING
 from plaudit.errors import DataError, RecipeError, nearest_path
+from plaudit.hub import model_folder
 from plaudit.lora_folder import with_tokenizer
 from plaudit.recipe import ModelSettings
 from plaudit.types import Conversation, Example, Message
@@ -240,8 +241,9 @@ class ChatTemplate:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    folder = model_folder(with_tokenizer(path), weights=False)
     try:
-        return AutoTokenizer.from_pretrained(with_tokenizer(path), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
 

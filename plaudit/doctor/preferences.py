@@ -8,7 +8,6 @@ from rich.text import Text
 
 from plaudit.data.conversations import Source
 from plaudit.data.pairs import Preference
-from plaudit.data.rows import read_rows
 from plaudit.data.templates import ChatTemplate
 from plaudit.doctor import rows
 from plaudit.doctor.findings import Finding, print_text
@@ -58,7 +57,7 @@ def check_pairs(
 
 def check_margins(recipe: PreferenceRecipe, sources: Sequence[Source]) -> Iterator[Finding]:
     if isinstance(recipe, RewardModelRecipe) and recipe.data.margin_column is None:
-        unused = [str(source.path) for source in sources if "margin" in read_rows(source.path).columns]
+        unused = [str(source.path) for source in sources if "margin" in source.rows().columns]
         if unused:
             yield "!", f"{', '.join(unused)}: the column `margin` is not used; set data.margin_column=margin to use it"
 

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
-from plaudit.data.rows import read_rows
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.errors import DataError
@@ -24,7 +23,7 @@ MAX_SHOWN_TOKENS = 3
 def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
     for part, files in sources.items():
         for source in files:
-            rows = read_rows(source.path)
+            rows = source.rows()
             yield "✓", f"{part}: {source.path} has {len(rows):,} rows with {', '.join(rows.columns)}"
 
 
@@ -97,7 +96,7 @@ def check_prompts(template: ChatTemplate, samples: list[tuple[str, Conversation,
 
 
 def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
-    rows = sum(len(read_rows(source.path)) for source in sources["train"])
+    rows = sum(len(source.rows()) for source in sources["train"])
     if isinstance(recipe, SFTRecipe):
         setting, per_step, noun = "train.rows_per_step", recipe.train.rows_per_step, "rows"
     elif isinstance(recipe, PreferenceRecipe):

@@ -19,6 +19,7 @@ from plaudit.data.pack import pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest, weights_fingerprint
+from plaudit.hub import model_folder
 from plaudit.loops.passes import train_in_passes
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
@@ -47,8 +48,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         require_same_tokens(
             recipe.reference.path, template.tokenizer, "reference", trust_remote_code=recipe.model.trust_remote_code
         )
-        inputs["the reference"] = weights_fingerprint(Path(recipe.reference.path))
-    with Run(loaded, [source.path for source in files], template, inputs) as run:
+        inputs["the reference"] = weights_fingerprint(model_folder(recipe.reference.path))
+    with Run(loaded, files, template, inputs) as run:
         pairs = _pairs("train", sources["train"], template, recipe.data)
         validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
 

@@ -45,7 +45,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     transcript = Transcript(template.tokenizer, template.text)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
-    with Run(loaded, [source.path for source in files], template, columns) as run:
+    with Run(loaded, files, template, columns) as run:
         pairs = _pairs("train", sources["train"], transcript, recipe.data)
         validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
 

@@ -26,6 +26,7 @@ from plaudit.data.order import RowOrder
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import weights_fingerprint
+from plaudit.hub import model_folder
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
@@ -59,7 +60,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     if recipe.run.deterministic:
         compute_repeatably(world.device)
     template = load_model_template(recipe.model)
-    files = [source.path for part in sources.values() for source in part]
+    files = [source for part in sources.values() for source in part]
     code = [file for reward in recipe.rewards for file in reward.files] + recipe.rollout.files
     with (
         Run(loaded, files, template, _inputs(recipe), code=code, best="val/reward", higher_is_better=True) as run,
@@ -153,7 +154,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
 def _inputs(recipe: RLRecipe) -> dict[str, str]:
     """What the result depends on besides the policy and its data."""
     paths = {"the critic": recipe.critic and recipe.critic.path, "the reference": recipe.reference.path}
-    return {name: weights_fingerprint(Path(path)) for name, path in paths.items() if path is not None}
+    return {name: weights_fingerprint(model_folder(path)) for name, path in paths.items() if path is not None}
 
 
 def _val_prompts(sources: list[Source], template: ChatTemplate, recipe: RLRecipe) -> list[EncodedPrompt]:

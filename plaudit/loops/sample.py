@@ -13,7 +13,8 @@ from typing import Any, Literal
 from plaudit.data.conversations import Source
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
-from plaudit.files import fingerprint, text_digest, weights_fingerprint
+from plaudit.files import text_digest, weights_fingerprint
+from plaudit.hub import model_folder
 from plaudit.models.trainable import load_policy, resolve_device
 from plaudit.recipe import ModelSettings
 from plaudit.report.activity import Activity
@@ -107,9 +108,9 @@ def _inputs(job: SampleJob, template: str) -> dict[str, Any]:
     """Everything the responses depend on."""
     return {
         "model": job.model.model_dump(exclude={"liger"}),  # affects training only
-        "weights": weights_fingerprint(Path(job.model.path)),
+        "weights": weights_fingerprint(model_folder(job.model.path)),
         "chat template": template,
-        "prompts": {str(source.path): fingerprint(source.path) for source in job.sources},
+        "prompts": {str(source): source.fingerprint() for source in job.sources},
         "n": job.n,
         **asdict(job.sampling),
         "max_prompt_tokens": job.max_prompt_tokens,

@@ -18,9 +18,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from plaudit.data.columns import has_several_responses
 from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_group, token_counter, with_token_counts
-from plaudit.data.rows import read_rows
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
@@ -163,13 +163,13 @@ def score(job: ScoreJob) -> Summary:
     """Score the rows that the output lacks, and again those on which a reward failed."""
     inputs = {
         "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
-        "rows": {str(source.path): fingerprint(source.path) for source in job.sources},
+        "rows": {str(source): source.fingerprint() for source in job.sources},
         "tokenizer": job.tokenizer,
         "data_source": job.data_source,
         "details": job.details,
     }
     files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
-    total = sum(len(read_rows(source.path)) for source in job.sources)
+    total = sum(len(source.rows()) for source in job.sources)
     total = min(total, job.max_rows or total)
     cache = job.out.with_name(f"{job.out.name}.scores.sqlite")
     with (
@@ -235,7 +235,7 @@ def _score_chunk(
         results = runner.collect(groups, training=False, report=partial(_report, phase, runner))
     _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
     return [
-        row | result_of(scored, many="responses" in row, details=job.details)
+        row | result_of(scored, many=has_several_responses(row), details=job.details)
         for (row, _), scored in zip(chunk, results, strict=True)
     ]  # fmt: skip
 
@@ -247,9 +247,9 @@ def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> No
 def _rows(job: ScoreJob) -> Iterator[tuple[Row, str]]:
     """Each row with an id and a data source, and its location for error messages."""
     for source in job.sources:
-        for number, row in enumerate(read_rows(source.path)):
+        for number, (where, row) in enumerate(source.rows().located(), 1):
             own = {"data_source": job.data_source} if job.data_source and not row.get("data_source") else {}
-            yield {"id": f"{source.path}:{number}", **row, **own}, f"{source.path}: row {number}"
+            yield {"id": f"{source.path}:{number}", **row, **own}, where
 
 
 def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:

@@ -42,7 +42,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     template = load_model_template(recipe.model)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
-    with Run(loaded, [source.path for source in files], template, columns) as run:
+    with Run(loaded, files, template, columns) as run:
         examples = _examples("train", sources["train"], template, recipe.data).examples
         validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
 

@@ -8,7 +8,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_tokenizer
-from plaudit.errors import RecipeError, nearest_path, redact
+from plaudit.errors import RecipeError, redact
+from plaudit.hub import model_folder
 from plaudit.lora_folder import WEIGHTS, LoraFolder, read_lora_folder
 
 INDEX = "model.safetensors.index.json"
@@ -22,24 +23,17 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     lora = read_lora_folder(path)
     if lora is not None:
         return _merged_config(lora, read_config(lora.base, trust_remote_code=trust_remote_code))
-    folder = Path(path)
+    folder = model_folder(path, weights=False)
     if folder.is_file():
         raise RecipeError(f"{path} is a file; a model is a folder with config.json, model.safetensors and a tokenizer")
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise RecipeError(_without_config(folder))
+    if not (folder / "config.json").exists():
+        raise RecipeError(_without_config(folder))
+    if Path(path).is_dir():  # weights on the hub are downloaded when they are loaded
         require_weights(folder)
-    elif _must_be_a_folder(path):
-        raise RecipeError(f"{path}: no such folder.{nearest_path(folder)}")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        where = (
-            f"{path}/config.json cannot be read"
-            if folder.is_dir()
-            else f"{path} is neither a folder nor a model that the hub could provide"
-        )
-        raise RecipeError(f"{where}: {redact(' '.join(str(error).split()))[:300]}") from None
+        raise RecipeError(f"{path}/config.json cannot be read: {redact(' '.join(str(error).split()))[:300]}") from None
 
 
 def _merged_config(lora: LoraFolder, config: PretrainedConfig) -> PretrainedConfig:
@@ -111,12 +105,6 @@ def require_matching_tokenizer(path: str, config: PretrainedConfig, tokenizer: P
         raise RecipeError(
             f"{path}: the tokenizer has {len(tokenizer):,} tokens, the model only {vocabulary:,}; choose a matching model.tokenizer"
         )
-
-
-def _must_be_a_folder(path: str) -> bool:
-    """Hub names have at most one slash, and the part before it is not a local folder."""
-    parent = Path(path).parent
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or (parent != Path() and parent.is_dir())
 
 
 def _without_config(folder: Path) -> str:

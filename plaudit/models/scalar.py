@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.hub import cached_file
 
 from plaudit.data.pack import pack, split_by_tokens
 from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
 from plaudit.errors import DataError, RecipeError
+from plaudit.hub import model_folder
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.residual import keep_residual_fp32
@@ -133,13 +133,8 @@ def _path(settings: RewardModel) -> str:
 
 
 def value_head_file(path: str) -> Path | None:
-    try:
-        found = cached_file(
-            path, VALUE_HEAD, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-    except OSError:
-        return None
-    return Path(found) if found else None
+    file = model_folder(path, weights=False) / VALUE_HEAD
+    return file if file.exists() else None
 
 
 def _score_head(model: Any, path: str) -> tuple[Tensor, Tensor | None]:

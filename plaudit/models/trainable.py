@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
+from plaudit.hub import model_folder
 from plaudit.lora_folder import read_lora_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
@@ -134,10 +135,11 @@ def load_pretrained(
         )
         return merge_lora(base, lora)
     transformers_logging.disable_progress_bar()  # its bars would break ours
+    folder = model_folder(path)
     try:
         with LOAD_LOCK, _quiet_loading(bool(new)):
             model, report = auto.from_pretrained(
-                path,
+                folder,
                 dtype="auto" if dtype is None else dtype,
                 attn_implementation=attention.NAME,
                 trust_remote_code=trust_remote_code,

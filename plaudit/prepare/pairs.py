@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plaudit.data.conversations import describe_type, parse_tools
-from plaudit.data.rollouts import parse_responses
+from plaudit.data.columns import RESPONSES, find_column, has_prompt
+from plaudit.data.conversations import describe_type, parse_prompt_messages, parse_tools
+from plaudit.data.rollouts import parse_token_counts, split_responses
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
@@ -74,7 +75,8 @@ def make_pairs(
                 summary.alike += 1
                 continue
             extra = {"tools": tools} if (tools := parse_tools(row.get("tools"), where)) else {}
-            pairs.append({"prompt": row["prompt"], **extra, "chosen": chosen, "rejected": rejected, "margin": best - worst})
+            prompt = row.get("prompt") or parse_prompt_messages(row, where)
+            pairs.append({"prompt": prompt, **extra, "chosen": chosen, "rejected": rejected, "margin": best - worst})
     if not pairs:
         raise DataError(f"{', '.join(map(str, files))}: no pairs could be made ({summary})")
     train, val = _split(pairs, val_share, random.Random(seed))
@@ -112,13 +114,18 @@ def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
             columns = {plural: [row.get(singular) for row in group] for plural, singular in SAMPLE_COLUMNS.items()}
             yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], "tools": group[0].get("tools"), **columns}
     else:
-        rows.require("prompt", "responses", "reward", hint=HINT)
-        yield from ((f"{rows.source}: row {number}", row) for number, row in enumerate(rows))
+        if not has_prompt(rows.columns):
+            rows.require("prompt", hint=HINT)
+        if not find_column(rows.columns, RESPONSES):
+            rows.require("responses", hint=HINT)
+        rows.require("reward", hint=HINT)
+        yield from rows.located()
 
 
 def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) -> list[tuple[float, str]]:
     """(reward, response) of every response that may be in a pair."""
-    texts, counts = parse_responses(row, where)
+    row, texts = split_responses(row, where)
+    counts = parse_token_counts(row.get("tokens"), len(texts), where)
     rewards, status = row["reward"], row.get("status") or ["finished"] * len(texts)
     if not isinstance(rewards, list) or len(rewards) != len(texts) or not all(isinstance(r, int | float | None) for r in rewards):
         raise DataError(

@@ -125,8 +125,8 @@ def read_groups(files: Sequence[Path], columns: Columns, *, fewest: int, analyse
         if analysed:
             assert columns.analysis is not None
             rows.require(columns.analysis)
-        for number, row in enumerate(rows):
-            yield _group(row, columns, fewest, f"{rows.source}: row {number}")
+        for where, row in rows.located():
+            yield _group(row, columns, fewest, where)
 
 
 def _group(row: dict[str, Any], columns: Columns, fewest: int, where: str) -> Candidates:

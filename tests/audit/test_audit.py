@@ -190,11 +190,11 @@ def test_plaudit_samples_sampled_rows_and_labelled_rows(tmp_path):
         ([{"prompt": "p", "text": "r"}], None, r"column 'response' is missing \(found: prompt, text\)\. Rollouts have"),
         ([{"text": "p", "response": "r"}], None, "column 'prompt' is missing"),
         ([{"prompt": "p", "response": "r", "lable": 1}], "label", r"--label: .*no column 'label'.* Did you mean lable\?"),
-        ([{"prompt": "p", "response": "r", "label": "maybe"}], None, "row 0: label should be true, false or a number, not 'maybe'"),
+        ([{"prompt": "p", "response": "r", "label": "maybe"}], None, "row 1: label should be true, false or a number, not 'maybe'"),
         ([{"prompt": "p", "responses": ["r"], "label": [1, 0]}], None, "has 2 entries for 1 responses"),
-        ([{"prompt": 3, "response": "r"}], None, "row 0: has no messages"),
-        ([{"prompt": "p", "responses": []}], None, "row 0: has no responses"),
-        ([{"prompt": "p", "response": None}], None, "its response should be text, not nothing"),
+        ([{"prompt": 3, "response": "r"}], None, "row 1: has no messages"),
+        ([{"prompt": "p", "responses": []}], None, "row 1: `responses` should be a list of texts"),
+        ([{"prompt": "p", "response": None}], None, "a response should be text, not None"),
     ],
 )
 def test_unreadable_rows_are_reported_with_the_cause(tmp_path, rows, label, message):

@@ -143,7 +143,7 @@ def test_broken_folders_are_reported(saved, tmp_path):
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', ":2: not UTF-8 text"),
         ("a.json", b'{"a": 1}\n{"a": 2\n', ":2: not valid JSON"),
         ("a.json", b'{"rows": []}', ": should be a list of rows, not dict"),
-        ("a.json", b"[1]", ": row 0: a row should be an object with columns, not int"),
+        ("a.json", b"[1]", ": row 1: a row should be an object with columns, not int"),
         ("a.csv", b"a,b", ": cannot read *.csv files; rows come as .parquet, .jsonl, .json or a save_to_disk folder"),
         ("a", b"a,b", ": cannot read *a files"),
         ("a.parquet", b"PAR1 is not enough", ": not a complete parquet file: "),
@@ -274,7 +274,7 @@ def test_rows_that_cannot_be_trained_on_are_reported(tmp_path, row, message):
         if good.keys() & row.keys() or "messages" in good
     )
     path = write_jsonl(tmp_path / "a.jsonl", [good, row])
-    assert error_of(read_conversations, Source(path)).startswith(f"{path}: row 1: ")
+    assert error_of(read_conversations, Source(path)).startswith(f"{path}: row 2: ")
     assert message in error_of(read_conversations, Source(path))
 
 
@@ -391,8 +391,9 @@ def test_names_and_files_can_be_mixed_and_typos_are_reported(info, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"mine": {"hf_hub_url": "someone/rows"}}', "mine is not a local file of conversations"),
-        ('{"mine": {"file_name": "a.jsonl", "ranking": true}}', "mine is not a local file of conversations"),
+        ('{"mine": {"hf_hub_url": "rows"}}', "mine: rows is not the name of a data set on the hub (org/name)"),
+        ('{"mine": {"script_url": "rows.py"}}', "mine has neither file_name nor hf_hub_url"),
+        ('{"mine": {"file_name": "a.jsonl", "ranking": true}}', "mine has ranked pairs, not conversations"),
         ('{"mine": {"file_name": "a.jsonl", "formatting": "openai"}}', "formatting 'openai' is not one of alpaca, sharegpt"),
         ('{"mine": {"file_name": ["a.jsonl"]}}', "dataset_info.json: mine: file_name should be text, not list"),
         ('{"mine": {"file_name": "a.jsonl", "columns": ["q", "a"]}}', 'mine: columns should be {"name": "name in the file", …}'),
@@ -436,14 +437,14 @@ def test_verl_prompts(tmp_path):
     }
     [prompt] = read_prompts(Source(write_parquet(tmp_path / "a.parquet", [row])))
     assert prompt.messages == row["prompt"]
-    assert (prompt.id, prompt.data_source, prompt.ground_truth) == (f"{tmp_path}/a.parquet:0", "math", "42")
+    assert (prompt.id, prompt.data_source, prompt.ground_truth) == (f"{tmp_path}/a.parquet:1", "math", "42")
     assert prompt.extra_info == {"index": 3, "split": None}
 
 
 def test_prompts_need_no_other_columns(tmp_path):
     first, second = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": [USER]}])))
     assert first.messages == second.messages == [USER]
-    assert (second.id, second.data_source, second.ground_truth, second.extra_info) == (f"{tmp_path}/a.jsonl:1", "", None, {})
+    assert (second.id, second.data_source, second.ground_truth, second.extra_info) == (f"{tmp_path}/a.jsonl:2", "", None, {})
 
 
 def test_ids_of_files_with_the_same_name_differ(tmp_path, monkeypatch):
@@ -452,7 +453,7 @@ def test_ids_of_files_with_the_same_name_differ(tmp_path, monkeypatch):
         Path(folder).mkdir()
         write_jsonl(Path(folder, "train.jsonl"), [{"prompt": "hi"}])
     ids = [prompt.id for folder in ("a", "b") for prompt in read_prompts(Source(Path(folder, "train.jsonl")))]
-    assert ids == ["a/train.jsonl:0", "b/train.jsonl:0"]
+    assert ids == ["a/train.jsonl:1", "b/train.jsonl:1"]
 
 
 def test_prompts_may_have_tools(tmp_path):
@@ -467,15 +468,18 @@ def test_prompts_may_have_tools(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"other": 1}, "row 1: has no messages (found nothing)"),
-        ({"prompt": None}, "row 1: has no messages (found nothing)"),
+        ({"other": 1}, "row 2: has no messages (found nothing)"),
+        ({"prompt": None}, "row 2: has no messages (found nothing)"),
         ({"prompt": [{"role": "usr", "content": "x"}]}, "Did you mean user?"),
-        ({"prompt": "hi", "extra_info": "x"}, "row 1: extra_info should be an object, not str"),
-        ({"prompt": "hi", "reward_model": [1]}, "row 1: reward_model should be an object, not list"),
-        ({"prompt": "hi", "data_source": ["math"]}, "row 1: data_source should be text, not list"),
-        ({"prompt": "hi", "tools": "{"}, "row 1: tools are not valid JSON"),
-        ({"prompt": "hi \ud800"}, "row 1: its text has an unpaired surrogate: \\ud800"),
-        ({"prompt": "hi", "reward_model": {"ground_truth": "\udc00"}}, "row 1: its text has an unpaired surrogate: \\udc00"),
+        ({"prompt": "hi", "extra_info": "x"}, "row 2: extra_info should be an object, not str"),
+        (
+            {"prompt": "hi", "reward_model": [1]},
+            "row 2: reward_model should be an object with ground_truth, or the reference",
+        ),
+        ({"prompt": "hi", "data_source": ["math"]}, "row 2: data_source should be text, not list"),
+        ({"prompt": "hi", "tools": "{"}, "row 2: tools are not valid JSON"),
+        ({"prompt": "hi \ud800"}, "row 2: its text has an unpaired surrogate: \\ud800"),
+        ({"prompt": "hi", "reward_model": {"ground_truth": "\udc00"}}, "row 2: its text has an unpaired surrogate: \\udc00"),
     ],
 )
 def test_rows_that_cannot_be_sampled_are_reported(tmp_path, row, message):
@@ -503,11 +507,11 @@ def test_an_unpaired_surrogate_is_reported_with_its_row(tmp_path):
     """json reads a lone surrogate; the tokenizer would fail on it with a TypeError."""
     good, bad = {"messages": [USER, ASSISTANT]}, {"messages": [USER, {"role": "assistant", "content": "so \ud83d"}]}
     message = error_of(read_conversations, Source(write_jsonl(tmp_path / "a.jsonl", [good, bad])))
-    assert message.startswith(f"{tmp_path}/a.jsonl: row 1: its text has an unpaired surrogate: \\ud83d")
+    assert message.startswith(f"{tmp_path}/a.jsonl: row 2: its text has an unpaired surrogate: \\ud83d")
     smile = {"messages": [USER, {"role": "assistant", "content": "so \U0001f600"}]}  # written as a surrogate pair
     assert turns(write_jsonl(tmp_path / "b.jsonl", [smile]))[0][1] == ("assistant", "so \U0001f600")
     tools = write_parquet(tmp_path / "a.parquet", [good | {"tools": '["\\ud800"]'}])
-    assert "row 0: its text has an unpaired surrogate" in error_of(read_conversations, Source(tools))
+    assert "row 1: its text has an unpaired surrogate" in error_of(read_conversations, Source(tools))
 
 
 def test_deeply_nested_json_is_reported_with_its_line(tmp_path):
@@ -517,7 +521,7 @@ def test_deeply_nested_json_is_reported_with_its_line(tmp_path):
     (tmp_path / "dataset_info.json").write_text(deep)
     assert "nested too deeply" in error_of(resolve_sources, ["a"], str(tmp_path / "dataset_info.json"), "data.train")
     row = {"messages": [USER, ASSISTANT], "tools": deep}
-    assert "row 0: tools are nested too deeply" in error_of(read_conversations, Source(write_jsonl(tmp_path / "t.jsonl", [row])))
+    assert "row 1: tools are nested too deeply" in error_of(read_conversations, Source(write_jsonl(tmp_path / "t.jsonl", [row])))
 
 
 def test_a_huge_number_is_reported_with_its_line(tmp_path):
@@ -655,9 +659,9 @@ def test_unusual_prompts(tmp_path):
     assert read("hi") == [[USER]]
     assert read(json.dumps([USER])) == [[USER]], "messages that went through a CSV file"
     assert read("[1, 2] is a list") == [[{"role": "user", "content": "[1, 2] is a list"}]]
-    with pytest.raises(DataError, match=r"row 0: a message should have `role` and `content`, not role, text"):
+    with pytest.raises(DataError, match=r"row 1: a message should have `role` and `content`, not role, text"):
         read([{"role": "user", "text": "hi"}])
-    with pytest.raises(DataError, match=r"row 0: its prompt ends with an assistant message"):
+    with pytest.raises(DataError, match=r"row 1: its prompt ends with an assistant message"):
         read([USER, ASSISTANT])
 
 

@@ -528,7 +528,7 @@ def test_a_row_without_an_answer_is_reported_with_its_columns(tmp_path, plaudit,
     code, _, err = plaudit("dpo", write_recipe(tmp_path / "r.yaml", recipe))
     output = " ".join(err.split())
     assert code == 2
-    assert f"{tmp_path / 'pairs.jsonl'}: row 3: column 'chosen' is missing (found: prompt, better, rejected)" in output
+    assert f"{tmp_path / 'pairs.jsonl'}: row 4: column 'chosen' is missing (found: prompt, better, rejected)" in output
     # Following the message's advice works.
     [entry] = re.findall(r"data.dataset_info points to: (\{.*\}), with data.train: mine", output)
     (tmp_path / "info.json").write_text(entry.replace("question", "prompt").replace("worse", "rejected"))
@@ -570,7 +570,7 @@ def test_pairs_from_a_runs_samples(tmp_path, plaudit):
     ("row", "message"),
     [
         ({"prompt": "?", "responses": ["a", "b"]}, "column 'reward' is missing (found: prompt, responses). Score them first"),
-        (scored_row(["a", "b"], [1.0]), "row 0: `reward` should be"),
+        (scored_row(["a", "b"], [1.0]), "row 1: `reward` should be"),
         (scored_row(["a", "b"], [1.0, 1.0]), "no pairs could be made"),
     ],
 )

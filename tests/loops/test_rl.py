@@ -1084,7 +1084,7 @@ def test_prompts_that_are_too_long(tmp_path, recipe, engine_calls, capsys, too_l
     )
     if too_long == "error":
         with pytest.raises(
-            DataError, match=r"prompts\.jsonl:5: [\d,]+ tokens, more than data\.max_prompt_tokens = 50\. Raise it, or"
+            DataError, match=r"prompts\.jsonl:6: [\d,]+ tokens, more than data\.max_prompt_tokens = 50\. Raise it, or"
         ):
             train_rl(file)
         assert not engine_calls
@@ -1118,7 +1118,7 @@ def test_exceeding_the_context_is_reported_before_sampling(tmp_path, recipe, pro
     with pytest.raises(PlauditError) as error:
         train_rl(file)
     message = str(error.value)
-    assert f"{rows}:11: 1," in message
+    assert f"{rows}:12: 1," in message
     assert "exceed the context of the model, 2,048 tokens" in message
     assert "max_new_tokens" in message
     assert "\n" not in message
@@ -1150,7 +1150,7 @@ def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, rewar
         "view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
-    by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows())}
+    by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows(), 1)}
     assert {sample["prompt_id"] for sample in samples} == set(by_id)
     for i, sample in enumerate(samples):
         prompt = by_id[sample["prompt_id"]]

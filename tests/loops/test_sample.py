@@ -58,9 +58,9 @@ def test_output_rows_have_every_column_that_later_stages_read(tmp_path, sample, 
     assert out == f"{tmp_path / 'out.jsonl'}: 12 prompts with 3 responses each\n"
     assert "12 of 12 prompts, longest " in err
     rows = by_id(tmp_path / "out.jsonl")
-    assert set(rows) == {f"{prompts_file}:{i}" for i in range(12)}
+    assert set(rows) == {f"{prompts_file}:{i + 1}" for i in range(12)}
     for i, prompt in enumerate(prompt_rows()):
-        row = rows[f"{prompts_file}:{i}"]
+        row = rows[f"{prompts_file}:{i + 1}"]
         assert list(row) == COLUMNS
         assert {name: row[name] for name in prompt} == prompt
         assert [len(row[name]) for name in ("responses", "status", "tokens", "logprob")] == [3, 3, 3, 3]
@@ -85,7 +85,7 @@ def test_greedy_output_matches_generate(tmp_path, sample, tiny_model, prompts_fi
     rows = by_id(tmp_path / "out.jsonl")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model).eval(), AutoTokenizer.from_pretrained(tiny_model)
     for i in (0, 1, 7):
-        row = rows[f"{prompts_file}:{i}"]
+        row = rows[f"{prompts_file}:{i + 1}"]
         chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             written = model.generate(**chat, max_new_tokens=10, do_sample=False)
@@ -113,7 +113,7 @@ def test_stop_strings_and_filters_reach_the_engine(tmp_path, sample):
 def test_max_prompts_takes_the_first_ones(tmp_path, sample, prompts_file):
     """A later run with fewer prompts finds them all in the file."""
     assert sample("--max-prompts", 5)[1] == f"{tmp_path / 'out.jsonl'}: 5 prompts with 1 responses each\n"
-    assert set(by_id(tmp_path / "out.jsonl")) == {f"{prompts_file}:{i}" for i in range(5)}
+    assert set(by_id(tmp_path / "out.jsonl")) == {f"{prompts_file}:{i + 1}" for i in range(5)}
     assert "out.jsonl: has 3 of 3 prompts\n" in sample("--max-prompts", 3)[2]
     assert len(by_id(tmp_path / "out.jsonl")) == 5
 
@@ -255,8 +255,8 @@ def test_a_file_not_written_by_sample_is_left_alone(tmp_path, sample, sampled_be
     ("text", "message"),
     [
         ("", "{path}: the file is empty"),
-        ('{"question": "1 + 1?"}\n', "{path}: column 'prompt' is missing (found: question). Rows for sampling have `prompt`"),
-        ('{"prompt": []}\n', "{path}: row 0"),
+        ('{"text": "1 + 1?"}\n', "{path}: column 'prompt' is missing (found: text). Rows to sample from have `prompt`"),
+        ('{"prompt": []}\n', "{path}: row 1"),
         ('{"prompt": [{"role": "user", "content": "hi"}]}\n{"prom', "{path}:2: not valid JSON"),
     ],
 )
@@ -292,7 +292,7 @@ def test_prompts_that_are_too_long(tmp_path, sample, too_long):
     code, out, err = sample("--max-prompt-tokens", 50, "--too-long", too_long, prompts=prompts)
     if too_long == "error":
         assert code == 2
-        assert f"{prompts}:2: " in err.splitlines()[-1]
+        assert f"{prompts}:3: " in err.splitlines()[-1]
         assert "tokens, more than " in err.splitlines()[-1]
     else:
         assert code == 0

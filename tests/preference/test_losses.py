@@ -292,20 +292,20 @@ def test_llama_factory_rankings(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "?", "chosen": "3"}, r"row 0: column 'rejected' is missing \(found: prompt, chosen\). Preference rows have"),
+        ({"prompt": "?", "chosen": "3"}, r"row 1: column 'rejected' is missing \(found: prompt, chosen\). Preference rows have"),
         ({"question": "?", "good": "3", "bad": "4"}, "column 'chosen' is missing"),
-        ({"chosen": "3", "rejected": "4"}, "row 0: chosen: is text, but the row has no `prompt`"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: chosen: begins with an assistant message, but the row has no `prompt`"),
-        ({"prompt": "?", "chosen": "", "rejected": "4"}, "row 0: chosen: every assistant message is empty"),
-        ({"prompt": "?", "chosen": "3", "rejected": "  "}, "row 0: rejected: every assistant message is empty"),
-        ({"prompt": "?", "chosen": None, "rejected": "4"}, r"row 0: column 'chosen' is null \(found: prompt, rejected\)"),
-        ({"prompt": "?", "chosen": 3, "rejected": "4"}, r"row 0: chosen: has no messages \(found int\)"),
-        ({"prompt": 7, "chosen": "3", "rejected": "4"}, r"row 0: chosen: has no messages \(found int\)"),
-        ({"prompt": "?", "chosen": ["3"], "rejected": "4"}, "row 0: chosen: a message should have `role` and `content`, not str"),
-        ({"chosen": [USER, GOOD], "rejected": [USER]}, "row 0: rejected: has no assistant message"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER]}, "row 0: rejected: ends with a message of role user"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "row 0: one of `chosen` and `rejected` only extends"),
-        ({"prompt": [USER, GOOD], "chosen": "3", "rejected": "4"}, "row 0: chosen: its `prompt` ends with an assistant message"),
+        ({"chosen": "3", "rejected": "4"}, "row 1: chosen: is text, but the row has no `prompt`"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "row 1: chosen: begins with an assistant message, but the row has no `prompt`"),
+        ({"prompt": "?", "chosen": "", "rejected": "4"}, "row 1: chosen: every assistant message is empty"),
+        ({"prompt": "?", "chosen": "3", "rejected": "  "}, "row 1: rejected: every assistant message is empty"),
+        ({"prompt": "?", "chosen": None, "rejected": "4"}, r"row 1: column 'chosen' is null \(found: prompt, rejected\)"),
+        ({"prompt": "?", "chosen": 3, "rejected": "4"}, r"row 1: chosen: has no messages \(found int\)"),
+        ({"prompt": 7, "chosen": "3", "rejected": "4"}, r"row 1: chosen: has no messages \(found int\)"),
+        ({"prompt": "?", "chosen": ["3"], "rejected": "4"}, "row 1: chosen: a message should have `role` and `content`, not str"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "row 1: rejected: has no assistant message"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER]}, "row 1: rejected: ends with a message of role user"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "row 1: one of `chosen` and `rejected` only extends"),
+        ({"prompt": [USER, GOOD], "chosen": "3", "rejected": "4"}, "row 1: chosen: its `prompt` ends with an assistant message"),
         ({"prompt": "Other?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "does not contain this row's `prompt`"),
         ({"prompt": "?", "chosen": "\ud800", "rejected": "4"}, "unpaired surrogate"),
     ],
@@ -352,7 +352,7 @@ ALIKE = {"prompt": "What is 1 + 2?", "chosen": "1 + 2 = 3. " * 20 + "Yes", "reje
 
 def test_equal_answers_are_an_error_or_filtered(tmp_path, tiny_model):
     rows = [PLAIN, {"prompt": "?", "chosen": "3", "rejected": "3"}]
-    with pytest.raises(DataError, match="row 1: chosen and rejected are the same, so neither is preferred"):
+    with pytest.raises(DataError, match="row 2: chosen and rejected are the same, so neither is preferred"):
         load_rows(tmp_path, tiny_model, rows)
     result, _ = load_rows(tmp_path, tiny_model, rows, equal="filter")
     assert (len(result.pairs), result.rows, result.equal) == (1, 2, 1)
@@ -364,7 +364,7 @@ def test_pairs_that_are_too_long(tmp_path, tiny_model, scalar):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, LONG], scalar=scalar)
     assert (len(result.pairs), result.too_long) == (1, 1)
     assert "1 longer than 64 left out" in result.summary("filter", 64)
-    with pytest.raises(DataError, match=r"row 1: .* tokens, more than data.max_tokens = 64"):
+    with pytest.raises(DataError, match=r"row 2: .* tokens, more than data.max_tokens = 64"):
         load_rows(tmp_path, tiny_model, [PLAIN, LONG], scalar=scalar, too_long="error")
     with pytest.raises(DataError, match="no usable pairs among 1"):
         load_rows(tmp_path, tiny_model, [LONG], scalar=scalar)
@@ -397,7 +397,7 @@ def test_left_truncation_leaves_both_sides_the_same_prompt(tmp_path, tiny_model,
 
 
 def test_tools_are_refused_by_reward_models(tmp_path, tiny_model):
-    with pytest.raises(DataError, match="row 0: has tools, which reward models are not shown"):
+    with pytest.raises(DataError, match="row 1: has tools, which reward models are not shown"):
         load_rows(tmp_path, tiny_model, [{**PLAIN, "tools": [{"type": "function"}]}], scalar=True)
 
 
@@ -421,7 +421,7 @@ def test_answers_that_render_the_same_count_as_equal(tmp_path, tiny_model):
     def tokenise(conversations):
         return rendered.examples(conversations, "all")
 
-    with pytest.raises(DataError, match="row 0: chosen and rejected are the same once they are rendered"):
+    with pytest.raises(DataError, match="row 1: chosen and rejected are the same once they are rendered"):
         load_pairs([source], tokenise, max_tokens=64, too_long="filter")
     result = load_pairs([source], tokenise, max_tokens=64, too_long="filter", equal="filter")
     assert (len(result.pairs), result.equal, result.equal_when_cut) == (1, 1, 0)

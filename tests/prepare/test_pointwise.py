@@ -141,7 +141,7 @@ def test_a_template_that_needs_missing_fields_is_reported(tmp_path, make_rows, n
 
 
 def test_bad_rows_and_templates_are_reported(tmp_path):
-    with pytest.raises(DataError, match=r"row 0: column 'scores': 11 should be an integer from 0 to 10"):
+    with pytest.raises(DataError, match=r"row 1: column 'scores': 11 should be an integer from 0 to 10"):
         make_pointwise_rl([groups(tmp_path, {"scores": [1, 2, 3, 11]})], tmp_path / "rl.parquet")
     (tmp_path / "t.jinja").write_text("{{ candidates }}")
     with pytest.raises(RecipeError, match="uses candidates, which this kind does not provide"):

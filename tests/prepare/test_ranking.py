@@ -176,7 +176,7 @@ def test_the_rule_can_read_the_example_in_the_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": [1, 2, 3]}, r"row 1: column 'scores' should have a score for each of the 4 candidates, not 3"),
+        ({"scores": [1, 2, 3]}, r"row 2: column 'scores' should have a score for each of the 4 candidates, not 3"),
         ({"scores": [1, 2, 3, 11]}, r"column 'scores': 11 should be an integer from 0 to 10"),
         ({"scores": [1, 2, 3, 4.5]}, r"column 'scores': 4.5 should be"),
         ({"scores": [1, 2, 3, True]}, r"column 'scores': True should be"),

@@ -7,12 +7,14 @@ response is malformed: 0.
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import PositiveInt
 
 from plaudit.errors import RecipeError
+from plaudit.hub import find_problem
 from plaudit.rewards.reward import LiveReward, Reward
 from plaudit.rewards.rules.ground_truth import no_truth, read_texts
 from plaudit.types import Group, Score
@@ -61,10 +63,13 @@ class LiveSimilarity(LiveReward[Similarity]):
         except ImportError:
             needs = "pip install 'plaudit[similarity]'"
             raise RecipeError(f"reward '{self.settings.label}': kind: similarity needs sentence-transformers: {needs}") from None
+        path, device = self.settings.path, None if self.settings.device == "auto" else self.settings.device
+        # A name without a slash is one of the sentence-transformers organisation.
+        problem = None if Path(path).exists() else find_problem(path if "/" in path else f"sentence-transformers/{path}", "model")
         try:
-            model = SentenceTransformer(self.settings.path, device=None if self.settings.device == "auto" else self.settings.device)
+            model = SentenceTransformer(path, device=device, local_files_only=problem is not None)
         except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = f"there is no such folder, and {problem}" if problem else " ".join(str(error).split())[:300]
             raise RecipeError(
                 f"reward '{self.settings.label}': cannot load an embedding model from {self.settings.path}: {reason}"
             ) from None
