@@ -2,8 +2,6 @@
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -12,11 +10,11 @@ import typer
 
 from plaudit import __version__
 from plaudit.audit.cli import audit
-from plaudit.config import LoadedRecipe, load
+from plaudit.config import load
 from plaudit.errors import Interrupted, PlauditError, redact
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
+from plaudit.recipe import ModelSettings
 from plaudit.serving.cli import serve
 
 app = typer.Typer(
@@ -45,10 +43,9 @@ def sft(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Supervised fine-tuning on conversations. Run the same command again to resume."""
     loaded, sources = load_checked(recipe, overrides, "sft")
 
-    from plaudit.loops.sft import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
 
 
@@ -60,10 +57,9 @@ def dpo(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """
     loaded, sources = load_checked(recipe, overrides, "dpo")
 
-    from plaudit.loops.dpo import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
 
 
@@ -75,10 +71,9 @@ def reward_model(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """
     loaded, sources = load_checked(recipe, overrides, "reward-model")
 
-    from plaudit.loops.reward_model import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"reward model: {model}\ncurves:       {model.parent / 'curves.png'}")
 
 
@@ -90,10 +85,9 @@ def rl(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """
     loaded, sources = load_checked(recipe, overrides, "rl")
 
-    from plaudit.loops.rl import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}\nsamples:       {model.parent / 'samples'}")
 
 
@@ -225,23 +219,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version:
         print(f"plaudit {__version__}")
         raise typer.Exit
-
-
-@contextmanager
-def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        assert not isinstance(loaded.recipe, ScoreRecipe)
-        train = loaded.recipe.train
-        rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
-        raise PlauditError(
-            f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
-            "train a LoRA with model.lora.rank=16. `plaudit doctor` estimates the memory needed; see docs/memory.md."
-        ) from None
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

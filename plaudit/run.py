@@ -1,6 +1,7 @@
 """The run folder: what was requested, what happened, and everything needed to resume.
 
     recipe.yaml       the resolved recipe, each value with where it came from
+    inputs/           rows and functions that a call from Python brought along
     run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
     metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
     curves.png        the same, drawn
@@ -22,6 +23,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +41,7 @@ from plaudit.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from plaudit.config import LoadedRecipe
+from plaudit.config import COMMAND_LINE, LoadedRecipe
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, RunError, TrainingStopped, redact
 from plaudit.explain import to_yaml
@@ -48,6 +50,7 @@ from plaudit.recipe import ScoreRecipe
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import write_samples
+from plaudit.run_folder import read_metrics
 from plaudit.run_identity import compare, describe_run, read_description
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
@@ -214,22 +217,14 @@ class Run:
             self._write_description()
         self._step_began = self._saved_at = time.monotonic()
         # Only now: before there is something to save, Ctrl-C should simply stop.
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        if threading.current_thread() is threading.main_thread():  # Python allows no others to handle signals
+            self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         return done
 
     # Recording
 
     def metrics(self) -> list[dict[str, float]]:
-        """All lines so far; a last line cut short by a kill does not count."""
-        if not self.metrics_file.exists():
-            return []
-        rows = []
-        for number, line in enumerate(self.metrics_file.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
-            except ValueError:
-                raise RunError(f"{self.metrics_file}:{number}: not JSON, the file is damaged; fix or delete that line") from None
-        return rows
+        return read_metrics(self.metrics_file)
 
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Write a step's metrics; returns them with the time since the last."""
@@ -359,8 +354,12 @@ class Run:
     def stop_if_interrupted(self, step: int, total: int) -> None:
         if self.interrupted:
             self.save(step)
-            command = shlex.join(["plaudit", *sys.argv[1:]])
-            raise Interrupted(f"stopped after step {step} of {total}, saved. Resume with: {redact(command)}")
+            raise Interrupted(f"stopped after step {step} of {total}, saved. Resume with: {redact(self._command())}")
+
+    def _command(self) -> str:
+        if self._loaded.overridden_by == COMMAND_LINE:
+            return shlex.join(["plaudit", *sys.argv[1:]])
+        return f"the same call, or plaudit {self.recipe.stage} {shlex.quote(str(self.folder / 'recipe.yaml'))}"
 
 
 def _line(row: dict[str, float]) -> str:

@@ -23,6 +23,9 @@ SFT_HINT = (
     "other names can be mapped with data.dataset_info."
 )
 
+PROMPT_COLUMNS = ("prompt", "tools", "data_source", "reward_model", "extra_info", "rm_prompt")
+"""What is read of a row to sample from."""
+
 DEFAULT_COLUMNS = {
     "messages": "conversations",
     "prompt": "instruction",
@@ -325,6 +328,7 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
     )
     for number, row in enumerate(rows):
         row = _without_arrow_nulls(row) if rows.nulls_mean_absent else row
+        row = _with_columns_as_extra_info(row)
         prompt = parse_prompt(row, f"{source.path}:{number}", f"{rows.source}: row {number}")
         if prompt.messages[-1]["role"] == "assistant":
             where = f"{rows.source}: row {number}"
@@ -334,6 +338,13 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
 
 def _without_arrow_nulls(row: dict[str, Any]) -> dict[str, Any]:
     return row | {name: without_nulls(row[name]) for name in ("prompt", "tools") if name in row}
+
+
+def _with_columns_as_extra_info(row: dict[str, Any]) -> dict[str, Any]:
+    """Rewards see columns that nothing else reads (TRL's rows have any) as fields of extra_info."""
+    extra = row.get("extra_info") or {}
+    columns = {name: value for name, value in row.items() if name not in PROMPT_COLUMNS and value is not None}
+    return {**row, "extra_info": {**columns, **extra}} if columns and isinstance(extra, Mapping) else row
 
 
 def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
@@ -355,4 +366,5 @@ def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
         ground_truth=reward_model.get("ground_truth"),
         extra_info=extra,
         tools=parse_tools(tools, where),
+        is_text=isinstance(parse_json_messages(row.get("prompt")), str),
     )
