@@ -13,7 +13,7 @@ from support.paths import REPOSITORY, TESTS
 # From the bottom up; packages on one line do not import each other.
 LEVELS = [
     ["errors"],
-    ["types", "files", "seeding", "plugins"],
+    ["types", "files", "seeding", "plugins", "command_help"],
     ["input_files"],
     ["objectives"],
     ["recipe"],
