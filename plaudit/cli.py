@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Train language models with reward models.",
     no_args_is_help=True,
     cls=VerbGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
