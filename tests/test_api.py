@@ -39,9 +39,13 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert "plaudit.rl(): batch_size is not a setting. Did you mean train.prompts_per_step?" in out
     assert "'reward': 2.0" in out
 
-    changed = partial(notebook["right"])  # the same call with another function: other code, another run folder
-    entries = reward_entries([notebook["right"], {"function": changed, "name": "again"}])
-    assert entries[0]["path"].digest != entries[1]["path"].digest
+    # The run as it is, resumed with a function whose code has changed.
+    exec("def digits(completions): return [0.0 for _ in completions]", notebook)
+    settings = [notebook["right"], notebook["digits"], {"function": notebook["shortest"], "weight": 0.1}]
+    same = plaudit.rl(run.folder / "recipe.yaml", rewards=[*settings, {"kind": "length", "weight": 0, "at_most": 8}])
+    assert same.folder == run.folder
+    assert "resumes although" in (err := capsys.readouterr().err)
+    assert "digits.py has changed" in err.replace("\n", " ")
 
 
 def test_import_is_light():
