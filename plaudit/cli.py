@@ -2,8 +2,6 @@
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -12,13 +10,14 @@ import typer
 
 from plaudit import __version__
 from plaudit.audit.cli import audit
-from plaudit.config import LoadedRecipe, load
+from plaudit.command_help import VerbGroup, examples
+from plaudit.config import load
 from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import ModelSettings, RLRecipe, ScoreRecipe
+from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.serving.cli import serve
 from plaudit.threads import let_threads_sleep
 
@@ -26,11 +25,12 @@ app = typer.Typer(
     name="plaudit",
     help="Train language models with reward models.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=VerbGroup,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.add_typer(prepare, name="prepare")
+app.add_typer(prepare, name="prepare", cls=VerbGroup)
 
 # `--optim.lr 1e-5` must reach our parser, which explains how to write an override.
 ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}
@@ -56,19 +56,18 @@ Quiet = Annotated[
 ]
 
 
-@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("sft"))
 def sft(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Supervised fine-tuning on conversations. Run the same command again to resume."""
     loaded, sources = load_checked(recipe, overrides, "sft")
 
-    from plaudit.loops.sft import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
 
 
-@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("dpo"))
 def dpo(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Direct preference optimisation on pairs of answers. Run the same command again to resume.
 
@@ -76,14 +75,13 @@ def dpo(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -
     """
     loaded, sources = load_checked(recipe, overrides, "dpo")
 
-    from plaudit.loops.dpo import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
 
 
-@app.command("reward-model", context_settings=ANYTHING_MAY_FOLLOW)
+@app.command("reward-model", context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("reward-model"))
 def reward_model(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Train a Bradley–Terry reward model on pairs of answers. Run the same command again to resume.
 
@@ -91,14 +89,13 @@ def reward_model(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet =
     """
     loaded, sources = load_checked(recipe, overrides, "reward-model")
 
-    from plaudit.loops.reward_model import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"reward model: {model}\ncurves:       {model.parent / 'curves.png'}")
 
 
-@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("rl"))
 def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Reinforcement learning against rewards. Run the same command again to resume.
 
@@ -106,14 +103,13 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
     """
     loaded, sources = load_checked(recipe, overrides, "rl")
 
-    from plaudit.loops.rl import train
+    from plaudit.loops.train import train
 
-    with _memory_advice(loaded):
-        model = train(loaded, sources)
+    model = train(loaded, sources)
     print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}\nsamples:       {model.parent / 'samples'}")
 
 
-@app.command()
+@app.command(epilog=examples("sample"))
 def sample(
     model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
     prompts: Annotated[
@@ -165,7 +161,59 @@ def sample(
     print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
 
 
-@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+@app.command(epilog=examples("ask"))
+def ask(
+    model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
+    question: Annotated[
+        str | None, typer.Argument(help="The question; default: a chat, or what is piped in.", show_default=False)
+    ] = None,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of answers.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, thoughts included.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens that add up to this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    rewards: Annotated[Path | None, typer.Option(metavar="R.yaml", help="Show the rewards of this recipe.")] = None,
+    truth: Annotated[str | None, typer.Option(help="The right answer, for rewards that compare with it.")] = None,
+    data_source: Annotated[str, typer.Option(help="The row's data_source, for rewards with `when`.")] = "",
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest question or chat.")] = 4096,
+    tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+) -> None:
+    """Ask a model a question, or chat with it.
+
+    Answers are printed to stdout; thoughts and rewards to stderr.
+    """
+    from plaudit.inputs import load_rewards
+
+    if truth is not None and rewards is None:
+        raise typer.BadParameter("it is what rewards compare with: give --rewards too.", param_hint="--truth")
+    if question is None and not sys.stdin.isatty() and not (question := sys.stdin.read().strip()):
+        raise PlauditError("there is no question: write it after the model, or pipe it in")
+    settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
+    require_model(settings, "")
+    require_causal_model(settings.path, "MODEL", "`plaudit ask` needs a model that generates text")
+    scored_by = load_rewards(rewards) if rewards is not None else ()
+
+    from plaudit.loops.ask import AskJob, chat
+    from plaudit.loops.ask import ask as ask_once
+
+    sampling = SampleSettings(
+        n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        max_prompt_tokens=max_prompt_tokens, device=device,
+    )  # fmt: skip
+    job = AskJob(settings, sampling, system, scored_by, truth, data_source)
+    if question is None:
+        chat(job)
+    else:
+        ask_once(job, question)
+
+
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("score"))
 def score(
     recipe: RewardRecipe,
     rollouts: Rollouts,
@@ -215,7 +263,7 @@ def score(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=examples("merge"))
 def merge(
     adapter: Annotated[Path, typer.Argument(help="A LoRA adapter's folder, as peft and model.lora.merge_on_save=false save it.")],
     out: Annotated[Path, typer.Option(help="Folder to write the complete model to.", show_default=False)],
@@ -236,11 +284,11 @@ def merge(
     print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
 
 
-app.command(context_settings=ANYTHING_MAY_FOLLOW)(audit)
-app.command(context_settings=ANYTHING_MAY_FOLLOW)(serve)
+app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("audit"))(audit)
+app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("serve"))(serve)
 
 
-@app.command()
+@app.command(epilog=examples("demo"))
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of data, model, training and sampling.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for all of it.")] = Path("runs/demo"),
@@ -251,7 +299,7 @@ def demo(
     run_demo(out, seed)
 
 
-@app.command()
+@app.command(epilog=examples("recipes"))
 def recipes(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="A folder of them to copy, such as first.", show_default=False)
@@ -272,7 +320,7 @@ def recipes(
     print("\nplaudit config NAME shows one; plaudit recipes first copies that folder here, to edit.")
 
 
-@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("config"))
 def config(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -289,7 +337,7 @@ def config(
     print(explained(loaded, names) if explain else to_yaml(loaded), end="")
 
 
-@app.command(context_settings=ANYTHING_MAY_FOLLOW)
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("doctor"))
 def doctor(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -308,23 +356,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version:
         print(f"plaudit {__version__}")
         raise typer.Exit
-
-
-@contextmanager
-def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        assert not isinstance(loaded.recipe, ScoreRecipe)
-        train = loaded.recipe.train
-        rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
-        raise PlauditError(
-            f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
-            "train a LoRA with model.lora.rank=16. `plaudit doctor` estimates the memory needed; see docs/memory.md."
-        ) from None
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,29 +1,30 @@
-"""YAML + `a.b=value` overrides → a frozen recipe, or a one-line message about each mistake.
+"""YAML + overrides (`a.b=value`, or sections from Python) → a frozen recipe, or a one-line message about each mistake.
 
 YAML here is the 1.2 core schema: `1e-5` is a number, `on` and `no` are strings. A key given twice is an error.
 The source of each value (file and line, command line, default) is recorded for messages and for `plaudit config`.
 """
 
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from plaudit import plugins
-from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest, nearest_path, redact
+from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest_path, redact
 from plaudit.recipe import STAGES, Recipe
-from plaudit.recipe.other_names import OTHER_NAMES, OTHER_NAMES_IN_REWARDS
 from plaudit.shipped import find_shipped
+from plaudit.suggestions import Place, dotted, suggest
 
-Place = tuple[str | int, ...]
-"""Path of a setting in the recipe: ('optim', 'lr')."""
+COMMAND_LINE = "command line"
+S = TypeVar("S", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -32,24 +33,64 @@ class LoadedRecipe:
 
     recipe: Recipe
     path: Path
+    """The file; or, for a recipe from Python alone, the call: `plaudit.rl()`."""
     sources: dict[Place, str]
+    overridden_by: str = COMMAND_LINE
+    """Who may have replaced settings: the command line, or a call from Python."""
+
+
+@dataclass
+class Draft:
+    """A recipe before it is checked: plain dicts and lists, and where each value comes from."""
+
+    path: Path
+    tree: dict[str, Any]
+    sources: dict[Place, str]
+    overridden_by: str = COMMAND_LINE
+
+    def __post_init__(self) -> None:
+        self._in_file = set(self.sources)
+
+    def override(self, override: str) -> None:
+        """Apply `section.name=value`."""
+        _apply_override(self.tree, self.sources, override)
+
+    def update(self, sections: Mapping[str, Any]) -> None:
+        """Apply sections of settings: sections are merged, all other values replace the recipe's."""
+        _merge(self.tree, sections, (), self.sources, self.overridden_by)
+
+    def check(self, stage: str | None = None) -> LoadedRecipe:
+        """The recipe for `stage` (default: the one it names)."""
+        tree, sources, path = _with_shipped_files(self.tree), self.sources, self.path
+        _refuse_secrets(tree, (), sources, path)
+        recipe_class = STAGES[_stage(tree, stage, sources, path)]
+        try:
+            recipe = _validated(tree, recipe_class, sources, self._in_file, self.overridden_by)
+        except ValidationError as error:
+            raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
+        return LoadedRecipe(recipe, path, sources, self.overridden_by)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> LoadedRecipe:
     """Read a recipe for `stage` (default: the one it names)."""
-    path = find_shipped(Path(path))
-    tree, sources = _read_file(path)
-    in_file = set(sources)
+    draft = read_draft(Path(path))
     for override in overrides:
-        _apply_override(tree, sources, override)
-    tree = _with_shipped_files(tree)
-    _refuse_secrets(tree, (), sources, path)
-    recipe_class = STAGES[_stage(tree, stage, sources, path)]
+        draft.override(override)
+    return draft.check(stage)
+
+
+def read_draft(path: Path, overridden_by: str = COMMAND_LINE) -> Draft:
+    path = find_shipped(path)
+    return Draft(path, *_read_file(path), overridden_by)
+
+
+def check_section(section: type[S], values: Mapping[str, Any], call: str) -> S:
+    """One section from Python. `call`: what it is passed to, for messages."""
+    sources: dict[Place, str] = {}
     try:
-        recipe = _validated(tree, recipe_class, sources, in_file)
+        return section.model_validate(_plain(values, (), sources, call))
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
-    return LoadedRecipe(recipe, path, sources)
+        raise RecipeError("\n".join(_explain(error, dict(settings(section)), sources, Path(call)))) from None
 
 
 def _with_shipped_files(value: Any) -> Any:
@@ -100,7 +141,7 @@ def _scalar(text: str, kind: str) -> Any:
 
 def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) -> Any:
     def at(node: yaml.Node) -> str:
-        return f"{file}:{node.start_mark.line + 1}" if file else "command line"
+        return f"{file}:{node.start_mark.line + 1}" if file else COMMAND_LINE
 
     sources[place] = at(node)
     kind = node.tag.rsplit(":", 1)[-1]
@@ -175,11 +216,38 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
     given: dict[Place, str] = {}
     value = None if node is None else _build(node, place, given, file="")
     at[key] = value
+    _forget(place, sources)
+    sources.update(given or {place: COMMAND_LINE})
+    if inside_list and COMMAND_LINE not in sources[place[:-1]]:
+        sources[place[:-1]] += f" and {COMMAND_LINE}"
+
+
+def _merge(tree: dict[str, Any], sections: Mapping[str, Any], place: Place, sources: dict[Place, str], by: str) -> None:
+    for name, value in sections.items():
+        here = (*place, str(name))
+        if isinstance(value, Mapping) and isinstance(tree.get(here[-1]), dict):
+            _merge(tree[here[-1]], value, here, sources, by)
+            continue
+        _forget(here, sources)
+        tree[here[-1]] = _plain(value, here, sources, by)
+
+
+def _plain(value: Any, place: Place, sources: dict[Place, str], by: str) -> Any:
+    """A value from Python as YAML would give it."""
+    sources[place] = by
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one, (*place, str(name)), sources, by) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, (*place, i), sources, by) for i, one in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+
+
+def _forget(place: Place, sources: dict[Place, str]) -> None:
+    """Drop the sources of a value that is replaced."""
     for old in [p for p in sources if p[: len(place)] == place]:
         del sources[old]
-    sources.update(given or {place: "command line"})
-    if inside_list and "command line" not in sources[place[:-1]]:
-        sources[place[:-1]] += " and command line"
 
 
 def _key(container: Any, part: str, name: str) -> str | int:
@@ -194,13 +262,15 @@ def _key(container: Any, part: str, name: str) -> str | int:
 # Checking ------------------------------------------------------------------------------------------------------------
 
 
-def _validated(tree: dict[str, Any], recipe_class: type[Recipe], sources: dict[Place, str], in_file: set[Place]) -> Recipe:
+def _validated(
+    tree: dict[str, Any], recipe_class: type[Recipe], sources: dict[Place, str], in_file: set[Place], overridden_by: str
+) -> Recipe:
     """Validate the recipe. `optim.lr=null` on the command line resets a setting that cannot be null to its default."""
     try:
         return recipe_class.model_validate(tree)
     except ValidationError as error:
         for place in {wrong["loc"] for wrong in error.errors() if wrong["input"] is None} & in_file:
-            if sources[place] == "command line":
+            if sources[place] == overridden_by:
                 del reduce(lambda at, key: at[key], place[:-1], tree)[place[-1]]  # pyright: ignore
         with suppress(ValidationError):
             return recipe_class.model_validate(tree)
@@ -236,11 +306,8 @@ def _where(place: Place, sources: dict[Place, str], path: Path) -> str:
     """`R.yaml:7: optim.lr`; a missing setting is located by its section."""
     known = next((place[:n] for n in range(len(place), -1, -1) if place[:n] in sources), None)
     source = sources[known] if known else str(path)
-    return f"{source if source != 'command line' else f'{path} (command line)'}: {dotted(place)}"
-
-
-def dotted(place: Place) -> str:
-    return ".".join(map(str, place))
+    # A line of the recipe names its file; an override names what it overrides.
+    return f"{source if source.startswith(str(path)) else f'{path} ({source})'}: {dotted(place)}"
 
 
 def settings(section: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place, Any]]:
@@ -277,31 +344,6 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _suggest(place: Place, fields: dict[Place, Any]) -> str:
-    """' Did you mean …?': the same name in another section, else a similar one in this section, else a similar one anywhere."""
-    known = list(fields)
-    siblings = [p for p in known if p[:-1] == place[:-1]]
-    name = str(place[-1])
-    if tuple(name.split(".")) in known:
-        return f" In a file, sections are nested: {': {'.join(name.split('.'))}: …{'}' * name.count('.')}."
-    reward = next((place[:n] for n in range(len(place), 0, -1) if place[0] == "rewards" and (*place[:n], "kind") in known), None)
-    if reward is not None and name in OTHER_NAMES_IN_REWARDS:
-        options = [(*reward, *option.split(".")) for option in OTHER_NAMES_IN_REWARDS[name].split(" or ")]
-    else:
-        options = [tuple(option.split(".")) for option in OTHER_NAMES.get(name, "").split(" or ")]
-    if options := [option for option in options if option in known]:
-        options = [option for option in options if option[:-1] == place[:-1]] or options
-        return f" Did you mean {' or '.join(map(dotted, options))}?"
-    for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
-        if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
-            return f" Did you mean {dotted(max((p for p in candidates if p[-1] == near), key=partial(_shared_sections, place)))}?"
-    return ""
-
-
-def _shared_sections(one: Place, other: Place) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Place, str], path: Path) -> Iterator[str]:
     """One line per mistake, in terms of the recipe rather than pydantic."""
     given_places = {place[:n] for place in sources for n in range(len(place) + 1)}
@@ -321,10 +363,10 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
             continue
         seen.add(place)
         where = _where(place, sources, path) if place else str(path)
-        described = f" ({fields[place].description})" if place in fields else ""
+        described = f" ({' '.join((fields[place].description or '').split())})" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
-                yield f"{where} is not a setting.{_suggest(place, fields)}"
+                yield f"{where} is not a setting.{suggest(place, item['input'], list(fields))}"
             case "missing" if inside:
                 yield f"{where} has too few values{described}"
             case "missing":
@@ -362,7 +404,7 @@ def _wanted(item: Any) -> str:
 
 def _shown(value: Any) -> str:
     # Redact before cutting: half a secret would not look like one.
-    return "a section" if isinstance(value, dict) else redact(json.dumps(value, ensure_ascii=False))[:80]
+    return "a section" if isinstance(value, dict) else redact(json.dumps(value, ensure_ascii=False, default=repr))[:80]
 
 
 def flatten(recipe: BaseModel) -> dict[str, Any]:

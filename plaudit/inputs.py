@@ -24,7 +24,11 @@ from plaudit.recipe import (
 
 def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
     """The recipe, and the data files of `data.train` and `data.val`. All files and folders it names exist."""
-    loaded = load(path, overrides or (), stage)
+    return check_files(load(path, overrides or (), stage))
+
+
+def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
+    """The same for a recipe that is loaded already."""
     recipe = loaded.recipe
     require_reward_files(recipe)
     if isinstance(recipe, ScoreRecipe):

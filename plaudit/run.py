@@ -1,6 +1,7 @@
 """The run folder: what was requested, what happened, and everything needed to resume.
 
     recipe.yaml       the resolved recipe, each value with where it came from
+    inputs/           rows and functions that a call from Python brought along
     run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
     metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
     curves.png        the same, drawn
@@ -21,6 +22,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +40,7 @@ from plaudit.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from plaudit.config import LoadedRecipe
+from plaudit.config import COMMAND_LINE, LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, RunError, StopRequested, TrainingStopped, redact
@@ -48,6 +50,7 @@ from plaudit.recipe import ScoreRecipe
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
+from plaudit.run_folder import read_metrics
 from plaudit.run_identity import compare, describe_run, read_description
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
@@ -220,7 +223,8 @@ class Run:
             self._write_description()
         self._step_began = self._saved_at = time.monotonic()
         # Only now: before there is something to save, Ctrl-C should simply stop.
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        if threading.current_thread() is threading.main_thread():  # Python allows no others to handle signals
+            self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         return done
 
     def _record_threads(self, *, resumed: bool) -> None:
@@ -237,16 +241,7 @@ class Run:
     # Recording
 
     def metrics(self) -> list[dict[str, float]]:
-        """All lines so far; a last line cut short by a kill does not count."""
-        if not self.metrics_file.exists():
-            return []
-        rows = []
-        for number, line in enumerate(self.metrics_file.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
-            except ValueError:
-                raise RunError(f"{self.metrics_file}:{number}: not JSON, the file is damaged; fix or delete that line") from None
-        return rows
+        return read_metrics(self.metrics_file)
 
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Write a step's metrics; returns them with the time since the last."""
@@ -360,7 +355,7 @@ class Run:
                 self.save(done, unvalidated, mid_step=True)
             if isinstance(error, StopRequested):
                 saved = f"step {done} is saved" if done else "there is no step to save yet"
-                raise Interrupted(f"stopped during {what}; {saved}. {_how_to_resume()}") from None
+                raise Interrupted(f"stopped during {what}; {saved}. {self._how_to_resume()}") from None
             raise TrainingStopped(f"{what}: {error}{self._write_failures(what, error.failed)}") from None
 
     def _write_failures(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
@@ -387,11 +382,12 @@ class Run:
     def stop_if_interrupted(self, step: int, total: int) -> None:
         if self.interrupted:
             self.save(step)
-            raise Interrupted(f"stopped after step {step} of {total}, saved. {_how_to_resume()}")
+            raise Interrupted(f"stopped after step {step} of {total}, saved. {self._how_to_resume()}")
 
-
-def _how_to_resume() -> str:
-    return f"Resume with: {redact(shlex.join(['plaudit', *sys.argv[1:]]))}"
+    def _how_to_resume(self) -> str:
+        if self._loaded.overridden_by == COMMAND_LINE:
+            return f"Resume with: {redact(shlex.join(['plaudit', *sys.argv[1:]]))}"
+        return f"Resume with the same call, or: plaudit {self.recipe.stage} {shlex.quote(str(self.folder / 'recipe.yaml'))}"
 
 
 def _line(row: dict[str, float]) -> str:

@@ -7,18 +7,19 @@ with Scorer([{"kind": "exact"}]) as scorer:
     # [{'reward': 1.0, 'parts': {'exact': 1.0}, 'malformed': False, 'failure': None, 'view': '4'}]
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
-from pydantic import ValidationError
-
-from plaudit import plugins
+from plaudit.config import Draft
 from plaudit.data.columns import has_several_responses
 from plaudit.data.rollouts import parse_group
-from plaudit.errors import DataError, RecipeError, did_you_mean
-from plaudit.inputs import load_rewards
+from plaudit.errors import DataError, RecipeError
+from plaudit.input_files import place_inputs
+from plaudit.inputs import load_rewards, require_reward_files
 from plaudit.recipe import RewardSettings, ScoreRecipe
+from plaudit.rewards.functions.callables import reward_entries
 from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score, ScoredGroup
@@ -33,12 +34,14 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings],
+        rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings | Callable[..., Any]],
         *,
         cache: str | Path | None = None,
     ):
-        """`rewards`: a recipe file, or a list as under `rewards:`. `cache`: a file to cache scores in."""
-        self.settings = _settings(rewards)
+        """`rewards`: a recipe file, or a list as under `rewards:`, in which functions may stand for themselves. `cache`: a file to
+        cache scores in."""
+        self._functions = TemporaryDirectory(prefix="plaudit-")
+        self.settings = _settings(rewards, Path(self._functions.name))
         self._cache = None if cache is None else Path(cache)
         self._runner: RewardRunner | None = None
 
@@ -77,24 +80,22 @@ class Scorer:
         self.close()
 
 
-def _settings(rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings]) -> tuple[RewardSettings, ...]:
+def _settings(rewards: Any, folder: Path) -> tuple[RewardSettings, ...]:
+    """The rewards; functions among them are saved in `folder`."""
     if isinstance(rewards, str | Path):
         return load_rewards(Path(rewards))
     if isinstance(rewards, Mapping):
         raise RecipeError("rewards must be a list, as under `rewards:` in a recipe, or a recipe file: put this reward into a list")
-    try:
-        entries = [dict(entry) if isinstance(entry, Mapping) else entry for entry in rewards]
-        return ScoreRecipe.model_validate({"rewards": entries}).rewards
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc']))}: {_message(item)}" for item in error.errors()]
-        raise RecipeError("\n".join(lines)) from None
-
-
-def _message(item: Any) -> str:
-    if item["type"] == "union_tag_invalid":
-        kind, kinds = item["ctx"]["tag"], plugins.kinds("rewards")
-        return f"there is no kind {kind} (kinds: {', '.join(kinds)}).{did_you_mean(kind, kinds, cutoff=0.4)}"
-    return item["msg"]
+    call = "Scorer()"
+    draft = Draft(Path(call), {}, {}, call)
+    draft.update({"rewards": reward_entries(rewards)})
+    draft.tree, files = place_inputs(draft.tree, folder)
+    recipe = draft.check("score").recipe
+    assert isinstance(recipe, ScoreRecipe)
+    for file in files:
+        file.write(folder)
+    require_reward_files(recipe)
+    return recipe.rewards
 
 
 def result_of(scored: ScoredGroup, *, many: bool, details: bool = False) -> dict[str, Any]:

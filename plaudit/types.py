@@ -39,6 +39,8 @@ class Prompt:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
+    is_text: bool = False
+    """The row's prompt is plain text, which became a user message."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, get_args
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.main import get_command
 
 from plaudit import __version__, cli
+from plaudit.command_help import EXAMPLES
 from plaudit.config import load
 from plaudit.errors import DataError, Interrupted, PlauditError, RecipeError, RunError, TrainingStopped
 from plaudit.models.logprobs import CHUNK_LOGITS
@@ -19,6 +21,7 @@ from plaudit.models.memory import MemoryPlan, plan_memory
 from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
 from plaudit.recipe import ModelSettings
+from support.paths import REPOSITORY
 from support.processes import Command
 from support.recipes import sft_recipe, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
@@ -82,6 +85,9 @@ HELP = [
     ),
     (("sample",), ["Sample responses to prompts", "Run the same command again to resume", "--out", "--max-new-tokens", "--n"]),
     (("score",), ["Score saved responses", "Run the same command again to resume", "--details", "--out", "ground_truth"]),
+    (("merge",), ["Merge a LoRA adapter into its base model", "--out", "--dtype"]),
+    (("recipes",), ["List the recipes that ship with plaudit", "current folder"]),
+    (("ask",), ["Ask a model a question", "--temperature", "--rewards", "--truth", "--system", "--seed"]),
     (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
     (
         ("serve",),
@@ -132,6 +138,50 @@ def test_help(plaudit, verb, explains):
     assert not err
     for text in explains:
         assert text in out
+
+
+@pytest.mark.parametrize(("verb", "explains"), HELP)
+def test_short_help_option_and_examples(plaudit, verb, explains):
+    code, out, _ = plaudit(*verb, "-h")
+    assert code == 0
+    assert verb in ((), ("prepare",)) or f"plaudit {' '.join(verb)}" in out.split("Examples:")[1]
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"),
+    [
+        (["train"], "plaudit train is not a command. To train, name the stage: plaudit sft, dpo, reward-model or rl, then R.yaml."),
+        (["grpo", "R.yaml"], "algorithm of plaudit rl"),
+        (["PPO"], "algorithm of plaudit rl"),
+        (["eval"], "plaudit sample MODEL"),
+        (["rm"], "Did you mean plaudit reward-model?"),
+        (["chat"], "Did you mean plaudit ask?"),
+        (["doktor"], "plaudit doktor is not a command. Did you mean plaudit doctor?"),
+        (["prepare", "sortin"], "plaudit prepare sortin is not a command. Did you mean plaudit prepare sorting?"),
+        (["xyzzy"], "plaudit xyzzy is not a command. plaudit --help lists all of them."),
+    ],
+)
+def test_an_unknown_verb_points_to_the_right_one(plaudit, verb, hint):
+    code, out, err = plaudit(*verb)
+    assert (code, out) == (2, "")
+    assert hint in err
+    assert err.count("\n") == 1
+
+
+def test_shell_completion_is_offered(plaudit):
+    assert "--install-completion" in plaudit("--help").out
+
+
+def test_examples_name_recipes_and_options_that_exist():
+    commands = get_command(cli.app)
+    for verb, lines in EXAMPLES.items():
+        command = commands
+        for name in verb.split():
+            command = command.commands[name]
+        options = {option for parameter in command.params for option in parameter.opts}
+        for line in lines:
+            assert {word for word in line.split() if word.startswith("-")} <= options
+            assert all((REPOSITORY / word).exists() for word in line.split() if word.startswith("recipes/"))
 
 
 def test_every_verb_has_help():
@@ -226,7 +276,6 @@ def test_mistakes_give_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "No such command 'train'"),
         (["sft"], "Missing argument 'R.yaml'"),
         (["doctor", "r.yaml", "--rows", "-1"], "Invalid value for '--rows'"),
         (

@@ -804,10 +804,28 @@ print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in
         ("cutoff_len=12000", "data.max_tokens"),
         ("num_train_epochs=3", "run.epochs"),
         ("model.lora.r=8", "model.lora.rank"),
+        ("batch_size=8", "train.rows_per_step"),
+        ("model.name=m", "model.path"),
     ],
 )
 def test_names_from_other_trainers_suggest_ours(error_for, given, ours):
     assert error_for(MINIMAL, given).endswith(f"is not a setting. Did you mean {ours}?")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("train.packing=true", "Sequences are always packed without padding: remove it."),
+        ("model.quantization=4", "Weights are trained in float32 or bfloat16. To save memory: model.lora.rank"),
+        ("run.use_vllm=true", "plaudit samples with its own engine"),
+        (
+            "actor_rollout_ref.actor.optim.learning_rate=1e-6",
+            "It is a section of verl's. actor_rollout_ref.actor.optim.learning_rate: Did you mean optim.lr?",
+        ),
+    ],
+)
+def test_settings_without_counterpart_say_what_to_do(error_for, given, hint):
+    assert hint in error_for(MINIMAL, given)
 
 
 def test_every_name_from_other_trainers_maps_to_a_setting():

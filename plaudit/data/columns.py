@@ -26,6 +26,9 @@ STEPS = ("step", "global_step", "version")
 LABEL = "label"
 """Whether a response is right."""
 
+STANDARD = {*PROMPTS, *CONVERSATIONS, *RESPONSES, *PAIR, "tools", "data_source", "reward_model", "extra_info", "rm_prompt"}
+"""Columns with a meaning of their own; rewards find all others in extra_info."""
+
 
 def find_column(row: Mapping[str, Any] | Sequence[str], names: Sequence[str]) -> str | None:
     """The first of these columns with a value; without any, the first that exists. (Tables fill missing values with nulls.)"""
@@ -38,6 +41,13 @@ def find_column(row: Mapping[str, Any] | Sequence[str], names: Sequence[str]) ->
 def first_value(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     """The value of the first of these columns that has one."""
     return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def with_columns_as_extra_info(row: dict[str, Any]) -> dict[str, Any]:
+    """Rewards see columns that nothing else reads (TRL's rows have any) as fields of extra_info."""
+    extra = row.get("extra_info") or {}
+    columns = {name: value for name, value in row.items() if name not in STANDARD and value is not None}
+    return {**row, "extra_info": {**columns, **extra}} if columns and isinstance(extra, Mapping) else row
 
 
 def has_prompt(columns: Sequence[str]) -> bool:

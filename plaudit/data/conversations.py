@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plaudit.data.columns import CONVERSATIONS, GROUND_TRUTHS, PROMPTS, TARGETS, find_column, first_value, has_prompt
+from plaudit.data.columns import (
+    CONVERSATIONS,
+    GROUND_TRUTHS,
+    PROMPTS,
+    TARGETS,
+    find_column,
+    first_value,
+    has_prompt,
+    with_columns_as_extra_info,
+)
 from plaudit.data.hub_datasets import HubDataset, parse_hub_name
 from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean, nearest_path
@@ -361,6 +370,7 @@ def read_prompts(source: Source) -> Iterator[Prompt]:
         rows.require("prompt", hint=PROMPT_HINT)
     for number, (where, row) in enumerate(rows.located(), 1):
         row = _without_arrow_nulls(row) if rows.nulls_mean_absent else row
+        row = with_columns_as_extra_info(row)
         prompt = parse_prompt(row, f"{source.path}:{number}", where)
         if prompt.messages[-1]["role"] == "assistant":
             raise DataError(f"{where}: its prompt ends with an assistant message; it should end with the message to answer")
@@ -390,6 +400,7 @@ def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
         ground_truth=ground_truth,
         extra_info=extra,
         tools=parse_tools(tools, where),
+        is_text=isinstance(parse_json_messages(first_value(row, PROMPTS)), str),
     )
 
 

@@ -6,9 +6,11 @@ other settings is not resumed.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import pyarrow as pa
 
 from plaudit.data.conversations import Source
 from plaudit.data.prompts import EncodedPrompt, load_prompts
@@ -16,7 +18,7 @@ from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.trainable import load_policy, resolve_device
-from plaudit.recipe import ModelSettings
+from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.resumable import ResumableJsonl, open_resumable
@@ -65,11 +67,26 @@ def sample(job: SampleJob) -> int:
     return len(prompts)
 
 
+def sample_table(model: ModelSettings, sources: Sequence[Source], settings: SampleSettings, folder: Path) -> pa.Table:
+    """The same in memory: a table with a row per prompt, in order. Ids of prompts in `folder` do not contain its path."""
+    template = load_model_template(model)
+    loaded = load_prompts(sources, template, max_prompt_tokens=settings.max_prompt_tokens, too_long=settings.too_long)
+    prompts = [
+        replace(encoded, prompt=replace(encoded.prompt, id=encoded.prompt.id.removeprefix(f"{folder}/")))
+        for encoded in loaded.prompts
+    ]
+    engine = load_engine(model, template, device=settings.device, max_sequences=settings.max_sequences)
+    sampled = sample_groups(engine, prompts, settings.n, sampling_of(settings), version=engine.version)
+    groups = {group.prompt.id: group for group in sampled}
+    return pa.Table.from_pylist([group_row(groups[encoded.prompt.id]) for encoded in prompts])
+
+
+def sampling_of(settings: SampleSettings) -> Sampling:
+    return Sampling(**{field.name: getattr(settings, field.name) for field in fields(Sampling) if field.name != "step"})
+
+
 def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, total: int, file: ResumableJsonl) -> None:
-    device = resolve_device(job.device)
-    compute_repeatably(device)
-    policy = load_policy(job.model, template, device)
-    engine = NativeEngine(policy.model, template.tokenizer, max_sequences=job.max_sequences)
+    engine = load_engine(job.model, template, device=job.device, max_sequences=job.max_sequences)
     began, tokens, done = time.perf_counter(), 0, total - len(left)
     activity = Activity()
     with (
@@ -79,13 +96,22 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, t
         engine.on_step = phase.engine_step
         for group in sample_groups(engine, left, job.n, job.sampling, version=engine.version, on_sample=phase.sample_done):
             phase.update(phase.sampled + 1, 0, 0)
-            file.write(_row(group))
+            file.write(group_row(group))
             tokens, done = tokens + sum(map(len, group.samples)), done + 1
             progress.update(done, {"time/tokens_per_s": tokens / (time.perf_counter() - began)})
         file.sync()
 
 
-def _row(group: Group) -> dict[str, Any]:
+def load_engine(
+    model: ModelSettings, template: ChatTemplate, *, device: Literal["auto", "cpu", "cuda"], max_sequences: int | None = None
+) -> NativeEngine:
+    """A model, ready to be sampled."""
+    on = resolve_device(device)
+    compute_repeatably(on)
+    return NativeEngine(load_policy(model, template, on).model, template.tokenizer, max_sequences=max_sequences)
+
+
+def group_row(group: Group) -> dict[str, Any]:
     """A row for `plaudit score` and later stages: the prompt's columns and its responses."""
     prompt, samples = group.prompt, group.samples
     return {

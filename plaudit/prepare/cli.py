@@ -5,13 +5,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from plaudit.command_help import examples
 from plaudit.errors import PlauditError
 from plaudit.shipped import find_shipped
 
 prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
 
 
-@prepare.command("tiny-model")
+@prepare.command("tiny-model", epilog=examples("prepare tiny-model"))
 def prepare_tiny_model(
     rows: Annotated[list[Path], typer.Argument(help="Conversation files to train the tokenizer on.")],
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
@@ -32,7 +33,7 @@ def prepare_tiny_model(
     print(f"{out}: {kind} with {size:,} parameters")
 
 
-@prepare.command("smollm2")
+@prepare.command("smollm2", epilog=examples("prepare smollm2"))
 def prepare_smollm2(
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     gguf: Annotated[
@@ -49,7 +50,7 @@ def prepare_smollm2(
     print(f"{out}: SmolLM2-135M-Instruct with {size:,} parameters")
 
 
-@prepare.command("sorting")
+@prepare.command("sorting", epilog=examples("prepare sorting"))
 def prepare_sorting(
     out: Annotated[Path, typer.Option(help="Folder to write sft.jsonl, rl.jsonl and val.jsonl to.")],
     demonstrations: Annotated[int, typer.Option(min=1, help="Questions with answers, for SFT.")] = 2000,
@@ -68,7 +69,7 @@ def prepare_sorting(
     print(f"{out}: {demonstrations:,} demonstrations, {prompts:,} prompts to train on, {val:,} to validate on")
 
 
-@prepare.command("arithmetic")
+@prepare.command("arithmetic", epilog=examples("prepare arithmetic"))
 def prepare_arithmetic(
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet and val.parquet to.")],
     train: Annotated[int, typer.Option(min=1, help="Questions for training.")] = 2000,
@@ -86,7 +87,7 @@ def prepare_arithmetic(
     print(f"{out}: {train:,} questions to train on, {val:,} to validate on")
 
 
-@prepare.command("pairs")
+@prepare.command("pairs", epilog=examples("prepare pairs"))
 def prepare_pairs(
     scored: Annotated[list[Path], typer.Argument(help="Output of `plaudit score`, or the samples of an RL run.")],
     out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and val.jsonl to.")],
@@ -137,7 +138,7 @@ ScoresColumn = Annotated[str, typer.Option(help="Column with their scores.")]
 AnalysisColumn = Annotated[str, typer.Option(help="Column with the analysis.")]
 
 
-@prepare.command("ranking-sft")
+@prepare.command("ranking-sft", epilog=examples("prepare ranking-sft"))
 def prepare_ranking_sft(
     groups: Groups,
     out: OutFile,
@@ -168,7 +169,7 @@ def prepare_ranking_sft(
     print(f"{out}: {summary}")
 
 
-@prepare.command("ranking-rl")
+@prepare.command("ranking-rl", epilog=examples("prepare ranking-rl"))
 def prepare_ranking_rl(
     groups: Groups,
     out: OutFile,
@@ -209,7 +210,7 @@ PointwiseFile = Annotated[
 ]
 
 
-@prepare.command("pointwise-sft")
+@prepare.command("pointwise-sft", epilog=examples("prepare pointwise-sft"))
 def prepare_pointwise_sft(
     groups: Groups,
     out: OutFile,
@@ -234,7 +235,7 @@ def prepare_pointwise_sft(
     print(f"{out}: {summary}")
 
 
-@prepare.command("pointwise-rl")
+@prepare.command("pointwise-rl", epilog=examples("prepare pointwise-rl"))
 def prepare_pointwise_rl(
     groups: Groups,
     out: OutFile,

@@ -29,6 +29,7 @@ from plaudit.recipe.rl import (
     RolloutSettings,
     ValidationSettings,
 )
+from plaudit.recipe.sample import SampleSettings
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTDataSettings, SFTRecipe, SFTTrainSettings
 from plaudit.recipe.training import LoraSettings, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
@@ -39,7 +40,7 @@ __all__ = [
     "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe", "RLReferenceSettings",
     "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings", "RewardModelLossSettings", "RewardModelRecipe",
     "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings", "SFTDataSettings", "SFTRecipe", "SFTTrainSettings",
-    "ScoreRecipe", "Section", "TrainingRecipe", "ValidationSettings", "View",
+    "SampleSettings", "ScoreRecipe", "Section", "TrainingRecipe", "ValidationSettings", "View",
 ]  # fmt: skip
 
 PreferenceRecipe = DPORecipe | RewardModelRecipe

@@ -438,7 +438,14 @@ def test_verl_prompts(tmp_path):
     [prompt] = read_prompts(Source(write_parquet(tmp_path / "a.parquet", [row])))
     assert prompt.messages == row["prompt"]
     assert (prompt.id, prompt.data_source, prompt.ground_truth) == (f"{tmp_path}/a.parquet:1", "math", "42")
-    assert prompt.extra_info == {"index": 3, "split": None}
+    assert prompt.extra_info == {"ability": "math", "index": 3, "split": None}
+
+
+def test_further_columns_are_in_extra_info_and_do_not_replace_it(tmp_path):
+    row = {"prompt": "hi", "lang": "en", "level": None, "index": 1, "extra_info": {"index": 3}}
+    [prompt] = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [row])))
+    assert prompt.extra_info == {"lang": "en", "index": 3}
+    assert prompt.is_text
 
 
 def test_prompts_need_no_other_columns(tmp_path):

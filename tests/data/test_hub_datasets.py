@@ -132,7 +132,7 @@ def test_names_with_revision_and_config():
 def test_sample_and_score_take_data_sets(local_hub, plaudit, tmp_path):
     local_hub.add("datasets", "org/answers", {"train.jsonl": lines(*({"response": row["answer"], **row} for row in SUMS))})
     (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}]")
-    code, _, err = plaudit("score", "org/answers", "--rewards", tmp_path / "r.yaml", "--out", tmp_path / "out.jsonl")
+    code, _, err = plaudit("score", tmp_path / "r.yaml", "org/answers", "--out", tmp_path / "out.jsonl")
     assert code == 0, err
     scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["reward"]) for row in scored] == [("org/answers:1", 1.0), ("org/answers:2", 1.0)]

@@ -169,7 +169,7 @@ from pathlib import Path
 from plaudit.cli import main
 from plaudit.loops import sample
 
-row, written = sample._row, []
+row, written = sample.group_row, []
 marker = Path(sys.argv.pop(1))
 
 def row_or_halt(group):
@@ -179,7 +179,7 @@ def row_or_halt(group):
     written.append(group)
     return row(group)
 
-sample._row = row_or_halt
+sample.group_row = row_or_halt
 main()
 """
 
@@ -315,7 +315,7 @@ def test_a_number_out_of_range_is_reported(sample):
 
 
 def test_ctrl_c_keeps_finished_prompts(tmp_path, sample, uninterrupted, monkeypatch):
-    row, written = loop._row, []
+    row, written = loop.group_row, []
 
     def interrupted(group):
         if len(written) == 3:
@@ -324,7 +324,7 @@ def test_ctrl_c_keeps_finished_prompts(tmp_path, sample, uninterrupted, monkeypa
         return row(group)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_row", interrupted)
+        patch.setattr(loop, "group_row", interrupted)
         code, _, err = sample("-n", 2)
     assert code == 130
     assert "Traceback" not in err

@@ -74,7 +74,7 @@ def test_settings_shown_in_recipes_are_valid():
     for block in re.findall(r"```yaml\n(rewards:.*?|- (?:kind:|\{kind:).*?)```", TEXT + "".join(PAGES.values()), re.S):
         given = yaml.safe_load(block)
         rewards = given["rewards"] if isinstance(given, dict) else given
-        Scorer(rewards).close()
+        ScoreRecipe.model_validate({"rewards": rewards})
 
 
 def test_the_group_function_gives_the_documented_scores(tmp_path):

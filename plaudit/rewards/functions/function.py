@@ -2,6 +2,7 @@
 
     scores: sample   compute_score(data_source, solution_str, ground_truth, extra_info) -> score
     scores: group    compute_scores(prompts, responses, ground_truths, extra_infos, data_sources) -> [score, …]
+    scores: trl      compute_scores(prompts, completions, completion_ids, **columns) -> [score or None, …]
 
 A score is a number, or a dict with `score`: its other numbers become parts, `malformed: True` marks an answer that cannot be read,
 and the rest is kept as the trace. A function may leave out arguments it does not need, and it may be `async`.
@@ -10,6 +11,10 @@ A group function is called once per group, with one entry per response in every 
 order. It gets only the responses it is to score: `when`, a gate and `view` may leave some out, down to a single one. If a
 call fails (an exception, a timeout, a result that is not a list or has the wrong length), the complete group fails; a single entry
 that is not a number fails its sample alone.
+
+A TRL function is a group function with TRL's arguments: prompts and completions are text where the row's prompt is text, else
+messages; each field of the row is a list (`ground_truth`, also as `answer` and `solution`; `data_source`; all of extra_info).
+None means, as in TRL, that the reward does not apply to that response.
 
 Differs from verl: it runs in worker processes with a time limit (`worker_pool.py`), and a mistake in it never becomes a score.
 Causes of failure: timeout, exception, not_a_number (NaN, None, text), bad_result (a dict without score, not a list, a list of the
@@ -27,10 +32,11 @@ from plaudit.recipe.limits import Limits
 from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
-from plaudit.types import Group, Prompt, Sample, Score
+from plaudit.types import Group, Prompt, Sample, SavedSample, Score
 
 SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUP_PARAMETERS = ("prompts", "responses", "ground_truths", "extra_infos", "data_sources")
+TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
 
 
 class FunctionLimits(Limits):
@@ -43,10 +49,10 @@ class Function(Reward):
     """Your own function."""
     path: str
     """The Python file that defines it. It can import modules from its folder."""
-    scores: Literal["sample", "group"] = "sample"
-    """What one call scores: a response, or all responses to a prompt."""
+    scores: Literal["sample", "group", "trl"] = "sample"
+    """What one call scores: a response; or all responses to a prompt, with plaudit's arguments or with TRL's."""
     function: str | None = None
-    """Its name; default: compute_score, or compute_scores with scores: group."""
+    """Its name; default: compute_score, or compute_scores if it scores several responses."""
     arguments: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Further keyword arguments of every call."""
     limits: FunctionLimits = FunctionLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -66,8 +72,8 @@ class Function(Reward):
     def files(self) -> list[Path]:
         return [Path(self.path).expanduser(), *super().files]
 
-    def build(self) -> "LiveFunction | LiveGroupFunction":
-        return LiveFunction(self) if self.scores == "sample" else LiveGroupFunction(self)
+    def build(self) -> "LiveFunction":
+        return {"sample": LiveFunction, "group": LiveGroupFunction, "trl": LiveTRLFunction}[self.scores](self)
 
 
 class LiveFunction(LiveReward[Function]):
@@ -112,9 +118,9 @@ class LiveGroupFunction(LiveFunction):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self._score_group, groups)))
 
-    async def _score_group(self, group: Group) -> list[Score]:
+    def _call_for(self, group: Group) -> asyncio.Future[Answer]:
         prompt, count = group.prompt, len(group.samples)
-        answer = await self._workers.call(
+        return self._workers.call(
             self.settings.function_name,
             prompts=[prompt.messages] * count,
             responses=[sample.text for sample in group.samples],
@@ -122,6 +128,9 @@ class LiveGroupFunction(LiveFunction):
             extra_infos=[dict(prompt.extra_info) for _ in group.samples],
             data_sources=[prompt.data_source] * count,
         )
+
+    async def _score_group(self, group: Group) -> list[Score]:
+        answer, count = await self._call_for(group), len(group.samples)
         entries = answer.get("entries")
         if entries is not None and len(entries) != count:
             answer = {"cause": "bad_result", "message": f"it returned {len(entries)} scores for {count} responses"}
@@ -129,6 +138,29 @@ class LiveGroupFunction(LiveFunction):
         if entries is None:
             return [_as_score(answer, sample.text) for sample in group.samples]
         return [_as_score(entry, sample.text) for entry, sample in zip(entries, group.samples, strict=True)]
+
+
+class LiveTRLFunction(LiveGroupFunction):
+    """Calls the function once for each group, as TRL does."""
+
+    def _code(self) -> UserCode:
+        functions, arguments = (self.settings.function_name,), self.settings.arguments
+        return UserCode(self.settings.path, functions, TRL_PARAMETERS, "", arguments, returns="optional scores", columns=True)
+
+    def _call_for(self, group: Group) -> asyncio.Future[Answer]:
+        prompt, samples = group.prompt, group.samples
+        given, texts = prompt.messages[0]["content"] if prompt.is_text else prompt.messages, [sample.text for sample in samples]
+        truth, extra = prompt.ground_truth, prompt.extra_info
+        row = {"data_source": prompt.data_source, **dict.fromkeys(("ground_truth", "answer", "solution"), truth), **extra}
+        tokens = (
+            {} if any(isinstance(s, SavedSample) for s in samples) else {"completion_ids": [s.tokens.tolist() for s in samples]}
+        )
+        return self._workers.call(
+            self.settings.function_name,
+            columns={name: [value] * len(samples) for name, value in row.items()} | tokens,
+            prompts=[given] * len(samples),
+            completions=texts if prompt.is_text else [[{"role": "assistant", "content": text}] for text in texts],
+        )
 
 
 def _as_score(answer: Answer, text: str) -> Score:

@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,10 @@ class Code:
         self._functions: dict[str, Callable] = {}
         self._accepted: list[str] = []
         """Which of the offered keyword arguments the function takes."""
+        self._takes_columns = False
+        """Whether it takes any further keyword argument."""
+        self._columns: dict[str, bool] = {}
+        """The columns that it names, and whether it needs them."""
         self._tokenizer: Any = None
 
     def load(self) -> dict | None:
@@ -103,6 +107,11 @@ class Code:
             return None
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self._accepted = [n for n in offered if (takes_all or n in signature.parameters) and n not in arguments]
+        if self._start["columns"]:
+            self._takes_columns, named = takes_all, signature.parameters.values()
+            named = [p for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in arguments]
+            self._columns = {p.name: p.default is p.empty for p in named}
+            return None  # which columns there are is known with the first call
         try:
             signature.bind(**dict.fromkeys(self._accepted), **arguments)
             if required and required not in self._accepted:
@@ -128,7 +137,7 @@ class Code:
         try:
             request = pickle.loads(pickled)
             positional = [*request["positional"], *([self._tokenizer] if request["pass_tokenizer"] else [])]
-            keywords = {name: request["keywords"][name] for name in self._accepted}
+            keywords = self._keywords(request["keywords"])
             result = self._functions[request["function"]](*positional, **keywords, **self._start["arguments"])
             if inspect.isawaitable(result):
                 result = _event_loop().run_until_complete(result)
@@ -137,10 +146,21 @@ class Code:
                     return _as_answer(result)
                 case "scores":
                     return _as_entries(result, lambda i, entry: _as_answer(entry, f"entry {i} is"))
+                case "optional scores":
+                    return _as_entries(
+                        result, lambda i, entry: {"value": None} if entry is None else _as_answer(entry, f"entry {i} is")
+                    )
                 case _:
                     return _as_entries(result, lambda _, entry: _as_entry(entry))
         except BaseException as error:  # sys.exit() too: an exception fails this call and nothing else
-            return {"cause": "exception", "message": _describe(error, self._file)}
+            return {"cause": "exception", "message": _describe(error, self._file, self._functions.values())}
+
+    def _keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._start["columns"]:
+            return {name: given[name] for name in self._accepted}
+        if missing := [name for name, needed in self._columns.items() if needed and name not in given]:
+            raise TypeError(f"it needs {', '.join(missing)}, and the row has only {', '.join(given)}")
+        return {name: value for name, value in given.items() if self._takes_columns or name in self._columns}
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -211,7 +231,12 @@ def _short(result: Any) -> str:
     return (result if isinstance(result, str) else repr(result))[:LONGEST_TEXT]
 
 
-def _describe(error: BaseException, file: Path) -> str:
+def _defined_in(function: Callable) -> str | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else code.co_filename
+
+
+def _describe(error: BaseException, file: Path, functions: Iterable[Callable] = ()) -> str:
     """'ValueError: no digits, at reward.py:12': the innermost line in the user's file."""
     try:
         text = str(error)
@@ -219,8 +244,11 @@ def _describe(error: BaseException, file: Path) -> str:
         text = "(its message cannot be printed)"
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{type(error).__name__}: {error.msg}, at {Path(error.filename or file).name}:{error.lineno}"
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(file)]
-    where = f", at {file.name}:{lines[-1]}" if lines else ""
+    # A function that was saved by value remembers where it was defined: a script, or a notebook's cell.
+    saved = {name for name in map(_defined_in, functions) if name is not None}
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(name, line) for name, line in frames if name == str(file) or name in saved]
+    where = f", at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
     return f"{type(error).__name__}: {text[:300]}{where}"
 
 

@@ -47,8 +47,10 @@ class UserCode:
     """The one of these that the function must take."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments, the same in every call."""
-    returns: Literal["score", "scores", "list"] = "score"
-    """One score; a list of scores; or a list of texts, messages or scores."""
+    columns: bool = False
+    """Calls may have further keyword arguments, which the function gets as far as it takes them."""
+    returns: Literal["score", "scores", "optional scores", "list"] = "score"
+    """One score; a list of scores; the same, with None where it does not apply; or a list of texts, messages or scores."""
     tokenizer: str | None = None
     """Loaded in the process, for calls that pass it on."""
     trust_remote_code: bool = False
@@ -103,8 +105,17 @@ class WorkerPool:
         """Kill every process at once and cancel the calls that are waiting."""
         await asyncio.to_thread(self._close)
 
-    def call(self, function: str, *positional: Any, pass_tokenizer: bool = False, **keywords: Any) -> asyncio.Future[Answer]:
-        """One call, made when a process is free. Whatever the function does, the future has an answer."""
+    def call(
+        self,
+        function: str,
+        *positional: Any,
+        pass_tokenizer: bool = False,
+        columns: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> asyncio.Future[Answer]:
+        """One call, made when a process is free. Whatever the function does, the future has an answer. `columns`: keyword arguments
+        with any names."""
+        keywords = {**(columns or {}), **keywords}
         request = {"function": function, "positional": positional, "keywords": keywords, "pass_tokenizer": pass_tokenizer}
         future: Future[Answer] = Future()
         assert self._supervisors, "a reward is opened before it scores"

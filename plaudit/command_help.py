@@ -1,0 +1,82 @@
+"""Help for the command line: examples of every verb, and what to type instead of a verb that does not exist."""
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from plaudit.errors import PlauditError, nearest
+
+EXAMPLES = {
+    "sft": ("plaudit sft recipes/first/sft.yaml", "plaudit sft recipes/first/sft.yaml optim.lr=1e-4 run.dir=runs/second"),
+    "dpo": ("plaudit dpo recipes/preferences/dpo.yaml", "plaudit dpo recipes/preferences/dpo.yaml loss.beta=0.05"),
+    "reward-model": ("plaudit reward-model recipes/preferences/reward_model.yaml",),
+    "rl": ("plaudit rl recipes/smollm2/grpo.yaml", "plaudit rl recipes/smollm2/grpo.yaml rollout.n=8 model.lora.rank=16"),
+    "sample": ("plaudit sample runs/smollm2/model data/arithmetic/val.parquet --out answers.jsonl -n 4",),
+    "ask": (
+        'plaudit ask runs/smollm2/model "What is 17 + 4?"',
+        'plaudit ask runs/smollm2/model "What is 17 + 4?" -n 4 --rewards recipes/smollm2/grpo.yaml --truth 21',
+        "plaudit ask runs/smollm2/model",
+        "cat question.txt | plaudit ask runs/smollm2/model --temperature 0",
+    ),
+    "score": ("plaudit score recipes/smollm2/grpo.yaml answers.jsonl --out scored.jsonl",),
+    "audit": ("plaudit audit recipes/audit/gsm8k.yaml answers.jsonl",),
+    "serve": ("plaudit serve recipes/audit/gsm8k.yaml --port 8700",),
+    "merge": ("plaudit merge runs/first/model --out models/merged",),
+    "recipes": ("plaudit recipes", "plaudit recipes first"),
+    "demo": ("plaudit demo", "plaudit demo --seed 1 --out runs/demo1"),
+    "config": ("plaudit config recipes/smollm2/grpo.yaml", "plaudit config recipes/smollm2/grpo.yaml --explain optim rollout.n"),
+    "prepare tiny-model": ("plaudit prepare tiny-model recipes/first/train.jsonl --out models/tiny",),
+    "prepare smollm2": ("plaudit prepare smollm2 --out models/smollm2",),
+    "prepare sorting": ("plaudit prepare sorting --out data/sorting",),
+    "prepare arithmetic": ("plaudit prepare arithmetic --out data/arithmetic --train 4000 --val 500",),
+    "prepare pairs": ("plaudit prepare pairs scored.jsonl --out data/pairs --min-margin 0.5",),
+    "prepare ranking-sft": ("plaudit prepare ranking-sft groups.jsonl --out data/ranking_sft.parquet --shuffle-augment 2",),
+    "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
+    "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),
+    "prepare pointwise-rl": ("plaudit prepare pointwise-rl groups.jsonl --out data/pointwise_rl.parquet --rule grade",),
+    "doctor": ("plaudit doctor recipes/smollm2/grpo.yaml", "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0"),
+}
+
+OTHER_VERBS = {
+    **dict.fromkeys(
+        ("train", "fit", "finetune", "fine-tune", "run", "launch"),
+        "To train, name the stage: plaudit sft, dpo, reward-model or rl, then R.yaml.",
+    ),
+    **dict.fromkeys(
+        ("grpo", "ppo", "rloo", "reinforce", "dapo", "gspo", "remax", "cispo", "drgrpo"),
+        "It is an algorithm of plaudit rl: plaudit rl R.yaml (algorithm.kind, docs/algorithms.md).",
+    ),
+    **dict.fromkeys(("ipo", "hinge"), "It is a loss of plaudit dpo: plaudit dpo R.yaml loss.kind=…"),
+    **dict.fromkeys(("rm", "reward", "reward_model", "rewardmodel", "bradley-terry"), "Did you mean plaudit reward-model?"),
+    **dict.fromkeys(
+        ("eval", "evaluate", "validate", "test", "benchmark"),
+        "To evaluate a model: plaudit sample MODEL PROMPTS --out A.jsonl, then plaudit score R.yaml A.jsonl --out B.jsonl.",
+    ),
+    **dict.fromkeys(("generate", "infer", "inference", "predict", "rollout"), "Did you mean plaudit sample, or plaudit ask?"),
+    **dict.fromkeys(("chat", "talk", "prompt", "query"), "Did you mean plaudit ask?"),
+    **dict.fromkeys(("check", "lint", "verify", "dry-run"), "Did you mean plaudit doctor?"),
+    **dict.fromkeys(("explain", "show", "settings", "recipe"), "Did you mean plaudit config R.yaml --explain?"),
+    **dict.fromkeys(("data", "preprocess", "download"), "Did you mean plaudit prepare?"),
+    **dict.fromkeys(("server", "api", "deploy"), "Did you mean plaudit serve?"),
+    **dict.fromkeys(("help", "version"), "Did you mean plaudit --help, or plaudit --version?"),
+    "resume": "To resume a run, repeat the command that started it: plaudit rl R.yaml.",
+}  # fmt: skip
+"""Verbs of other systems, and what does the same here."""
+
+
+def examples(verb: str) -> str:
+    """The end of a verb's help. An empty line ends a paragraph, so that each example has its own line."""
+    return "\n\n".join(["Examples:", *(f"`{example}`" for example in EXAMPLES[verb])])
+
+
+class VerbGroup(TyperGroup):
+    """The verbs; one that does not exist is answered with the one that was probably meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verb = args[0] if args else ""
+        if verb and not verb.startswith("-") and self.get_command(ctx, verb) is None and not ctx.resilient_parsing:
+            own = "plaudit" if ctx.parent is None else f"plaudit {ctx.info_name}"  # not what `python -m` calls it
+            near = nearest(verb, self.list_commands(ctx))
+            hint = (ctx.parent is None and OTHER_VERBS.get(verb.lower())) or (near and f"Did you mean {own} {near}?")
+            raise PlauditError(f"{own} {verb} is not a command. {hint or f'{own} --help lists all of them.'}")
+        return super().resolve_command(ctx, args)
