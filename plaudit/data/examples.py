@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from plaudit.data.conversations import Source, read_conversations
-from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError
 from plaudit.types import Example
+
+if TYPE_CHECKING:  # it imports transformers, and reading pairs takes none of it
+    from plaudit.data.templates import ChatTemplate
 
 T = TypeVar("T")
 TooLong = Literal["filter", "error", "cut_left", "cut_right"]
@@ -42,7 +44,7 @@ class ExampleSet:
 
 def load_examples(
     sources: Sequence[Source],
-    template: ChatTemplate,
+    template: "ChatTemplate",
     *,
     max_tokens: int,
     too_long: TooLong,

@@ -28,6 +28,7 @@ def clock() -> Clock:
 @pytest.fixture(params=[80, 100])
 def width(request, monkeypatch) -> int:
     monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setattr(progress.console, "_width", request.param)  # it may have been made when COLUMNS was set
     return request.param
 
 

@@ -623,6 +623,12 @@ def test_documentation_examples_run_as_shown(tmp_path):
     assert "    [1.1, 0.1]\n" in text
 
 
+def test_a_server_of_rules_starts_without_torch():
+    """Importing it takes longer than all else."""
+    code = "import sys, plaudit.serving.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 # Fuzzing -------------------------------------------------------------------------------------------------------------
 
 
