@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -396,7 +397,7 @@ def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
     assert (code, err) == (0, "")
     found = findings(out)
     assert {mark for mark, *_ in found} == {"✓"}
-    assert list(dict.fromkeys(check for _, check, _ in found)) == CHECKS
+    assert list(dict.fromkeys(check for _, check, _ in found)) == [*CHECKS, "disk"]
     texts = [f"{check}: {text}" for _, check, text in found]
     assert f"files: train: {rows_file} has 60 rows with messages" in texts
     assert f"files: val: {rows_file} has 60 rows with messages" in texts
@@ -412,6 +413,19 @@ def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
         lengths = next(text for text in texts if text.startswith(f"rows: {part}: 60 rows rendered"))
         assert f"longest {longest};" in lengths
     assert rendered[0] in out
+
+
+def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monkeypatch):
+    """fp32: a checkpoint has the weights and two moments of each; with a validation, the best one is kept too."""
+    for keep, val, free, mark in ((2, [], 1e12, "✓"), (2, [], 1e6, "!"), (5, [f"data.val={rows_file}"], 1e12, "✓")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        _, out, _ = plaudit("doctor", recipe, f"run.keep_last={keep}", *val)
+        [(found, text)] = [(mark, text) for mark, check, text in findings(out) if check == "disk"]
+        kept = keep + len(val)
+        assert found == mark
+        assert f": {kept} checkpoints of {PARAMETERS * 12 / 1e6:.0f} MB" in text
+        assert f"take up to {((kept + 1) * 12 + 4) * PARAMETERS / 1e6:.0f} MB" in text
+        assert ("lower run.keep_last" in text) == (mark == "!")
 
 
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (0, 60)])
@@ -475,7 +489,7 @@ def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tin
     assert (code, err) == (1, "")
     found = findings(out)
     assert any(mark == "✗" and name == check and text in reported for mark, name, reported in found), out
-    assert list(dict.fromkeys(name for _, name, _ in found)) == CHECKS, "the other checks still run"
+    assert [name for name in dict.fromkeys(name for _, name, _ in found) if name != "disk"] == CHECKS, "the other checks still run"
     assert ("The first row as the model sees it" in out) == shows_row
     assert "Traceback" not in out
     if "is not a pattern" not in text:  # that one is left to peft

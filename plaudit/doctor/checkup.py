@@ -122,6 +122,8 @@ class _Checkup:
         self.check("memory", lambda: memory.check_training(recipe, self.lengths))
         if isinstance(recipe, RLRecipe):
             self.check("memory", lambda: self._memory(recipe))
+        self.check("disk", lambda: memory.check_disk(recipe))
+        if isinstance(recipe, RLRecipe):
             memory.print_budgets(self.console, recipe, self.budgets)
         self._show_training_input(recipe, prompts)
         self._show_reward_model_inputs()

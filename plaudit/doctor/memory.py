@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,28 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths) -> Iterator[Finding
         host = total_memory(torch.device("cpu"))
         text = f"moments and master weights take {gigabytes(plan.state)} of {gigabytes(host)} host memory"
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
+
+
+def check_disk(recipe: TrainingRecipe) -> Iterator[Finding]:
+    """Space for the checkpoints that are kept, one that is being written, and the trained model."""
+    try:
+        plans = [plan_policy(recipe)]
+        if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
+            plans.append(plan_critic(recipe))
+    except (PlauditError, OSError, ValueError):
+        return  # reported by other checks
+    lora = recipe.model.lora
+    model = 4.0 * plans[0].trainable if lora is not None and not lora.merge_on_save else plans[0].weights
+    checkpoint = model + sum(plan.state for plan in plans) + sum(plan.weights for plan in plans[1:])
+    kept = recipe.run.keep_last + (1 if recipe.run.keep_best and recipe.data.val else 0)
+    needed = (kept + 1) * checkpoint + model
+    folder = Path(recipe.run.dir).absolute()
+    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+    text = (
+        f"{recipe.run.dir}: {kept} checkpoints of {gigabytes(checkpoint)}, one being written and the trained model take up to "
+        f"{gigabytes(needed)}; {gigabytes(free)} are free"
+    )
+    yield ("✓", text) if needed < free else ("!", f"{text}. Free some, lower run.keep_last, or choose another run.dir")
 
 
 def _check_settings(section: str, model: ModelSettings, layers: int, device: torch.device) -> Iterator[Finding]:
