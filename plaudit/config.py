@@ -24,6 +24,8 @@ from plaudit.shipped import find_shipped
 from plaudit.suggestions import Place, dotted, suggest
 
 COMMAND_LINE = "command line"
+MAX_DEPTH = 20
+"""Of sections and lists in each other."""
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -139,6 +141,17 @@ def _scalar(text: str, kind: str) -> Any:
     return text
 
 
+def _compose(text: str) -> yaml.Node | None:
+    """The text as nodes, or a RecursionError: raised before the stack is full, since code that runs then (the garbage collector's)
+    can fail anywhere."""
+    depth = 0
+    for event in yaml.parse(text, Loader=CoreLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise RecursionError
+    return yaml.compose(text, Loader=CoreLoader)
+
+
 def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) -> Any:
     def at(node: yaml.Node) -> str:
         return f"{file}:{node.start_mark.line + 1}" if file else COMMAND_LINE
@@ -147,7 +160,7 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
     kind = node.tag.rsplit(":", 1)[-1]
     if kind not in ("null", "bool", "int", "float", "str", "map", "seq"):
         raise RecipeError(f"{at(node)}: {dotted(place)}: the YAML tag {kind} has no meaning in a recipe")
-    if len(place) > 20:  # an anchor that contains itself
+    if len(place) > MAX_DEPTH:  # an anchor that contains itself
         raise RecipeError(f"{at(node)}: {dotted(place[:2])} is nested too deeply")
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
@@ -176,7 +189,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
     try:
-        node = yaml.compose(text, Loader=CoreLoader)
+        node = _compose(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -208,7 +221,7 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
     key = _key(at, last, name)
     inside_list, place = isinstance(at, list), (*place, key)
     try:
-        node = yaml.compose(text, Loader=CoreLoader)
+        node = _compose(text)
     except yaml.YAMLError:
         node = None if not text else yaml.ScalarNode("tag:yaml.org,2002:str", text)
     except RecursionError:
