@@ -10,6 +10,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
+# Containers often set this. Then nothing would be cached, and every process would compile torch and transformers again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: install dev demo test test-all lint format lock clean
 install: .venv/installed
 dev: .venv/dev-installed
