@@ -44,12 +44,13 @@ def module_from(path: Path) -> ModuleType:
     name = f"plaudit_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
+    # Not through the loader: cached bytecode is looked up by the file's size and its time in whole seconds, so that code
+    # written within the same second would be the old code; and the cache would lie in the run's folder.
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     return module
 
 

@@ -1,5 +1,6 @@
 """The Python API: the documentation's page as it is, recipes from Python, rows and functions as inputs, run folders to read."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from plaudit.data.in_memory import rows_file
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, RecipeError, RunError
 from plaudit.input_files import place_inputs
+from plaudit.plugins import load_attribute
 from plaudit.rewards.functions.callables import code_digest, reward_entries
 from support.paths import REPOSITORY
 from support.rows import arithmetic_rows
@@ -46,6 +48,17 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert same.folder == run.folder
     assert "resumes although" in (err := capsys.readouterr().err)
     assert "digits.py has changed" in err.replace("\n", " ")
+
+
+def test_a_file_written_again_within_the_same_second_is_the_new_code(tmp_path, monkeypatch):
+    """Bytecode cached by size and time would be the old code: `return 1` and `return 2` are equally long."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "reward.py"
+    for value in (1, 2):
+        file.write_text(f"def reward(): return {value}")
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        assert load_attribute(f"{file}:reward")() == value
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_import_is_light():
