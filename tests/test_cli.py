@@ -204,6 +204,7 @@ def test_help_is_shown_without_a_verb(plaudit):
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -193,6 +193,7 @@ def test_the_validation_loss_is_the_mean_over_all_answer_tokens(finished, which)
 # Steps and rows ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "epoch_after_each_step"),
     [
@@ -559,6 +560,7 @@ def test_disk_full_while_a_checkpoint_is_saved(tmp_path, recipe):
     assert_same_result(run, tmp_path / "reference")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("size", "model", "what"),
     [
@@ -677,6 +679,7 @@ def test_a_diverging_run_stops_with_advice(tmp_path, recipe, plaudit, rows_file)
     assert not (tmp_path / "run/model").exists()
 
 
+@pytest.mark.slow
 def test_a_large_trainer_state_is_split_over_files(tmp_path, tiny_model, rows_file, monkeypatch):
     """Only a file's worth of tensors passes through memory at a time; a run resumes from several files as from one."""
     import plaudit.train.trainer as trainer

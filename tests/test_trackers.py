@@ -99,6 +99,7 @@ def test_tensorboard_has_the_metrics(tmp_path, recipe):
     assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("stop_in_step", [6, 2, 1], ids=["after a checkpoint", "before any checkpoint", "before any step"])
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, recipe, monkeypatch, stop_in_step):
     train_resumed(recipe("tensorboard"), monkeypatch, stop_in_step=stop_in_step)
@@ -198,6 +199,7 @@ def test_swanlab_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     assert b"grad_norm" in content
 
 
+@pytest.mark.slow
 def test_swanlab_can_be_offline_with_a_key(tmp_path, recipe, monkeypatch):
     monkeypatch.setenv("SWANLAB_API_KEY", "made0up1value2")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
@@ -247,6 +249,7 @@ def test_a_tracker_that_cannot_be_closed_is_reported(tmp_path, recipe, monkeypat
     assert_same_series(tensorboard_series(tmp_path / "run"), series(tmp_path / "run"))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("name", "module"),
     [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow"), ("swanlab", "swanlab")],
@@ -279,6 +282,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", TRACKERS)
 def test_samples_of_a_validation_can_be_read(tmp_path, recipe, capsys, name):
     """Twice, as a resumed run does. MLflow writes nothing outside of the run's folder."""
@@ -312,6 +316,7 @@ def test_tensorboard_shows_a_sample_as_text_without_markup(tmp_path, recipe):
     assert text.decode() == "reward 1.0000\n\n    What is *2 + 2*?\n\n**→**\n\n    ```\n    <b>4</b>"
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", TRACKERS)
 def test_non_finite_values_do_not_disable_a_tracker(tmp_path, recipe, capsys, name):
     file = recipe(name)

@@ -242,6 +242,7 @@ def test_openrlhf_server_speaks_its_protocol(serve, flaky):
         assert json.loads(health.read()) == {"rewards": ["flaky", "exact"]}
 
 
+@pytest.mark.slow
 def test_openrlhf_server_reports_an_invalid_recipe(recipe):
     file = recipe({"kind": "exact", "wieght": 1})
     done = subprocess.run(

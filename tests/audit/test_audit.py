@@ -696,6 +696,7 @@ def gsm8k_rollouts(real_data, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("recipe", "caught_by", "held"),
     [

@@ -107,11 +107,17 @@ def findings_for(findings: list[tuple[str, str, str]], check: str) -> list[tuple
         ),
     ],
 )
-def test_rules_that_reward_the_same_answer_are_reported(doctor, rewards, warning):
-    _, findings, _ = doctor(*rewards)
-    found = findings_for(findings, "rewards")
+def test_rules_that_reward_the_same_answer(rewards, warning):
+    found = list(check_answer_rules(ScoreRecipe.model_validate({"rewards": rewards}).rewards, []))
     assert [mark for mark, _ in found] == ([] if warning is None else ["!"])
     assert not found or found[0][1].startswith(warning or "")
+
+
+def test_rules_that_reward_the_same_answer_are_reported(doctor):
+    _, findings, _ = doctor({"kind": "exact"}, {"kind": "contains", "weight": 0.5})
+    assert [(mark, text[:43]) for mark, text in findings_for(findings, "rewards")] == [
+        ("!", "exact and contains reward the same answer: ")
+    ]
 
 
 def test_rows_that_two_rules_reward_are_counted():
@@ -146,6 +152,7 @@ def test_scalar_model_in_process_is_described_and_scores_pairs(doctor, scalar):
     assert "<|im_start|>assistant\n0<|im_end|>" in out
 
 
+@pytest.mark.slow
 def test_offloaded_critique_and_scorer(doctor, tiny_models, scalar):
     """A truncated critique is still scored, so a random critic is enough."""
     critic = {
@@ -402,6 +409,7 @@ def test_policy_tokens_in_the_reward_models_input_are_reported(doctor, scalar, t
     assert "it occurs in 1 of 12 messages of the data; remove it" in found[1]
 
 
+@pytest.mark.slow
 def test_views_that_mishandle_thoughts_are_reported(doctor, scalar, tmp_path):
     def found(view: dict, *, thinks: bool = True) -> list[str]:
         overrides = (f"model.chat_template={TEMPLATES / 'prefilled_think.jinja'}",) if thinks else ()
@@ -419,6 +427,7 @@ def test_views_that_mishandle_thoughts_are_reported(doctor, scalar, tmp_path):
     assert "view.think is strict, but the policy does not seem to think" in never
 
 
+@pytest.mark.slow
 def test_samples_too_long_for_the_reward_model_are_reported(doctor, scalar, tiny_models):
     [found] = mismatches(doctor, scalar_reward(scalar, model={"max_prompt_tokens": 100}), rollout={"max_new_tokens": 200})
     assert found.startswith("! bt: with rollout.max_new_tokens = 200 it reads up to 2")

@@ -76,8 +76,8 @@ def transformers_scores(folder: Path, pairs_file: Path, side: str = "right") -> 
 # Training ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("loss", [{}, {"label_smoothing": 0.1, "nll_coefficient": 0.1}, {"kind": "ipo"}, {"kind": "hinge"}])
-@pytest.mark.grid(2)
 def test_dpo_learns(tmp_path, tiny_model, pairs_file, loss):
     model = run_stage(tmp_path, "dpo", tiny_model, pairs_file, data={"val": str(pairs_file)}, loss=loss, run={"validate_every": 4})
     rows = metrics_of(tmp_path / "run")
@@ -126,10 +126,10 @@ def test_margins_widen_the_score_gap(tmp_path, tiny_model):
 # Saved models --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("kind", "lora"), [("llama", None), ("qwen2", None), ("qwen3", None), ("mistral", None), ("qwen2", {"rank": 4})]
 )
-@pytest.mark.grid(2)
 def test_a_reward_model_scores_the_same_everywhere(tmp_path, tiny_models, pairs_file, kind, lora):
     folder = run_stage(tmp_path, "reward-model", tiny_models[kind], pairs_file, model={"dtype": "float32", "lora": lora})
     ours = plaudit_scores(folder, pairs_file)
@@ -165,6 +165,7 @@ def test_a_reward_model_does_not_pad_with_its_end_token(tmp_path, tiny_model, pa
     torch.testing.assert_close(transformers_scores(trained, pairs_file), plaudit_scores(trained, pairs_file), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_can_start_from_a_reward_model(tmp_path, tiny_model, pairs_file):
     first = run_stage(tmp_path, "reward-model", tiny_model, pairs_file, "first", model={"dtype": "float32"})
     run_stage(tmp_path, "reward-model", first, pairs_file, "second", data={"val": str(pairs_file)})
@@ -198,6 +199,7 @@ def test_classifiers_with_several_labels_are_refused(tmp_path, tiny_model, pairs
         run_stage(tmp_path, "reward-model", tmp_path / "classifier", pairs_file)
 
 
+@pytest.mark.slow
 def test_an_adapter_saved_alone_includes_the_head(tmp_path, tiny_model, pairs_file):
     from peft import PeftModel
 
@@ -254,6 +256,7 @@ def test_with_lora_the_base_model_is_the_reference(tmp_path, tiny_model, pairs_f
     assert metrics_of(tmp_path / "lora")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_another_model_as_reference(tmp_path, tiny_model, pairs_file):
     """A trained policy measured against the model it started from: its first margin is what its training gained."""
     trained = run_stage(tmp_path, "dpo", tiny_model, pairs_file, "first", data={"val": str(pairs_file)})
@@ -281,12 +284,12 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path, plaudit, tiny_m
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "model"),
     [("dpo", LOW_MEMORY), ("dpo", {}), ("reward-model", LOW_MEMORY)],
     ids=["dpo lora", "dpo", "rm lora"],
 )
-@pytest.mark.grid(1)
 def test_kill_9_and_resume_gives_the_same_result(tmp_path, tiny_model, pairs_file, stage, model):
     """Killed once in the first step and once in the middle."""
     steps = 12
@@ -582,6 +585,7 @@ def test_rows_that_give_no_pairs_are_refused(tmp_path, plaudit, row, message):
 # The documentation page ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_docs_recipes_match_the_repository_and_the_code_runs(tmp_path, tiny_model, monkeypatch):
     import re
 

@@ -72,6 +72,7 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("moment", ["open .step_000010.aside/state.json", "os.rename checkpoints/.step_000010.aside"])
 def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, uninterrupted, moment):
     (tmp_path / "reference").symlink_to(uninterrupted)
@@ -84,6 +85,7 @@ def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, u
     assert_same_result(tmp_path / "killed", tmp_path / "reference")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("number", "forked"),
     [(signal.SIGINT, True), (signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)],

@@ -302,8 +302,8 @@ def uninterrupted(tmp_path_factory, tiny_model, prompts_file, reward_file) -> Pa
     return run
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-@pytest.mark.grid(4)
 def test_a_run_resumes_from_between_any_two_phases(tmp_path, recipe, prompts_file, uninterrupted, monkeypatch, boundary):
     owner, name, nth = BOUNDARIES[boundary]
     original, calls = getattr(owner, name), []
@@ -380,6 +380,7 @@ STOPS = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("moment", STOPS)
 def test_sigterm_leaves_sampling_at_the_next_step_of_the_engine(tmp_path, recipe, prompts_file, uninterrupted, monkeypatch, moment):
     part, step, message = STOPS[moment]
@@ -710,6 +711,7 @@ def test_a_step_whose_samples_all_failed_changes_no_weights(tmp_path, recipe, ti
 LIKE_SGD = {"lr": 1.0, "eps": 1.0, "max_grad_norm": None}
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_the_update(tmp_path, recipe, tiny_model):
     settings = {"optim": LIKE_SGD, "run": {"max_steps": 1}, "algorithm": {"kl_coefficient": 0.5, "entropy_coefficient": 0.5}}
     before, results = weights_of(tiny_model), []
@@ -722,6 +724,7 @@ def test_micro_batches_do_not_change_the_update(tmp_path, recipe, tiny_model):
         assert max((results[0][name] - other[name]).abs().max().item() for name in before) < 1e-6
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_and_trainer_have_the_same_logprobs(tmp_path, recipe, recorded, temperature):
     settings = {"rollout": {"temperature": temperature, "n": 4, "max_new_tokens": 12}, "train": {"epochs_per_step": 2}}
@@ -756,6 +759,7 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(tmp_path, recipe):
     assert min(kls[1:]) > 1e-6
 
 
+@pytest.mark.slow
 def test_a_large_kl_coefficient_holds_the_policy_back(tmp_path, recipe):
     for name, coefficient in (("loose", 1e-6), ("held", 10.0)):
         train_rl(recipe(name, algorithm={"kl_coefficient": coefficient}, run={"max_steps": 6}))
@@ -908,6 +912,7 @@ def test_groups_with_equal_rewards_change_no_weights(tmp_path, recipe, tiny_mode
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("train", "per_step"),
     [
@@ -918,7 +923,6 @@ def test_groups_with_equal_rewards_change_no_weights(tmp_path, recipe, tiny_mode
         ({"epochs_per_step": 2}, 2),
     ],
 )
-@pytest.mark.grid(2)
 def test_every_epoch_of_a_step_trains_on_each_sample_once(tmp_path, recipe, recorded, train, per_step):
     """Five prompts per step and twelve in all, so the third step spans two epochs of the data."""
     train_rl(recipe(train={"prompts_per_step": 5, **train}, rollout={"n": 2}, run={"max_steps": 3}))
@@ -1242,6 +1246,7 @@ def test_doctor_reports_problems_before_training(tmp_path, recipe, plaudit, monk
 # Regressions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_validation_stopped_by_a_reward_is_repeated_on_resume(tmp_path, recipe, prompts_file):
     """Even at the last step, where nothing else is left to do."""
     body = f"""

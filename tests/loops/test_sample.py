@@ -136,6 +136,7 @@ def uninterrupted(tmp_path, sample) -> dict[str, dict]:
     return by_id(tmp_path / "uninterrupted.jsonl")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("cut", ["mid-line", "after a line", "in the first line", "all of it"])
 def test_a_truncated_file_is_completed(tmp_path, sample, uninterrupted, cut):
     out = tmp_path / "out.jsonl"

@@ -61,6 +61,7 @@ def test_equals_log_softmax(dtype, tolerance, temperature, rows, entropy):
         assert relative_error(our_gradient, gradient) < tolerance
 
 
+@pytest.mark.slow
 def test_gradients_match_finite_differences():
     hidden, weight, tokens = inputs(torch.float64, n=4)
 

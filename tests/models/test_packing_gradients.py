@@ -241,6 +241,7 @@ def adapted(request, tiny_models, dtype) -> TrainableModel:
     return policy
 
 
+@pytest.mark.grid(2)
 def test_lora_trains_only_adapters_and_the_same_for_any_split(adapted):
     examples = make_examples()
     full = packed(adapted, [pack(examples)])

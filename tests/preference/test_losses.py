@@ -125,6 +125,7 @@ def step(policy, pairs: list[Pair], settings, batches) -> tuple[float, dict[str,
     return total, sums, {name: p.grad.clone() for name, p in policy.trainable() if p.grad is not None}
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_splitting_a_step_changes_nothing(tiny_models, pairs_file, name):
     """All pairs in one batch, one by one, within a token budget, and reversed: the same loss, metrics and gradients."""

@@ -118,6 +118,7 @@ def fast_gc():
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_models_can_be_loaded_concurrently(tiny_models):
     """transformers patches methods of all models while it loads one, so tied weights of another could go missing."""
 
@@ -153,6 +154,7 @@ def test_packed_scores_match_transformers(any_classifier):
     np.testing.assert_allclose(scores, expected, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("prefix", ["v_head.summary.", "summary.", ""])
 def test_a_value_head_next_to_a_causal_model(tiny_models, tmp_path, prefix):
     folder = shutil.copytree(tiny_models["qwen3"], tmp_path / "rm")
@@ -257,6 +259,7 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(classifier, tmp_path
     assert verdicts[1].failure.cause == "render"
 
 
+@pytest.mark.slow
 def test_a_conversation_that_breaks_a_pass_fails_alone(classifier, monkeypatch):
     """A pass that raises is bisected; the one conversation that still raises fails with its cause."""
     forward, marked = ScalarModel.forward, transcript_of(settings_of(classifier)).tokens(talk(11))
@@ -523,9 +526,9 @@ def test_closing_answers_pending_requests(classifier):
 # Loading and unloading -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scalar", [True, False])
 @pytest.mark.usefixtures("fast_gc")
-@pytest.mark.grid(1)
 def test_loading_and_unloading_leaks_no_memory(tmp_path, rows_file, scalar):
     from plaudit.prepare.tiny_model import make_tiny_model
 
@@ -566,6 +569,7 @@ def test_loading_and_unloading_leaks_no_memory(tmp_path, rows_file, scalar):
     assert RESIDENT_MODELS.models() == []
 
 
+@pytest.mark.slow
 def test_one_offloaded_model_at_a_time(classifier, writer):
     async def go() -> None:
         models = [await opened(folder, scalar=folder == classifier, placement="offload") for folder in (classifier, writer)]
@@ -609,6 +613,7 @@ def test_requests_made_before_unloading_are_answered(classifier):
     with_model(classifier, go, scalar=True, placement="offload")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_fails_its_requests(classifier, monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -631,6 +636,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests(classifier, monkeypatc
         score_all(classifier, [])
 
 
+@pytest.mark.slow
 def test_host_copies_restore_a_model(classifier):
     """The round trip of a GPU's weights, here from CPU to CPU."""
     model, transcript = load_scalar(settings_of(classifier), CPU), transcript_of(settings_of(classifier))
@@ -656,6 +662,7 @@ def error_for(folder: Path, *, scalar: bool = True, **settings) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_bad_folders_are_rejected_before_weights_are_read(classifier, tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr(scalar_inference, "load_scalar", None)
     near = classifier.with_name("rmm")
@@ -680,6 +687,7 @@ def test_bad_folders_are_rejected_before_weights_are_read(classifier, tiny_model
     assert "max_prompt_tokens is 9,999" in error_for(classifier, max_prompt_tokens=9999)
 
 
+@pytest.mark.slow
 def test_wrong_architectures_are_rejected(classifier, tiny_models, tmp_path):
     causal = tiny_models["qwen2"]
     assert "Qwen2ForCausalLM has no score" in error_for(causal)

@@ -163,6 +163,7 @@ def test_a_resident_model_is_loaded_once_until_the_last_reward_closes(folders, l
     assert loads == ["grader"]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("with_critique", [False, True], ids=["scalar_model", "critique_then_score"])
 @pytest.mark.parametrize("placement", ["resident", "offload"])
 def test_repeatable_scores_do_not_depend_on_the_batch(folders, tmp_path, placement, with_critique):
@@ -403,6 +404,7 @@ def metrics_of(run: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "judge/"))} for row in rows]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("concurrency", [1, 64])
 def test_a_run_whose_judge_dies_stops_with_one_line_and_can_resume(tmp_path, tiny_model, plaudit, monkeypatch, concurrency):
     monkeypatch.chdir(tmp_path)  # prompt ids contain the file, so sampling depends on it

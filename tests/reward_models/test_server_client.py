@@ -505,6 +505,7 @@ def test_groups_stay_on_one_replica():
 # 2,000 questions, 30 % faults ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_2000_questions_with_30_percent_faults():
     """Three of every ten fail: one permanently, two once or twice."""
     kinds = [kind for kind in CAUSES if kind != "hang"]

@@ -303,6 +303,7 @@ def test_2000_samples_with_30_percent_faults(faulty, tmp_path):
     assert advantages.tolist() == pytest.approx([-11 / 6, -5 / 6, 7 / 6, 13 / 6, -5 / 6, 1 / 6])
 
 
+@pytest.mark.slow
 def test_plaudit_score_resumes_after_kill_9(faulty, tmp_path):
     """`plaudit score`, killed with -9 three times: only calls in flight are repeated."""
     texts = [text for text in responses() if not text.startswith("hangs")][:1200]

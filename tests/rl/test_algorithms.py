@@ -117,8 +117,8 @@ def metrics_of(run: Path) -> list[dict]:
 # Two steps of each ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.grid(4)
 def test_two_steps(tmp_path, recipe, tiny_model, name):
     model = train_rl(recipe(algorithm=ALGORITHMS[name], train=SEVERAL_UPDATES))
     rows, settings = metrics_of(tmp_path / "run"), ALGORITHMS[name]
@@ -150,6 +150,7 @@ def compute_score(solution_str):
 """
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropped_samples_are_not_trained_on(tmp_path, recipe, recorded, kind):
     """For every kind: samples whose reward failed are in no update, and the others have finite advantages."""
@@ -349,6 +350,7 @@ def gradient_of(model, update: Update, algorithm: AlgorithmSettings, budget: int
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo", "policy_gradient"])
 def test_split_and_order_do_not_change_the_update(model, loss, aggregation):

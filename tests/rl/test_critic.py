@@ -376,6 +376,7 @@ CRITIC_METRICS = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -393,7 +394,6 @@ CRITIC_METRICS = {
     ],
     ids=["plain", "gae and kl", "lora policy", "lora critic", "bfloat16, n=1", "shared, bfloat16", "shared, lora, head alone"],
 )
-@pytest.mark.grid(3)
 def test_two_steps(tmp_path, recipe, tiny_model, settings):
     model = train_rl(recipe(**settings))
     rows = metrics_of(tmp_path / "run")
@@ -463,6 +463,7 @@ def test_dropped_samples_are_not_trained_on(recipe, tmp_path, monkeypatch):
     assert len(seen) == 16 - row["dropped"]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("shared", [False, True])
 def test_warm_up_leaves_the_policy_unchanged(tmp_path, recipe, tiny_model, shared):
     """Bit for bit, while sampling continues; the third step changes it."""

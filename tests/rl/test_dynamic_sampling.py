@@ -129,6 +129,7 @@ def test_it_resumes_exactly(tmp_path, recipe, monkeypatch):
     assert taken == sum(row["groups"] for row in metrics_of(reference)) > 16
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -63,6 +63,6 @@ def subject(request, tiny_model) -> Subject:
     return ENGINES[request.param](sharpen(policy.model), tokenizer)
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 class TestContract(EngineContract):
     pass

@@ -467,6 +467,7 @@ def test_signal_finishes_requests_in_flight(tmp_path):
             served.request("/health")
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_grace_period_fail(tmp_path):
     with run_server(tmp_path, [function(tmp_path)], "--grace-s", 0.5) as served:
         answers: list[HttpResponse] = []
@@ -480,6 +481,7 @@ def test_requests_beyond_the_grace_period_fail(tmp_path):
         assert answers[0].json["items"][0]["responses"][0]["failure"]["cause"] == "stopping"
 
 
+@pytest.mark.slow
 def test_second_signal_stops_at_once(tmp_path):
     with run_server(tmp_path, [function(tmp_path)]) as served:
 
@@ -496,6 +498,7 @@ def test_second_signal_stops_at_once(tmp_path):
         requests.join()
 
 
+@pytest.mark.slow
 def test_health_responds_while_rewards_open(tmp_path):
     reward = function(tmp_path)
     (tmp_path / "function.py").write_text("import time\ntime.sleep(1000)\n" + FUNCTION)
@@ -584,6 +587,7 @@ class Judge(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
+@pytest.mark.slow
 def test_group_judge_sees_the_responses_of_an_item_together(tmp_path):
     judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=judge.serve_forever, daemon=True).start()
@@ -609,6 +613,7 @@ def test_group_judge_sees_the_responses_of_an_item_together(tmp_path):
 # The documentation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_documentation_examples_run_as_shown(tmp_path):
     text = (REPOSITORY / "docs/serve.md").read_text(encoding="utf-8")
     rewards = yaml.safe_load(re.findall(r"^With `rewards: (\[.*\])`", text, re.MULTILINE)[0])
@@ -623,6 +628,7 @@ def test_documentation_examples_run_as_shown(tmp_path):
     assert "    [1.1, 0.1]\n" in text
 
 
+@pytest.mark.slow
 def test_a_server_of_rules_starts_without_torch():
     """Importing it takes longer than all else."""
     code = "import sys, plaudit.serving.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

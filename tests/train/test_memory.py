@@ -56,6 +56,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("how", TRAINED)
 def test_offloaded_state_gives_the_same_updates(tiny_models, cpu_as_gpu, how):
     """Two updates of Qwen2 (matrices, biases and norms) without offloading and two with it."""
@@ -160,6 +161,7 @@ def test_on_a_gpu_offloaded_state_gives_the_same_updates(tiny_models, monkeypatc
 # Offloaded models -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_fused_parameters_stay_fused_after_offloading(device):
     """Otherwise their products would run one by one, or the fused tensor would have to be rebuilt."""

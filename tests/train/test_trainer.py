@@ -244,6 +244,7 @@ def nan_gradient(loss: Tensor, policy: TrainableModel) -> Tensor:
     return loss + (0.0 * sum(p.float().sum() for _, p in policy.trainable())).sqrt()
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("broken", [infinite_loss, nan_loss, nan_gradient])
 @pytest.mark.parametrize("how", ["fp32", "bf16", "lora"])
 def test_a_non_finite_step_is_skipped(tiny_model, how, broken):

@@ -666,6 +666,7 @@ def test_similarity_says_what_to_install(monkeypatch):
         scores_of(reward, "a")
 
 
+@pytest.mark.slow
 def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
     """A tiny model's mean-pooled hidden states, compared with sentence-transformers' own."""
     sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
@@ -795,6 +796,7 @@ def test_plugins_may_return_arrays_and_messages(tmp_path):
     assert backend_of(reward).questions[0].messages == [{"role": "user", "content": "a"}]
 
 
+@pytest.mark.slow
 def test_a_plugin_gets_the_reward_models_tokenizer(tmp_path, tiny_model):
     text = dedent("""
         def rm_preprocess(p, r, t):

@@ -297,6 +297,7 @@ def test_fractions_are_compared_exactly(a, b):
 # Real references -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_references(real_data):
     """A sixth of TinyV's references match themselves, also with \\dfrac; with a digit changed or a guess added, almost none do."""
     rows = parquet.read_table(real_data / "bigmath_tinyv.parquet", columns=["reward_model"]).to_pylist()

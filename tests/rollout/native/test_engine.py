@@ -57,7 +57,7 @@ from support.engine_contract import (
 )
 from support.models import KINDS
 
-pytestmark = pytest.mark.grid(2)
+pytestmark = pytest.mark.grid(1)
 
 LENGTHS = (3, 120, 1, 33, 8, 2, 57)
 COUNTS = (2, 1, 3, 1, 4, 1, 2)

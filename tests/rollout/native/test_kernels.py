@@ -464,6 +464,7 @@ def test_parts_are_multiples_of_a_stretch_and_cover_the_sequence(sequences, long
 # Training ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @shapes_of_each_dtype(6)
 def test_attend_packed(dtype, seed, monkeypatch):
     """Packed sequences, some with earlier keys; tiles and stretches of several sizes; the memory between them is NaN."""
@@ -492,6 +493,7 @@ def test_attend_packed(dtype, seed, monkeypatch):
         torch.testing.assert_close(exact(logsum[:, at]), scores.logsumexp(-1), rtol=1e-4, atol=max(1e-4, ROUNDING[dtype] / 4))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_decoding_and_training_attend_alike(seed):
     """The sampler's kernel and the trainer's are bitwise equal on a GPU; in the interpreter, numpy decides the order of sums."""
@@ -558,6 +560,7 @@ def test_swiglu_backward(dtype, tokens, half):
     close(found, expected, dtype)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("kind", "checkpointed"), [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", False)])
 def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     """Hidden states and all gradients match the model's own modules; also after its fused weights have been separated again."""
@@ -765,6 +768,7 @@ def check_draws(ops: ModuleType, logits: Tensor, state: Tensor, ends: frozenset[
         assert numbers[i] == pytest.approx([log_softmax(scaled)[token], log_softmax(z)[token]], rel=3e-7, abs=atol)
 
 
+@pytest.mark.grid(1)
 @both
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_draws(ops, settings, monkeypatch):
@@ -858,6 +862,7 @@ def test_ends_and_limits(ops, ends):
     assert after[:, [KEY, LIMIT]].tolist() == state[:, [KEY, LIMIT]].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["all, hot"]], ids=str)
 def test_draws_do_not_depend_on_the_batch(settings, monkeypatch):
     monkeypatch.setattr(sampler, "TILE", 128)
@@ -872,6 +877,7 @@ def test_draws_do_not_depend_on_the_batch(settings, monkeypatch):
         assert drawn(kernels, logits, state, sampling, frozenset())[1][:, 1].tolist() == together
 
 
+@pytest.mark.slow
 def test_kernels_and_torch_draw_the_same_tokens(monkeypatch):
     """For as many rows as the interpreter has time for; the noise itself is compared above, for thousands."""
     monkeypatch.setattr(sampler, "TILE", 128)
@@ -920,12 +926,12 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
         assert np.abs(sample.sampler_logprobs - expected[key].sampler_logprobs).max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("mistral", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.bfloat16)],
     ids=str,
 )
-@pytest.mark.grid(1)
 def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
     """Hidden states of packed sequences, with kernels and in torch, match the model's own modules."""
     from plaudit.data.pack import pack

@@ -349,6 +349,7 @@ rows = st.integers(1, 7) | st.sampled_from([16, 33])
 few = st.integers(0, 3) | st.integers(0, 60)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(answers(), rows, st.sampled_from([1, 2, 3, 4, 8, 16]), few, budgets, st.sampled_from(["cpu", "cuda"]))
 def test_random_settings_with_small_blocks(answers, rows, block_tokens, more_blocks, prefill_tokens, device):
