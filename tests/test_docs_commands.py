@@ -1,0 +1,138 @@
+"""Every shell block of README.md and docs/ runs when it is pasted, in order, or says above it why it is not run here.
+
+- A fenced block marked `sh` is run: all blocks of a page in one bash, in a copy of the clone's files.
+- A fenced block with a title (```python title="my_reward.py") is a file that the reader saves: it is written when its turn comes.
+- A line with `# fails` must fail, every other command must succeed.
+- `<!-- not run: REASON -->` right above a block leaves it out, and so does `<!-- run by tests/FILE.py -->`.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.paths import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+CORE = ("docs/serve.md", "docs/tutorials/first_reward.md")
+"""Pages whose commands need no torch, so that they take seconds. The others are slow tests."""
+PORTS = ("8000", "8321")
+"""Of servers that pages start. Others may use them on this machine, so each is replaced by a free one."""
+FENCED = re.compile(r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.M | re.S)
+COMMAND = re.compile(r"^(?:\$ )?(?:plaudit|python3?|pip|uv|make|curl|vllm|pytest|export|source|kill) ", re.M)
+PLACEHOLDER = re.compile(r"\b(?:R\.yaml|[A-Z]{4,})\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    language: str
+    title: str | None
+    note: str | None
+    code: str
+
+    @property
+    def is_shell(self) -> bool:
+        return self.language == "sh"
+
+    @property
+    def is_run(self) -> bool:
+        return self.note is None and (self.is_shell or self.title is not None)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    blocks = []
+    for found in FENCED.finditer(text):
+        language, _, rest = found["info"].partition(" ")
+        title = re.search(r'title="([^"]+)"', rest)
+        note = found["note"] if found["note"] and re.match(r"(not run|run by)\b", found["note"]) else None
+        blocks.append(Block(text[: found.start()].count("\n") + 1, language, title and title[1], note, found["code"]))
+    return blocks
+
+
+RUN = [page for page in PAGES if any(block.is_run and block.is_shell for block in blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_is_run_or_says_why_not(page):
+    for block in blocks_of(page):
+        where = f"{name_of(page)}:{block.line}"
+        if block.note is not None:
+            assert block.is_shell, f"{where}: only shell blocks are run"
+            reason = re.fullmatch(r"not run: \S.+|run by (?P<test>tests/[\w/]+\.py)", block.note)
+            assert reason, f"{where}: write `not run: REASON` or `run by tests/FILE.py`"
+            assert not reason["test"] or (REPOSITORY / reason["test"]).is_file(), where
+        assert block.language or not COMMAND.search(block.code), f"{where}: mark commands with ```sh, so that they are run"
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for line in re.findall(r"^    (\S.*)$", prose, re.M):
+        assert not COMMAND.match(line) or PLACEHOLDER.search(line), f"{name_of(page)}: put this into a ```sh block: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_in_commands_exist(page):
+    """Commands in tables and sentences are not run, but they name files that exist."""
+    for code in re.findall(r"`((?:plaudit|python|pytest) [^`\n]*)`", page.read_text(encoding="utf-8")):
+        for path in re.findall(r"(?<![\w/])(?:tests|bench|recipes|docs)/[\w./-]*\w", code):
+            made = path.endswith((".png", ".html"))
+            assert made or (REPOSITORY / path).exists(), f"{name_of(page)}: {code}"
+
+
+def script_of(page: Path) -> str:
+    lines = ["set -e"]
+    for block in blocks_of(page):
+        if not block.is_run:
+            continue
+        if block.title is not None:
+            lines.append(f"mkdir -p $(dirname {block.title}) && cat > {block.title} <<'END_OF_FILE'\n{block.code}END_OF_FILE")
+        else:
+            lines.append(re.sub(r"^(.*\S) +# fails\b.*$", r"if \1; then echo 'this should have failed'; exit 1; fi", block.code, flags=re.M))
+    return "\n".join(lines) + "\n"
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=name_of(page), marks=[] if name_of(page) in CORE else [pytest.mark.slow]) for page in RUN]
+)
+def test_commands_run_when_pasted(page, tmp_path):
+    if "curl " in (script := script_of(page)) and shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    for folder in ("recipes", "docs"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.png", "__pycache__"))
+    for port in PORTS:
+        script = script.replace(port, free_port())
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    (tmp_path / "page.sh").write_text(script)
+    with (tmp_path / "page.log").open("w+") as log:
+        process = subprocess.Popen(
+            ["bash", "page.sh"], cwd=tmp_path, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # servers that a page leaves running
+        log.seek(0)
+        assert process.returncode == 0, f"{name_of(page)}:\n{log.read()[-4000:]}"
