@@ -14,18 +14,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from support.paths import REPOSITORY
+from support.paths import REPOSITORY, TESTS
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 CORE = ("docs/serve.md", "docs/tutorials/first_reward.md")
 """Pages whose commands need no torch, so that they take seconds. The others are slow tests."""
 PORTS = ("8000", "8321")
 """Of servers that pages start. Others may use them on this machine, so each is replaced by a free one."""
+WARM = TESTS / "support/warm_plaudit.py"
 FENCED = re.compile(r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^(?:\$ )?(?:plaudit|python3?|pip|uv|make|curl|vllm|pytest|export|source|kill) ", re.M)
 PLACEHOLDER = re.compile(r"\b(?:R\.yaml|[A-Z]{4,})\b")
@@ -108,25 +111,47 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, id=name_of(page), marks=[] if name_of(page) in CORE else [pytest.mark.slow]) for page in RUN]
-)
+@pytest.fixture(scope="module")
+def warm_commands(tmp_path_factory) -> Iterator[Path]:
+    """A folder with a `plaudit` command for pages that need torch. `serve` is started in the usual way: it gets signals."""
+    folder = tmp_path_factory.mktemp("commands")
+    python, server, command = sys.executable, folder / "socket", folder / "plaudit"
+    warm, usual = f'exec {python} -I {WARM} {server} "$@"', f'exec {python} -m plaudit "$@"'
+    command.write_text(f'#!/bin/sh\nif [ "$1" = serve ]; then {usual}; else {warm}; fi\n')
+    command.chmod(0o755)
+    with subprocess.Popen([python, WARM, server], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as process:
+        while not server.exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        yield folder
+        process.kill()
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if name_of(page) in CORE], ids=name_of)
 def test_commands_run_when_pasted(page, tmp_path):
+    paste(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in RUN if name_of(page) not in CORE], ids=name_of)
+def test_commands_with_torch_run_when_pasted(page, tmp_path, warm_commands):
+    paste(page, tmp_path, warm_commands)
+
+
+def paste(page: Path, folder: Path, *commands: Path) -> None:
+    """Runs a page's blocks in one bash. `commands`: folders whose commands come first."""
     if "curl " in (script := script_of(page)) and shutil.which("curl") is None:
         pytest.skip("needs curl")
-    for folder in ("recipes", "docs"):
-        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.png", "__pycache__"))
+    for name in ("recipes", "docs"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("*.png", "__pycache__"))
     for port in PORTS:
         script = script.replace(port, free_port())
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    (tmp_path / "page.sh").write_text(script)
-    with (tmp_path / "page.log").open("w+") as log:
+    (folder / "page.sh").write_text(script)
+    search = [*map(str, commands), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(search), "PYTHONPATH": str(REPOSITORY)}
+    with (folder / "page.log").open("w+") as log:
         process = subprocess.Popen(
-            ["bash", "page.sh"], cwd=tmp_path, env=environment, start_new_session=True,
+            ["bash", "page.sh"], cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
