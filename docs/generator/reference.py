@@ -174,7 +174,9 @@ def _parameter(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
     """A row of a table: what to write, which values it takes, its default, and what it means."""
     name = info.metavar or parameter.name.upper()
     if not _is_argument(info):
-        name = ", ".join(info.param_decls or [f"--{parameter.name.replace('_', '-')}"])
+        # Inside of Annotated, the first name is where a default would be.
+        given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
+        name = ", ".join(given or [f"--{parameter.name.replace('_', '-')}"])
     bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", info.min), ("≤", info.max)) if bound is not None]
     values = "" if kind is bool else f"{explain._allowed(kind).removesuffix(' | null')} {' and '.join(bounds)}".strip()
     value = parameter.default
