@@ -22,6 +22,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     here = PurePosixPath(page.file.src_uri)
+    if here.name == "index.md" and len(here.parts) == 1:
+        page.meta["hide"] = ["navigation", "toc"]  # the home page fits on one screen
     pieces, end = [], 0
     for code in FENCED.finditer(markdown):
         pieces += [prose(markdown[end : code.start()], here, files), code[0]]

@@ -40,14 +40,10 @@ TABLE = "| setting | values | default | meaning |\n| --- | --- | --- | --- |\n"
 
 def pages() -> dict[str, str]:
     """The Markdown of every generated page, by its path in docs/."""
-    stages = {f"reference/{stage.replace('-', '_')}.md": stage_page(stage) for stage in STAGES}
-    return {
-        "reference/index.md": overview(),
-        "reference/commands.md": commands(),
-        **stages,
-        "reference/rewards.md": reward_kinds(),
-        "reference/recipes.md": recipes(),
-    }
+    stages = {stage.replace("-", "_"): stage_page(stage) for stage in STAGES}
+    generated = {"commands": commands(), "rewards": reward_kinds(), **stages}
+    linked = {f"reference/{name}.md": re.sub(r"docs/(\w+\.md)", r"[docs/\1](../\1)", text) for name, text in generated.items()}
+    return {"reference/index.md": overview(), **linked, "reference/recipes.md": recipes()}
 
 
 def overview() -> str:
