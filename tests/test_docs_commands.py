@@ -78,19 +78,11 @@ def test_every_command_is_run_or_says_why_not(page):
             reason = re.fullmatch(r"not run: \S.+|run by (?P<test>tests/[\w/]+\.py)", block.note)
             assert reason, f"{where}: write `not run: REASON` or `run by tests/FILE.py`"
             assert not reason["test"] or (REPOSITORY / reason["test"]).is_file(), where
-        assert block.language or not COMMAND.search(block.code), f"{where}: mark commands with ```sh, so that they are run"
+        unmarked = block.language in ("bash", "console", "shell", "zsh") or (not block.language and COMMAND.search(block.code))
+        assert not unmarked, f"{where}: mark commands with ```sh, so that they are run"
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))
     for line in re.findall(r"^    (\S.*)$", prose, re.M):
         assert not COMMAND.match(line) or PLACEHOLDER.search(line), f"{name_of(page)}: put this into a ```sh block: {line}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_named_in_commands_exist(page):
-    """Commands in tables and sentences are not run, but they name files that exist."""
-    for code in re.findall(r"`((?:plaudit|python|pytest) [^`\n]*)`", page.read_text(encoding="utf-8")):
-        for path in re.findall(r"(?<![\w/])(?:tests|bench|recipes|docs)/[\w./-]*\w", code):
-            made = path.endswith((".png", ".html"))
-            assert made or (REPOSITORY / path).exists(), f"{name_of(page)}: {code}"
 
 
 def script_of(page: Path) -> str:
@@ -101,7 +93,9 @@ def script_of(page: Path) -> str:
         if block.title is not None:
             lines.append(f"mkdir -p $(dirname {block.title}) && cat > {block.title} <<'END_OF_FILE'\n{block.code}END_OF_FILE")
         else:
-            lines.append(re.sub(r"^(.*\S) +# fails\b.*$", r"if \1; then echo 'this should have failed'; exit 1; fi", block.code, flags=re.M))
+            lines.append(
+                re.sub(r"^(.*\S) +# fails\b.*$", r"if \1; then echo 'this should have failed'; exit 1; fi", block.code, flags=re.M)
+            )
     return "\n".join(lines) + "\n"
 
 

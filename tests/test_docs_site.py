@@ -65,7 +65,9 @@ def test_the_reference_has_every_command_and_kind_of_reward(reference):
     pages = reference.pages()
     assert set(re.findall(r"^## plaudit (.*)$", pages["reference/commands.md"], re.M)) == set(EXAMPLES)
     kinds = plugins.kinds("rewards")
-    assert [heading for heading in re.findall(r"^## `(\w+)`$", pages["reference/rewards.md"], re.M) if heading in kinds] == list(kinds)
+    assert [heading for heading in re.findall(r"^## `(\w+)`$", pages["reference/rewards.md"], re.M) if heading in kinds] == list(
+        kinds
+    )
     for kind in kinds:
         section = pages["reference/rewards.md"].partition(f"\n## `{kind}`\n")[2].partition("\n## ")[0]
         own = set(plugins.kind("rewards", kind).model_fields) - set(reference.RewardSettings.model_fields)

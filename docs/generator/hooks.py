@@ -1,6 +1,7 @@
 """Hooks of mkdocs: adds the generated pages, and turns Markdown as GitHub shows it into what the site's renderer expects."""
 
 import logging
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -58,36 +59,18 @@ def blank_lines(lines: list[str]) -> Iterator[str]:
 def site_link(link: re.Match[str], here: PurePosixPath, files: Files) -> str:
     """A link as the site shows it: a page by its title; a recipe on the page of recipes; any other file of the repository, which
     the site does not have, by its path."""
-    text, target, anchor = link["text"], link["target"], link["anchor"] or ""
-    path = resolve(here.parent, target)
-    if path is None:
-        return link[0]
-    if path.parts[0] != "docs":
-        recipe = PurePosixPath(*path.parts[:2]) if len(path.parts) == 2 else path
-        if path.parts[0] == "recipes" and (recipe.suffix in ("", ".yaml")):
-            up = "../" * (len(here.parts) - 1)
-            return f"[{text}]({up}reference/recipes.md#{reference.anchor(str(recipe))})"
-        if path == PurePosixPath("README.md"):
-            return f"[{text}]({'../' * (len(here.parts) - 1)}index.md)"
-        plain = text.strip("`")
-        return f"`{path}`" if str(path).endswith(plain) else f"{text} (`{path}`)"
-    file = files.get_file_from_path(str(path.relative_to("docs")))
-    if file is not None and file.is_documentation_page() and not anchor and re.fullmatch(r"`?[\w/]+(\.md)?`?", text) and ".md" in text:
-        return f"[{title(file)}]({target})"
-    return link[0]
-
-
-def resolve(folder: PurePosixPath, target: str) -> PurePosixPath | None:
-    """A link's target as a path from the repository's root; None if it leaves it."""
-    parts = ["docs", *folder.parts]
-    for part in PurePosixPath(target).parts:
-        if part == "..":
-            if not parts:
-                return None
-            parts.pop()
-        else:
-            parts.append(part)
-    return PurePosixPath(*parts)
+    text, target = link["text"], link["target"]
+    path = PurePosixPath(posixpath.normpath(PurePosixPath("docs", here.parent, target)))  # from the repository's root
+    to_top = "../" * (len(here.parts) - 1)
+    if path.parts[0] == "docs":
+        file = files.get_file_from_path(str(path.relative_to("docs")))
+        is_name = not link["anchor"] and re.fullmatch(r"[\w/]+\.md", text)
+        return f"[{title(file)}]({target})" if file is not None and is_name else link[0]
+    if path.parts[0] == "recipes" and path.suffix in ("", ".yaml"):
+        return f"[{text}]({to_top}reference/recipes.md#{reference.anchor(str(path))})"
+    if path.name == "README.md" and len(path.parts) == 1:
+        return f"[{text}]({to_top}index.md)"
+    return f"`{path}`" if str(path).endswith(text.strip("`")) else f"{text} (`{path}`)"
 
 
 def title(file: File) -> str:

@@ -1,4 +1,4 @@
-"""The reference pages, from the recipe classes, the kinds of rewards and the command line: the source of `--explain` and `--help`."""
+"""The reference pages: from the recipe classes, the kinds of rewards and the command line, as `--explain` and `--help` are."""
 
 import inspect
 import re
@@ -146,7 +146,11 @@ def commands() -> str:
     for name, verb in _verbs(app, ""):
         parameters = [(parameter, *get_args(parameter.annotation)) for parameter in inspect.signature(verb).parameters.values()]
         arguments = [info.metavar or parameter.name.upper() for parameter, _, info in parameters if _is_argument(info)]
-        lines += [f"## plaudit {name}\n", inspect.getdoc(verb) or "", f"\n    plaudit {' '.join([name, *arguments, '[options]'])}\n"]
+        lines += [
+            f"## plaudit {name}\n",
+            inspect.getdoc(verb) or "",
+            f"\n    plaudit {' '.join([name, *arguments, '[options]'])}\n",
+        ]
         lines += ["| | values | default | meaning |\n| --- | --- | --- | --- |"]
         lines += [_parameter(*one) for one in parameters]
         lines += ["\n```sh", *EXAMPLES[name], "```\n"]
@@ -184,7 +188,10 @@ def _parameter(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
 
 
 def recipes() -> str:
-    lines = ["# Shipped recipes\n", "Commands accept these names in any folder; `plaudit recipes NAME` copies a folder of them, to edit.\n"]
+    lines = [
+        "# Shipped recipes\n",
+        "Commands accept these names in any folder; `plaudit recipes NAME` copies a folder of them, to edit.\n",
+    ]
     folder = ""
     for name, file in shipped_recipes().items():
         if (here := f"recipes/{file.relative_to(FOLDER).parts[0]}") != folder:

@@ -1,7 +1,7 @@
 """A `plaudit` command for shell scripts that is forked from a process that has imported torch already: each saves seven seconds.
 
     python warm_plaudit.py SOCKET             the server; SOCKET exists when it is ready
-    python warm_plaudit.py SOCKET sft R.yaml  a client: passes its arguments, folder, environment and files on, and exits as the command does
+    python warm_plaudit.py SOCKET sft R.yaml  a client: passes on its arguments, folder, environment and files, and exits as they do
 
 Commands run as they do by themselves, in a process of their own; only signals to the client do not reach them.
 """
