@@ -83,9 +83,10 @@ lint: .venv/dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# The reference is generated from the code. A link that leads nowhere, or a page that no menu names, is an error.
+# The reference is generated from the code. A link that leads nowhere, or a page that no menu names, is an error (with --quiet it
+# would not be: mkdocs then counts no warnings).
 docs: .venv/docs-installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "site/index.html opens in a browser; \`make docs-serve\` adds search and shows changes at once"
 
 docs-serve: .venv/docs-installed
