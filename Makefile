@@ -2,7 +2,8 @@
 #   make demo       a small model, from nothing to a policy trained by SFT and GRPO, in minutes on a CPU
 #   make install    plaudit alone, in .venv           make dev     with all extras and the development tools
 #   make test       the core suite                    make lint    ruff and pyright
-#   make test-all   core, lint and the slow tier      make lock    pin the newest versions that work
+#   make test-all   core, lint, docs, the slow tier   make lock    pin the newest versions that work
+#   make docs       the documentation as a site       make docs-serve   the same, shown while you write
 # For another torch build: make install TORCH="--index-url URL torch==2.13.0"  (README, "Installing").
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -13,7 +14,7 @@ BIN := .venv/bin
 # Containers often set this. Then nothing would be cached, and every process would compile torch and transformers again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install dev demo test test-all lint format lock clean
+.PHONY: install dev demo docs docs-serve test test-all lint format lock clean
 install: .venv/installed
 dev: .venv/dev-installed
 
@@ -29,6 +30,10 @@ PIP := $(BIN)/pip install --no-compile --disable-pip-version-check
 
 .venv/dev-installed: .venv/installed
 	$(PIP) --constraint requirements.lock --editable '.[dev]'
+	@touch $@
+
+.venv/docs-installed: .venv/installed
+	$(PIP) --constraint requirements.lock --editable '.[docs]'
 	@touch $@
 
 demo: .venv/installed
@@ -69,13 +74,23 @@ test: .venv/dev-installed
 
 # Lint and the installs take one core each. The slow tests of a file (vLLM's) run one after another, longest files first.
 test-all: test
-	$(MAKE) -j 2 lint .venv-trl/installed .venv-verl/installed .venv-vllm/installed
+	$(MAKE) .venv/docs-installed
+	$(MAKE) -j 2 lint docs .venv-trl/installed .venv-verl/installed .venv-vllm/installed
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# The reference is generated from the code. A link that leads nowhere, or a page that no menu names, is an error (with --quiet it
+# would not be: mkdocs then counts no warnings).
+docs: .venv/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo "site/index.html opens in a browser; \`make docs-serve\` adds search and shows changes at once"
+
+docs-serve: .venv/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch plaudit --watch recipes $(ARGS)
 
 format: .venv/dev-installed
 	$(BIN)/ruff check --fix .
@@ -84,9 +99,9 @@ format: .venv/dev-installed
 # Constraints, not requirements: torch's own CUDA packages, which differ by build, stay torch's business.
 lock:
 	rm -rf .venv && $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH) && $(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet $(TORCH) && $(BIN)/pip install --quiet --editable '.[dev,docs]'
 	$(BIN)/pip freeze --exclude-editable --exclude plaudit | grep -v -e '^nvidia-' -e '^triton' -e '^cuda-' | sed -e 's/+[a-z0-9.]*$$//' > requirements.lock
-	@touch .venv/installed .venv/dev-installed
+	@touch .venv/installed .venv/dev-installed .venv/docs-installed
 
 clean:
-	rm -rf .venv .venv-*
+	rm -rf .venv .venv-* site

@@ -1,11 +1,12 @@
 """A server that plays a judge, so that the examples of these pages run anywhere, at once, and always say the same.
 
-    python docs/reward_models/stand_in_judge.py          # listens on http://127.0.0.1:8000
+    python docs/reward_models/stand_in_judge.py          # listens on http://127.0.0.1:8000; --port 9000: on that port
 
 It reads plaudit's own templates and answers in the form they ask for. An answer that holds the reference is worth 9, 7 if it is
 longer than 40 characters, any other 2. It is no model: what it says about a response means nothing beyond that.
 """
 
+import argparse
 import itertools
 import json
 import re
@@ -91,4 +92,6 @@ def server(port: int = 8000) -> ThreadingHTTPServer:
 
 
 if __name__ == "__main__":
-    server().serve_forever()
+    parser = argparse.ArgumentParser(description="A server that plays a judge.")
+    parser.add_argument("--port", type=int, default=8000)
+    server(parser.parse_args().port).serve_forever()

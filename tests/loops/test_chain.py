@@ -27,7 +27,7 @@ KILLED_AFTER = {"sft": 45, "reward-model": 14, "rl": 6, "dpo": 5}
 def commands() -> list[list[str]]:
     """The page's commands, split as a shell would."""
     page = (REPOSITORY / "docs/preferences.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"```\n([^`]*recipes/chain/sft\.yaml[^`]*)```", page)
+    [block] = re.findall(r"```sh\n([^`]*recipes/chain/sft\.yaml[^`]*)```", page)
     return [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
 
 

@@ -102,7 +102,7 @@ def test_reward_model_pages(page):
         compile(code, page, "exec")
 
 
-@pytest.mark.parametrize("file", [*FOLDER.glob("*.md"), *FOLDER.parent.glob("*.md"), REPOSITORY / "README.md"], ids=str)
+@pytest.mark.parametrize("file", [*FOLDER.parent.rglob("*.md"), REPOSITORY / "README.md"], ids=str)
 def test_links_resolve(file):
     for link, _, anchor in re.findall(r"\]\(([\w./-]*)(#([\w-]+))?\)", file.read_text(encoding="utf-8")):
         target = file.parent / link if link else file

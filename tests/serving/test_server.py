@@ -616,7 +616,7 @@ def test_group_judge_sees_the_responses_of_an_item_together(tmp_path):
 @pytest.mark.slow
 def test_documentation_examples_run_as_shown(tmp_path):
     text = (REPOSITORY / "docs/serve.md").read_text(encoding="utf-8")
-    rewards = yaml.safe_load(re.findall(r"^With `rewards: (\[.*\])`", text, re.MULTILINE)[0])
+    rewards = yaml.safe_load(re.findall(r"^rewards: (\[.*\])$", text, re.MULTILINE)[0])
     request = json.loads(re.findall(r"curl -s localhost:8321/score .* -d '(.*?)'\n```", text, re.DOTALL)[0])
     answer = json.loads(re.findall(r"```json\n(.*?)```", text, re.DOTALL)[0])
     client, stream = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
