@@ -199,35 +199,3 @@ def test_a_missing_gguf_package_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(PlauditError, match=r"pip install 'plaudit\[gguf\]'"):
         make_smollm2(tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_smollm2_generates_and_can_be_trained(tmp_path, capfd):
-    import torch
-
-    from plaudit.data.templates import load_template, load_tokenizer
-    from plaudit.models.trainable import load_policy
-    from plaudit.recipe import ModelSettings
-    from plaudit.types import Conversation
-
-    out = tmp_path / "smollm2"
-    assert make_smollm2(out) == 134_515_008
-    assert "%|" not in capfd.readouterr().err  # no progress bars from transformers
-    tokenizer = load_tokenizer(str(out))
-    template = load_template(tokenizer, None)
-    policy = load_policy(ModelSettings(path=str(out)), template, torch.device("cpu"))  # also verifies packing
-    assert policy.model.generation_config is not None
-    assert policy.model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
-    assert getattr(policy.model.config, "quantization_config", None) is None
-    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
-
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = template.render(question, None, generation_prompt=True)
-    assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    example = template.example(Conversation([*question, {"role": "assistant", "content": "Paris."}]), "row", "all")
-    assert tokenizer.decode(example.tokens[example.loss_mask]) == "Paris.<|im_end|>"
-
-    tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-    policy.model.set_attn_implementation("sdpa")
-    answer = policy.model.eval().generate(**tokens, do_sample=False, max_new_tokens=20)
-    assert tokenizer.decode(answer[0, tokens["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"
