@@ -644,6 +644,7 @@ def test_calls_in_flight_have_their_tokens_reserved():
             "limits.max_concurrent_calls belongs to placement: server",
         ),
         ({"model": {"path": "m", "placement": "offload"}, "limits": {"retries": 0}}, "limits.retries belongs to placement: server"),
+        ({"model": {"path": "m"}, "limits": {"backoff_s": 2.0}}, "limits.backoff_s belongs to placement: server"),
         ({"model": SERVED, "limits": {"start_timeout_s": 9}}, "limits.start_timeout_s belongs to placement: launch"),
         ({"model": SERVED, "limits": {"max_concurrent_calls": 0}}, "greater than 0"),
         ({"model": {**SERVED, "prompt_price": -1}}, "greater than or equal to 0"),
