@@ -265,7 +265,12 @@ def score(
 
 @app.command(epilog=examples("merge"))
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter's folder, as peft and model.lora.merge_on_save=false save it.")],
+    adapter: Annotated[
+        Path,
+        typer.Argument(
+            help="A LoRA adapter: its folder, as peft and model.lora.merge_on_save=false save it, or its name on the hub."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write the complete model to.", show_default=False)],
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: that of the base's weights.")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the base model.")] = False,
