@@ -19,7 +19,6 @@ from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.serving.cli import serve
-from plaudit.threads import let_threads_sleep
 
 app = typer.Typer(
     name="plaudit",
@@ -370,7 +369,6 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def main() -> None:
     """Run the command; user errors are one line on stderr, others keep their traceback (secrets redacted)."""
     sys.excepthook = _show_traceback
-    let_threads_sleep()
     try:
         require_supported_system()
         raise_open_file_limit()
