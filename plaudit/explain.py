@@ -104,18 +104,19 @@ def _hint(place: Place, recipe: BaseModel, known: Sequence[Place]) -> str:
     if rewards is not None and place[0] == "rewards" and len(place) > 1 and isinstance(place[1], int) and place[1] >= len(rewards):
         return f" Its rewards are {', '.join(f'rewards.{i} ({reward.label})' for i, reward in enumerate(rewards))}."
     places = [*known, *(("rewards", kind) for kind in kinds)]
+    parents, name = list(place)[:-1], list(place)[-1]
     section: Place = ()
-    for part in place[:-1]:  # correct the sections on the way first
+    for part in parents:  # correct the sections on the way first
         options = {str(one[len(section)]): one[len(section)] for one in places if len(one) > len(section) and _within(one, section)}
         near = str(part) if str(part) in options else nearest(str(part), options)
         if near is None:
-            section = place[:-1]
+            section = tuple(parents)
             break
         section = (*section, options[near])
         if section[0] == "rewards" and len(section) == 2 and section[1] in kinds:
             reward = plugins.kind("rewards", str(section[1]))
             places += [here for here, _ in _settings(reward, None, section, {}, commented=True)]
-    meant = (*section, place[-1])
+    meant = (*section, name)
     if meant in places:
         return f" Did you mean {dotted(meant)}?"
     sections = ", ".join(dict.fromkeys(str(one[0]) for one in known))
