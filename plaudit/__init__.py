@@ -11,6 +11,8 @@ Everything here is loaded when it is first used, so that `import plaudit` is fas
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plaudit.threads import let_threads_sleep
+
 if TYPE_CHECKING:
     from plaudit.api import dpo, load_run, reward_model, rl, sample, sft
     from plaudit.errors import PlauditError
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["PlauditError", "RunFolder", "Scorer", "__version__", "dpo", "load_run", "reward_model", "rl", "sample", "sft"]
+
+let_threads_sleep()  # here, because nothing else is sure to run before torch is imported
 
 _MODULES = {"PlauditError": "errors", "RunFolder": "run_folder", "Scorer": "scoring"}
 

@@ -19,7 +19,6 @@ from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.serving.cli import serve
-from plaudit.threads import let_threads_sleep
 
 app = typer.Typer(
     name="plaudit",
@@ -265,7 +264,12 @@ def score(
 
 @app.command(epilog=examples("merge"))
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter's folder, as peft and model.lora.merge_on_save=false save it.")],
+    adapter: Annotated[
+        Path,
+        typer.Argument(
+            help="A LoRA adapter: its folder, as peft and model.lora.merge_on_save=false save it, or its name on the hub."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write the complete model to.", show_default=False)],
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: that of the base's weights.")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the base model.")] = False,
@@ -365,7 +369,6 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def main() -> None:
     """Run the command; user errors are one line on stderr, others keep their traceback (secrets redacted)."""
     sys.excepthook = _show_traceback
-    let_threads_sleep()
     try:
         require_supported_system()
         raise_open_file_limit()

@@ -13,9 +13,10 @@ from pydantic_core import PydanticUndefined
 
 from plaudit import plugins
 from plaudit.config import CoreLoader, LoadedRecipe, Place, dotted, section_class
-from plaudit.errors import RecipeError, did_you_mean
+from plaudit.errors import RecipeError, nearest
 from plaudit.recipe.rewards import RewardSettings
 from plaudit.recipe.section import Section
+from plaudit.suggestions import suggest
 
 WIDTH = 110
 """Of descriptions, in columns."""
@@ -85,8 +86,7 @@ def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
                 blocks[after:after] = _settings(plugins.kind("rewards", kind), None, ("rewards", kind), {}, commented=True)
     for place in wanted:
         if not any(block[: len(place)] == place for block, _ in blocks):
-            names = [dotted(block) for block, _ in blocks]
-            hint = did_you_mean(dotted(place), names) or did_you_mean(str(place[-1]), [name.rpartition(".")[2] for name in names])
+            hint = _hint(place, loaded.recipe, [block for block, _ in blocks])
             raise RecipeError(f"--explain: {dotted(place)} is not a setting of {loaded.recipe.stage} recipes.{hint}")
     lines = []
     for place, text in blocks:
@@ -95,6 +95,36 @@ def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
         elif any(one[: len(place)] == place for one in wanted):
             lines.append(text[0])  # the section that it is in
     return "\n".join(lines) + "\n"
+
+
+def _hint(place: Place, recipe: BaseModel, known: Sequence[Place]) -> str:
+    """What a setting that does not exist may have meant; without any idea, which sections there are."""
+    rewards = getattr(recipe, "rewards", None)
+    kinds = plugins.kinds("rewards") if rewards is not None else []
+    if rewards is not None and place[0] == "rewards" and len(place) > 1 and isinstance(place[1], int) and place[1] >= len(rewards):
+        return f" Its rewards are {', '.join(f'rewards.{i} ({reward.label})' for i, reward in enumerate(rewards))}."
+    places = [*known, *(("rewards", kind) for kind in kinds)]
+    parents, name = list(place)[:-1], list(place)[-1]
+    section: Place = ()
+    for part in parents:  # correct the sections on the way first
+        options = {str(one[len(section)]): one[len(section)] for one in places if len(one) > len(section) and _within(one, section)}
+        near = str(part) if str(part) in options else nearest(str(part), options)
+        if near is None:
+            section = tuple(parents)
+            break
+        section = (*section, options[near])
+        if section[0] == "rewards" and len(section) == 2 and section[1] in kinds:
+            reward = plugins.kind("rewards", str(section[1]))
+            places += [here for here, _ in _settings(reward, None, section, {}, commented=True)]
+    meant = (*section, name)
+    if meant in places:
+        return f" Did you mean {dotted(meant)}?"
+    sections = ", ".join(dict.fromkeys(str(one[0]) for one in known))
+    return suggest(meant, None, sorted(places, key=len)) or f" Its sections are {sections}."
+
+
+def _within(place: Place, section: Place) -> bool:
+    return place[: len(section)] == section
 
 
 def _settings(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from plaudit.hub import model_folder
 from plaudit.lora_folder import read_lora_folder
 
 
@@ -112,7 +113,7 @@ def weights_fingerprint(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     lora = read_lora_folder(folder)
     if lora is not None:
-        digest.update(weights_fingerprint(Path(lora.base)).encode() + lora.files[0].read_bytes())
+        digest.update(weights_fingerprint(model_folder(lora.base)).encode() + lora.files[0].read_bytes())
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

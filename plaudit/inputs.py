@@ -20,6 +20,9 @@ from plaudit.recipe import (
     ScoreRecipe,
     SFTDataSettings,
 )
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.recipe.rewards import nested_rewards
+from plaudit.reward_models.vllm_command import find_launch_problem
 
 
 def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
@@ -63,7 +66,7 @@ def load_rewards(path: Path, overrides: Sequence[str] | None = None) -> tuple[Re
 
 
 def require_reward_files(recipe: Recipe) -> None:
-    """The files that rewards depend on exist and can be read."""
+    """The files that rewards depend on exist and can be read, and their servers can be launched."""
     for reward in recipe.rewards if isinstance(recipe, RewardedRecipe) else ():
         for file in reward.files:
             if not file.is_file():
@@ -73,6 +76,20 @@ def require_reward_files(recipe: Recipe) -> None:
                 from plaudit.rewards.view import read_longcot_config
 
                 read_longcot_config(one.view.longcot_config)
+    if isinstance(recipe, RewardedRecipe):
+        _require_vllm(recipe.rewards)
+
+
+def _require_vllm(rewards: Sequence[RewardSettings]) -> None:
+    """placement: launch. vLLM is where it will be started from."""
+    programs: dict[str | None, str] = {}
+    for name, reward in [named for one in rewards for named in nested_rewards(one, one.label)]:
+        model = getattr(reward, "model", None)
+        if isinstance(model, RewardModel) and model.placement == "launch":
+            programs.setdefault(model.program, name)
+    for program, name in programs.items():
+        if problem := find_launch_problem(program):
+            raise PlauditError(f"reward '{name}': placement: launch starts a vLLM server. {problem}")
 
 
 def require_model(settings: ModelSettings, prefix: str) -> None:

@@ -1,7 +1,7 @@
 """A LoRA adapter saved by peft: a folder that names its base model instead of containing it.
 
-Wherever a recipe or a command names a model, it may name such a folder: it stands for the base with the adapter merged in. Nothing
-here imports torch, so that a missing base is reported before anything heavy is loaded.
+Wherever a recipe or a command names a model, it may name such a folder, or an adapter on the hub: it stands for the base with the
+adapter merged in. Nothing here imports torch, so that a missing base is reported before anything heavy is loaded.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.errors import RecipeError, nearest_path
+from plaudit.hub import looks_local, model_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -33,14 +34,25 @@ class LoraFolder:
 
 def is_lora_folder(path: str | Path) -> bool:
     """Also true of a damaged one; `read_lora_folder` says what is wrong with it."""
-    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+    folder = _folder(path)
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def _folder(path: str | Path) -> Path:
+    """Where its small files are: here, or in the hub's cache. A name that the hub does not have is reported when it is loaded."""
+    if Path(path).exists() or looks_local(str(path)):
+        return Path(path)
+    try:
+        return model_folder(str(path), weights=False)
+    except RecipeError:
+        return Path(path)
 
 
 def read_lora_folder(path: str | Path) -> LoraFolder | None:
     """The adapter at `path`; None if it is anything else. A RecipeError if plaudit cannot use it, or its base is missing."""
     if not is_lora_folder(path):
         return None
-    folder = Path(path)
+    folder = Path(path) if Path(path).exists() else model_folder(str(path))
     try:
         config: Any = json.loads((folder / CONFIG).read_text("utf-8"))
         base, kind = config["base_model_name_or_path"], config["peft_type"]
@@ -57,11 +69,11 @@ def read_lora_folder(path: str | Path) -> LoraFolder | None:
         raise RecipeError(
             f"{folder / CONFIG}: base_model_name_or_path is empty; set it to the model that the adapter was trained on"
         )
-    return LoraFolder(folder, _find_base(folder, base), scores=config.get("task_type") == "SEQ_CLS")
+    return LoraFolder(folder, _find_base(Path(path), folder, base), scores=config.get("task_type") == "SEQ_CLS")
 
 
-def _find_base(folder: Path, base: str) -> str:
-    """As named, from the current folder or from the adapter's; or a name on the hub."""
+def _find_base(name: Path, folder: Path, base: str) -> str:
+    """As named, from the current folder or from the adapter's; or a name on the hub. `name`: the adapter as it was given."""
     for candidate in (Path(base), folder / base):
         if candidate.is_dir():
             if is_lora_folder(candidate):
@@ -73,9 +85,10 @@ def _find_base(folder: Path, base: str) -> str:
     may_be_on_hub = not base.startswith((".", "/", "~")) and base.count("/") <= 1 and not Path(base).parent.is_dir()
     if may_be_on_hub or (base.count("/") == 0 and not Path(base).suffix):
         return base
+    file = f"{folder / CONFIG}" if name == folder else f"{CONFIG} of a copy (hf download {name} --local-dir FOLDER)"
     raise RecipeError(
-        f"{folder}: a LoRA adapter for {base}, which does not exist.{nearest_path(Path(base))} Put the base model there, or set "
-        f"base_model_name_or_path in {folder / CONFIG} to where it is."
+        f"{name}: a LoRA adapter for {base}, which does not exist.{nearest_path(Path(base))} Put the base model there, or set "
+        f"base_model_name_or_path in {file} to where it is."
     )
 
 

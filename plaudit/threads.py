@@ -22,7 +22,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def let_threads_sleep() -> None:
-    """Waiting threads sleep instead of spinning. OpenMP reads this when torch is imported, so call it before."""
+    """Waiting threads sleep instead of spinning, unless the user has chosen. OpenMP reads this when torch is imported; later it has
+    an effect on processes started from here only."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -468,6 +468,27 @@ def test_explain_prints_only_the_named_settings(read):
         explain(loaded, ["critc"])
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("rewards.jugde", "Did you mean rewards.judge?"),
+        ("rewads.judge", "Did you mean rewards.judge?"),
+        ("rewards.jugde.modle.pth", "Did you mean rewards.judge.model.path?"),
+        ("rewards.0.wieght", "Did you mean rewards.0.weight?"),
+        ("rewards.7", "Its rewards are rewards.0 (length)."),
+        ("optm.lrr", "Did you mean optim.lr?"),
+        ("lr", "Did you mean optim.lr?"),
+        ("critc.lr", "Did you mean critic.optim.lr?"),
+        ("judge", "Did you mean rewards.judge?"),
+        ("max_response_length", "Did you mean rollout.max_new_tokens?"),
+        ("something.else", "Its sections are stage, seed, model, "),
+    ],
+)
+def test_explain_suggests_what_a_misspelt_name_may_have_meant(read, name, hint):
+    with pytest.raises(RecipeError, match=re.escape(f"--explain: {name} is not a setting of rl recipes. {hint}")):
+        explain(read(RL), [name])
+
+
 def explained(loaded: LoadedRecipe, *names: str) -> list[str]:
     """The lines of the explanation, without their alignment."""
     return [" ".join(line.split()) for line in explain(loaded, names).splitlines()]

@@ -5,12 +5,16 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from plaudit import hub
-from plaudit.data.templates import load_tokenizer
+from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError
 from plaudit.files import weights_fingerprint
+from plaudit.lora_folder import CONFIG, is_lora_folder, read_lora_folder
 from plaudit.models.folder import read_config
+from plaudit.models.trainable import load_policy
+from plaudit.recipe import LoraSettings, ModelSettings
 from support.hub import forget, serve_hub, use_hub
 from support.rows import arithmetic_rows, write_jsonl
 
@@ -106,3 +110,56 @@ def test_commands_name_the_setting(plaudit, no_network, tmp_path):
     assert "model.path: models/gone/tiny does not exist." in err
     code, _, err = plaudit("sample", "org/tiny", rows, "--out", tmp_path / "out.jsonl")
     assert (code, both in err) == (2, True), err
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(local_hub, tiny_model, tmp_path) -> Path:
+    """An adapter for org/tiny: here, and on the hub as org/adapter."""
+    lora = LoraSettings(rank=2, merge_on_save=False)
+    template = load_template(load_tokenizer(str(tiny_model)), None)
+    policy = load_policy(ModelSettings(path=str(tiny_model), lora=lora), template, torch.device("cpu"))
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.02)
+    policy.save(tmp_path / "adapter")
+    config = tmp_path / "adapter" / CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "org/tiny"}))
+    files = {file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir() if file.is_file()}
+    local_hub.add("models", "org/adapter", files)
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_on_the_hub_is_used_as_its_folder_would_be(plaudit, local_hub, adapter, tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", arithmetic_rows(4))
+    settings = {"stage": "sft", "model": {"path": "org/adapter"}, "data": {"train": str(rows)}, "run": {"dir": "x"}}
+    (tmp_path / "r.yaml").write_text(json.dumps(settings))
+    code, out, _ = plaudit("doctor", tmp_path / "r.yaml")
+    assert (code, "org/adapter: a LoRA adapter, merged into its base, org/tiny" in " ".join(out.split())) == (0, True), out
+    merged = [tmp_path / "from_hub", tmp_path / "from_folder"]
+    for name, out in zip(("org/adapter", adapter), merged, strict=True):
+        assert plaudit("merge", name, "--out", out)[0] == 0
+    assert weights_fingerprint(merged[0]) == weights_fingerprint(merged[1]) != weights_fingerprint(hub.model_folder("org/tiny"))
+    assert weights_fingerprint(hub.model_folder("org/adapter")) == weights_fingerprint(adapter)
+    looked_up = [request for request in local_hub.requests if request.startswith("GET /api/models/org/adapter")]
+    assert len([request for request in looked_up if "revision" not in request and "tree" not in request]) == 1
+
+
+def test_an_adapter_in_the_cache_needs_no_hub(local_hub, adapter, monkeypatch, tmp_path):
+    for name in ("org/adapter", "org/tiny"):
+        hub.model_folder(name)
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
+    lora = read_lora_folder("org/adapter")
+    assert lora is not None
+    assert lora.base == "org/tiny"
+    assert is_lora_folder("org/adapter")
+    assert read_config("org/adapter")
+
+
+def test_an_adapter_whose_base_was_on_another_disk(local_hub, adapter):
+    config = local_hub.root / "models/org/adapter" / CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "/elsewhere/base"}))
+    with pytest.raises(RecipeError, match=r"org/adapter: .* for /elsewhere/base, .*\(hf download org/adapter --local-dir"):
+        read_lora_folder("org/adapter")

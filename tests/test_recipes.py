@@ -134,6 +134,31 @@ def test_the_first_recipe_improves_the_model(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_first_rl_recipe_improves_the_model(plaudit, tmp_path, monkeypatch):
+    """From random weights, in seconds: the doctor has no complaint, and the reward on held-out prompts rises."""
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    make_tiny_model(["recipes/first/train.jsonl"], "models/tiny")
+    code, out, _ = plaudit("doctor", "recipes/first/rl.yaml")
+    assert (code, "!" in out.split("Memory on")[0]) == (0, False), out
+    train_rl(REPOSITORY / "recipes/first/rl.yaml")
+    rows = map(json.loads, (tmp_path / "runs/first_rl/metrics.jsonl").read_text().splitlines())
+    rewards = [row["val/reward"] for row in rows if "val/reward" in row]
+    assert rewards[0] < 0.3
+    assert rewards[-1] > rewards[0] + 0.2
+
+
+def test_the_first_reward_function_scores_parts_of_the_answer():
+    row = {"prompt": "Friday plus 5 days?", "answer": "Wednesday"}
+    responses = ["It will be Wednesday.", "It will be Sunday.", "will be", ""]
+    with Scorer([{"kind": "function", "path": str(REPOSITORY / "recipes/first/reward.py")}]) as scorer:
+        [scored] = scorer.score([{**row, "responses": responses}])
+    assert scored["reward"] == pytest.approx([1.0, 32 / 39, 14 / 28, 0.0])
+
+
+@pytest.mark.slow
 def test_the_preference_recipes_improve_their_models(tmp_path, monkeypatch):
     """docs/preferences.md, top to bottom: the reward model and the policy improve on held-out pairs."""
     from plaudit.prepare.tiny_model import make_tiny_model

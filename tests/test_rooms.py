@@ -13,7 +13,8 @@ from support.paths import REPOSITORY, TESTS
 # From the bottom up; packages on one line do not import each other.
 LEVELS = [
     ["errors"],
-    ["host", "lora_folder", "shipped", "threads", "hub"],
+    ["host", "shipped", "threads", "hub"],
+    ["lora_folder"],
     ["types", "files", "seeding", "plugins", "command_help"],
     ["input_files"],
     ["objectives"],

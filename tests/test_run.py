@@ -229,6 +229,17 @@ def test_several_training_files_act_as_one(tmp_path, recipe, capsys):
     assert set(json.loads((tmp_path / "parts/run.json").read_text())["inputs"]) > set(map(str, files))
 
 
+def test_validation_shows_its_progress(recipe, rows_file, capsys, monkeypatch):
+    monkeypatch.setattr("plaudit.report.activity.FIRST_LINE_AFTER_S", 0.0)
+    train_sft(recipe(data={"val": str(rows_file)}, train={"tokens_per_micro_batch": 256}, run={"max_steps": 1}))
+    lines = capsys.readouterr().err.splitlines()
+    total = len(rows_file.read_text().splitlines())
+    counts = [int(line.split()[1].partition("/")[0]) for line in lines if line.startswith("validation: ")]
+    assert counts[: counts.index(total) + 1] == sorted({*counts}), "it grows from batch to batch"
+    assert len(counts) == 2 * len({*counts}) > 6, "before training, and after the last step"
+    assert any(line.startswith("sft 0/1  val/loss ") for line in lines)
+
+
 def test_validation_before_training_can_be_switched_off(tmp_path, recipe, rows_file):
     train_sft(recipe(data={"val": str(rows_file)}, run={"max_steps": 1, "validate_first": False}))
     assert [(row["step"], "val/loss" in row) for row in metrics_of(tmp_path / "run")] == [(1, True)]

@@ -1,11 +1,15 @@
 """Scoring existing responses: the Python API and `plaudit score`."""
 
+import asyncio
 import json
+import threading
+import time
 
 import pytest
 
 from plaudit.errors import DataError, RecipeError, RunError, TrainingStopped
 from plaudit.resumable import open_resumable
+from plaudit.rewards.reward import LiveReward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import Scorer
 from plaudit.types import Failure
@@ -323,6 +327,35 @@ def test_rejected_key_is_not_retried_and_stops_every_collect_but_no_service(sett
         assert len(backend_of(judge).calls) == 1
         with pytest.raises(TrainingStopped, match=r"reward 'judge': HTTP 401\. Then run the same command to resume"):
             runner.collect([group("b")])
+
+
+def test_rejected_key_does_not_wait_for_other_rewards_and_leaves_sampling():
+    """Whatever the group's other rewards still wait for, and before the next group is sampled."""
+    cancelled = threading.Event()
+
+    class Slow(LiveReward):
+        async def score(self, groups):
+            try:
+                await asyncio.Event().wait()
+                return []
+            finally:
+                cancelled.set()
+
+    judge = make("judge", lambda _: Failure("unauthorised", "HTTP 401."))
+    slow = Slow(judge.settings.model_copy(update={"name": "slow"}))
+    with RewardRunner([slow, judge]) as runner:
+
+        def groups():
+            yield group("a")
+            while True:  # the second one would take forever
+                time.sleep(0.001)
+                runner.check()
+
+        with pytest.raises(TrainingStopped, match=r"reward 'judge': HTTP 401"):
+            runner.collect(groups())
+        assert cancelled.wait(60)
+        with pytest.raises(TrainingStopped, match=r"reward 'judge': HTTP 401"):
+            runner.collect([group("a")])
 
 
 # Details and means ---------------------------------------------------------------------------------------------------

@@ -67,9 +67,12 @@ def test_every_recipe_is_listed_with_a_sentence(plaudit):
     assert "A first recipe" in out
 
 
+FIRST = ["reward.py", "rl.yaml", "sft.yaml", "train.jsonl", "val.jsonl"]
+
+
 def test_recipes_are_copied_to_edit(plaudit, elsewhere):
     code, out, _ = plaudit("recipes", "first")
-    assert (code, out.split()) == (0, ["recipes/first/sft.yaml", "recipes/first/train.jsonl", "recipes/first/val.jsonl"])
+    assert (code, out.split()) == (0, [f"recipes/first/{name}" for name in FIRST])
     assert load("recipes/first/sft.yaml").path == Path("recipes/first/sft.yaml")
     code, _, err = plaudit("recipes", "first")
     assert (code, err) == (2, "recipes/first exists already; rename or remove it to get a fresh copy\n")

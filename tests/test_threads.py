@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -132,6 +134,16 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     let_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "passive"), ("active", "active")])
+def test_importing_plaudit_lets_threads_sleep_before_torch_is_imported(given, used):
+    """From Python as from the command line."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    code = "import os, sys, plaudit; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == f"{used} False\n"
 
 
 def test_resuming_with_another_number_of_threads_is_reported(tiny_model, rows_file, tmp_path, capsys):

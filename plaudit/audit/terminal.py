@@ -12,6 +12,8 @@ from plaudit.audit.inspection import Report
 from plaudit.errors import redact
 
 STYLES = {"pass": "green", "fail": "bold red", "not measured": "dim"}
+NARROW_NAME = 24
+"""Columns for a check's name where there are few."""
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -19,12 +21,13 @@ def print_report(report: Report, console: Console) -> None:
     state = "pass" if report.passed else "fail"
     verdict = "PASSED" if report.passed else "FAILED" if report.failed else "NOTHING MEASURED"
     console.print(Text.assemble((f"{verdict}  ", STYLES[state]), f"{redact(report.title)}: {scope(report)}"))
-    console.print(Text(summarise(numbers), style="dim"))
-    console.print(_checks(report))
+    console.print(Text(summarise(numbers), style="dim"), "", _checks(report, console.width), "", sep="\n")
     if any(probe["tried"] for probe in numbers["probes"]):
-        console.print(_probes(report))
+        console.print(Text("Adversarial probes", style="italic"), _probes(report), "", sep="\n")
+    lines = Table.grid("", "", padding=(0, 1, 0, 0))
     for line in findings(numbers):
-        console.print(Text(f"· {redact(line)}"))
+        lines.add_row("·", Text(redact(line)))
+    console.print(lines)
 
 
 def scope(report: Report) -> str:
@@ -55,31 +58,40 @@ def summarise(numbers: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _checks(report: Report) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("check", "", "measured", "allowed", "what it is"):
-        numbers = column in ("measured", "allowed")
-        table.add_column(column, overflow="fold", no_wrap=column == "" or numbers, justify="right" if numbers else "left")
+def _table() -> Table:
+    """Two spaces between columns and no frame: in 80 columns the descriptions need the room."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _checks(report: Report, width: int) -> Table:
+    table = _table()
+    table.add_column("check", overflow="fold", max_width=NARROW_NAME if width < 100 else None)
+    table.add_column("", no_wrap=True)
+    table.add_column("measured", no_wrap=True, justify="right")
+    table.add_column("allowed", no_wrap=True, justify="right")
+    table.add_column("what it is", overflow="fold")
     for check in general_checks(report):
         allowed = f"{'≤' if check.at_most else '≥'} {shown(check.bound)}"
-        style = STYLES[check.state]
-        word = "FAIL" if check.state == "fail" else check.state
-        table.add_row(check.name, Text(word, style=style), shown(check.value), allowed, Text(redact(check.description)))
+        table.add_row(check.name, _state(check.state), shown(check.value), allowed, Text(redact(check.description)))
     return table
 
 
 def _probes(report: Report) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Adversarial probes", title_justify="left")
-    for column in ("probe", "", "rewarded", "of", "mean reward", "what it is"):
-        numbers = column in ("rewarded", "of", "mean reward")
+    table = _table()
+    for column in ("probe", "", "rewarded", "mean", "what it is"):
+        numbers = column in ("rewarded", "mean")
         table.add_column(column, no_wrap=column != "what it is", justify="right" if numbers else "left")
     states = {check.name: check.state for check in report.checks}
     for probe in report.numbers["probes"]:
         state = states.get(f"{EXPLOIT}{probe['name']}", "") if probe["adversarial"] else "info"
-        word = Text("FAIL" if state == "fail" else state, style=STYLES.get(state, "dim"))
-        rewarded = "" if probe["rewarded"] is None else str(probe["rewarded"])
-        table.add_row(probe["name"], word, rewarded, str(probe["tried"]), shown(probe["mean_reward"]), probe["description"])
+        rewarded = f"{'–' if probe['rewarded'] is None else probe['rewarded']} of {probe['tried']}" if probe["tried"] else "–"
+        table.add_row(probe["name"], _state(state), rewarded, shown(probe["mean_reward"]), probe["description"])
     return table
+
+
+def _state(state: str) -> Text:
+    """In at most four columns: what was not measured is named above the table."""
+    return Text({"fail": "FAIL", "not measured": "–"}.get(state, state), style=STYLES.get(state, "dim"))
 
 
 def findings(numbers: dict[str, Any]) -> list[str]:

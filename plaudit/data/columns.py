@@ -3,7 +3,9 @@
 A name earlier in a tuple wins over a later one. docs/rows.md is the same list with examples.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 PROMPTS = ("prompt", "instruction", "question", "problem", "input")
@@ -44,8 +46,9 @@ def first_value(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def with_columns_as_extra_info(row: dict[str, Any]) -> dict[str, Any]:
-    """Rewards see columns that nothing else reads (TRL's rows have any) as fields of extra_info."""
-    extra = row.get("extra_info") or {}
+    """Rewards see columns that nothing else reads (TRL's rows have any) as fields of extra_info, an object or one as JSON text.
+    Anything else in extra_info stays as it is: `parse_prompt` reports it."""
+    extra = parse_object(row.get("extra_info")) or {}
     columns = {name: value for name, value in row.items() if name not in STANDARD and value is not None}
     return {**row, "extra_info": {**columns, **extra}} if columns and isinstance(extra, Mapping) else row
 
@@ -74,3 +77,12 @@ def has_several_responses(row: Mapping[str, Any]) -> bool:
 def plain(value: Any) -> Any:
     """Convert NumPy values, as in rows from pandas, to plain Python."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def parse_object(value: Any, key: str | None = None) -> Any:
+    """Decode an object that a table stored as JSON text (if it has this key); other values are returned unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            return found if key is None or key in found else value
+    return value

@@ -18,6 +18,7 @@ from plaudit.data.columns import (
     find_column,
     first_value,
     has_prompt,
+    parse_object,
     with_columns_as_extra_info,
 )
 from plaudit.data.hub_datasets import HubDataset, parse_hub_name
@@ -383,7 +384,7 @@ def _without_arrow_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 def parse_prompt(row: Mapping[str, Any], id: str, where: str) -> Prompt:
     """A row's prompt, and what its rewards need. A column `rm_prompt` goes into extra_info."""
-    extra, ground_truth = _parse_object(row.get("extra_info")) or {}, parse_ground_truth(row, where)
+    extra, ground_truth = parse_object(row.get("extra_info")) or {}, parse_ground_truth(row, where)
     if not isinstance(extra, Mapping):
         raise DataError(f"{where}: extra_info should be an object, not {describe_type(extra)}")
     data_source, tools = row.get("data_source"), row.get("tools")
@@ -424,19 +425,10 @@ def split_answer(messages: list[Message], where: str) -> tuple[list[Message], Me
 
 def parse_ground_truth(row: Mapping[str, Any], where: str) -> Any:
     """The reference answer: in verl's `reward_model.ground_truth`, in `reward_model` itself, or in a column of its own."""
-    given = _parse_object(row.get("reward_model"), key="ground_truth")
+    given = parse_object(row.get("reward_model"), key="ground_truth")
     if not isinstance(given, Mapping | str | int | float | None):
         raise DataError(
             f"{where}: reward_model should be an object with ground_truth, or the reference answer, not {describe_type(given)}"
         )
     truth = given.get("ground_truth") if isinstance(given, Mapping) else given
     return first_value(row, GROUND_TRUTHS) if truth in (None, "") else truth
-
-
-def _parse_object(value: Any, key: str | None = None) -> Any:
-    """Decode an object that a table stored as JSON text (if it has this key); other values are returned unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError, RecursionError):
-            found = json.loads(value)
-            return found if key is None or key in found else value
-    return value

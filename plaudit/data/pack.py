@@ -1,12 +1,15 @@
 """Packing: sequences laid end to end within a token budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from plaudit.types import Batch, Example, Pair, PairTargets
+
+Batches = Callable[[Sequence[list[int]]], Iterable[list[int]]]
+"""Yields batches of indices unchanged, and reports progress meanwhile."""
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -182,7 +182,7 @@ def _lenient_copy(reward: ModelReward) -> ModelReward:
     overrides: dict[str, Any] = {
         "on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none", "when": {}, "cache": False,
     }  # fmt: skip
-    limits: dict[str, Any] = {**Limits().model_dump(exclude={"backoff_s"}), "give_up_after": None}
+    limits: dict[str, Any] = {**Limits().model_dump(), "give_up_after": None}
     if isinstance(reward.limits, JudgeLimits):
         limits["unreadable_retries"] = min(reward.limits.unreadable_retries, MAX_RETRIES)
     overrides["limits"] = reward.limits.model_copy(update=limits)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
-from plaudit.data.pack import pair_micro_batches, pair_targets
+from plaudit.data.pack import Batches, pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest, weights_fingerprint
@@ -70,9 +70,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 
-def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe) -> dict[str, float]:
+def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe, progress: Batches = iter) -> dict[str, float]:
     """Loss and metrics over all validation pairs."""
-    logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch)
+    logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, progress)
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)
     loss, others = dpo_shares(logprobs, pair_targets(pairs), recipe.loss, len(pairs), num_chosen)
     return {f"val/{name}": value.item() for name, value in {"loss": loss, **others}.items()}

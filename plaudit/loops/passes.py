@@ -5,10 +5,13 @@ Each step makes one update on the next rows of a seeded order, and validates and
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from plaudit.data.order import RowOrder
+from plaudit.data.pack import Batches
+from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line
 from plaudit.run import Run
 from plaudit.train.schedule import lr_at
@@ -26,19 +29,22 @@ def train_in_passes(
     *,
     per_step: int,
     update: Callable[[list[Row]], tuple[list[Batch], Loss]],
-    validate: Callable[[], dict[str, float]] | None,
+    validate: Callable[[Batches], dict[str, float]] | None,
 ) -> Path:
-    """Runs all remaining steps; returns the trained model's folder. `update` turns a step's rows into micro-batches and a loss."""
+    """Runs all remaining steps; returns the trained model's folder. `update` turns a step's rows into micro-batches and a loss;
+    `validate` passes its batches through its argument."""
     recipe, settings = run.recipe, run.recipe.run
     order = RowOrder(len(rows), per_step=per_step, epochs=settings.epochs, seed=recipe.seed)
     total_steps = min(order.num_steps, settings.max_steps or order.num_steps)
     done = run.resume(trainer)
     if done == total_steps:
         print_line(f"this run is finished: all {total_steps} steps are done")
-    if done == 0 and validate is not None and settings.validate_first:
-        run.log(0, _timed(validate))
+    activity = Activity()
+    counted = partial(activity.batches, label="validation", unit="rows")
 
-    with StepProgress(verb, total_steps, done, validate_every=settings.validate_every) as progress:
+    with StepProgress(verb, total_steps, done, validate_every=settings.validate_every, activity=activity) as progress:
+        if done == 0 and validate is not None and settings.validate_first:
+            progress.update(0, run.log(0, _timed(validate, counted)))
         for step in range(done + 1, total_steps + 1):
             step_rows = [rows[row] for row in order.rows(step - 1)]
             batches, loss = update(step_rows)
@@ -49,7 +55,7 @@ def train_in_passes(
 
             improved = False
             if validate is not None and run.due(settings.validate_every, step, total_steps):
-                metrics |= _timed(validate)
+                metrics |= _timed(validate, counted)
                 improved = run.note_validation(step, metrics)
             progress.update(step, run.log(step, metrics))
             if run.due_to_save(step, total_steps) or (improved and settings.keep_best):
@@ -59,6 +65,6 @@ def train_in_passes(
     return run.finish()
 
 
-def _timed(validate: Callable[[], dict[str, float]]) -> dict[str, float]:
+def _timed(validate: Callable[[Batches], dict[str, float]], counted: Batches) -> dict[str, float]:
     began = time.perf_counter()
-    return {**validate(), "time/validate_s": time.perf_counter() - began}
+    return {**validate(counted), "time/validate_s": time.perf_counter() - began}

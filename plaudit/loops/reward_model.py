@@ -15,7 +15,7 @@ from pathlib import Path
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
-from plaudit.data.pack import pair_micro_batches, pair_targets
+from plaudit.data.pack import Batches, pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import load_model_template
 from plaudit.files import text_digest
@@ -67,9 +67,12 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         )
 
 
-def validate(classifier: TrainableModel, pairs: list[Pair], recipe: RewardModelRecipe) -> dict[str, float]:
+def validate(
+    classifier: TrainableModel, pairs: list[Pair], recipe: RewardModelRecipe, progress: Batches = iter
+) -> dict[str, float]:
     """Over all validation pairs: loss, accuracy, margin and calibration error."""
-    chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, recipe.train.tokens_per_micro_batch)
+    budget = recipe.train.tokens_per_micro_batch
+    chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, budget, progress)
     loss, others = reward_model_shares(scores, pair_targets(pairs), recipe.loss, len(pairs))
     measured = {"loss": loss, **others, "calibration_error": calibration_error(chosen - rejected)}
     return {f"val/{name}": value.item() for name, value in measured.items()}

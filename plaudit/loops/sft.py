@@ -16,7 +16,7 @@ import torch
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
-from plaudit.data.pack import micro_batches, pack, split_by_tokens
+from plaudit.data.pack import Batches, micro_batches, pack, split_by_tokens
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest
 from plaudit.loops.passes import train_in_passes
@@ -65,12 +65,13 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
 
 @torch.no_grad()
-def validate(policy: TrainableModel, examples: list[Example], recipe: SFTRecipe) -> dict[str, float]:
+def validate(policy: TrainableModel, examples: list[Example], recipe: SFTRecipe, progress: Batches = iter) -> dict[str, float]:
     """Mean loss per token over all validation rows."""
     policy.model.eval()
+    batches = split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch)
     total = sum(
-        target_logprobs(policy.model, pack([examples[i] for i in group], policy.device)).logprobs_N.double().sum().item()
-        for group in split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch)
+        target_logprobs(policy.model, pack([examples[i] for i in batch], policy.device)).logprobs_N.double().sum().item()
+        for batch in progress(batches)
     )
     return {"val/loss": -total / sum(example.num_targets for example in examples)}
 

@@ -7,13 +7,13 @@ Metrics are means over the update's pairs. Sums over a sequence are in float64: 
 a large number, and the loss depends on a small difference of two of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plaudit.data.pack import pack_pairs, split_by_tokens
+from plaudit.data.pack import Batches, pack_pairs, split_by_tokens
 from plaudit.models.classifier import sequence_scores
 from plaudit.models.logprobs import target_logprobs
 from plaudit.objectives.preference import bradley_terry_loss, hinge_loss, ipo_loss, share_preferred, sigmoid_loss
@@ -120,9 +120,9 @@ def measure(
     pairs: Sequence[Pair],
     sums: Callable[[PreTrainedModel, Batch], Sums],
     budget: int,
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Batches = iter,
 ) -> Sums:
-    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU."""
+    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU. `progress` sees every batch."""
     model.eval()
     chosen, rejected = (torch.empty(len(pairs), dtype=torch.float64) for _ in range(2))
     for group in progress(split_by_tokens([len(pair) for pair in pairs], budget)):

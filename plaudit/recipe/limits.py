@@ -25,8 +25,8 @@ class Limits(Section):
     """Time limit for scoring one group; null for none. Kinds that make calls also limit each call (timeout_s)."""
     group_retries: NonNegativeInt = 0
     """How often the failed samples of a group are scored again."""
-    backoff_s: NonNegativeFloat = 0.5
-    """Wait before the first retry; it doubles with each further one."""
+    group_backoff_s: NonNegativeFloat = 0.5
+    """Wait before the first of these; it doubles with each further one."""
     give_up_after: PositiveInt | None = 10
     """After this many groups in a row in which every sample failed, further groups fail at once until pause_s have passed; null
     for never."""
@@ -55,13 +55,16 @@ class ModelLimits(Limits):
     """placement: launch. Time limit for the server to start."""
     retries: NonNegativeInt = 4
     """placement: server or launch. Further attempts of a call that failed in a way that may be temporary."""
+    backoff_s: NonNegativeFloat = 0.5
+    """placement: server or launch. Wait before the first of these, less up to half of it at random; it doubles with each further
+    one."""
 
     server_only: ClassVar[tuple[str, ...]] = (
         "max_concurrent_calls", "calls_per_s", "tokens_per_minute", "connect_timeout_s", "attempt_timeout_s", "timeout_s",
-        "start_timeout_s", "retries",
+        "start_timeout_s", "retries", "backoff_s",
     )  # fmt: skip
     """Limits without effect on a model in this process, whose calls are batched and cannot hang."""
-    shared: ClassVar[tuple[str, ...]] = (*server_only, "backoff_s")
+    shared: ClassVar[tuple[str, ...]] = server_only
     """Limits of the connections, in which rewards with the same model must agree."""
 
     def call_timeout_s(self, max_new_tokens: int = 0) -> float:

@@ -80,6 +80,7 @@ OTHER_NAMES_IN_REWARDS = {
     "per_s": "limits.calls_per_s or limits.groups_per_s", "deadline_s": "limits.timeout_s",
     "read_timeout_s": "limits.attempt_timeout_s", "call_timeout_s": "limits.attempt_timeout_s",
     "retry": "limits.unreadable_retries", "max_retries": "limits.retries or limits.group_retries",
+    "backoff": "limits.backoff_s or limits.group_backoff_s", "retry_delay": "limits.backoff_s or limits.group_backoff_s",
 }  # fmt: skip
 """The same for settings of a reward, relative to it."""
 

@@ -219,16 +219,16 @@ def _check_rewards(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings,
     for i, reward in enumerate(rewards):
         if reward.gate is not None and reward.gate.reward not in labels[:i]:
             raise ValueError(f"the gate of {reward.label} must name a reward above it, not {reward.gate.reward}")
-    _check_shared_limits([named for reward in rewards for named in _nested(reward, reward.label)])
+    _check_shared_limits([named for reward in rewards for named in nested_rewards(reward, reward.label)])
     return tuple(reward.after(rewards[:i]) for i, reward in enumerate(rewards))
 
 
-def _nested(reward: RewardSettings, name: str) -> Iterator[tuple[str, RewardSettings]]:
+def nested_rewards(reward: RewardSettings, name: str) -> Iterator[tuple[str, RewardSettings]]:
     """The reward and the rewards inside it, with their names."""
     yield name, reward
     for field in type(reward).model_fields:
         if isinstance(inner := getattr(reward, field), RewardSettings):
-            yield from _nested(inner, f"{name}/{field}")
+            yield from nested_rewards(inner, f"{name}/{field}")
 
 
 def _check_shared_limits(rewards: Sequence[tuple[str, RewardSettings]]) -> None:

@@ -1,7 +1,7 @@
 """What is going on within a step: prompts sampled and scored, tokens per second, judge calls, time left."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ def _go_on() -> None:
 
 @dataclass
 class Phase:
-    """Prompts being sampled and scored, such as those of a validation. Its methods are called as that proceeds."""
+    """Prompts being sampled and scored, such as those of a validation, or rows. Its methods are called as that proceeds."""
 
     label: str
     prompts: int
@@ -31,6 +31,9 @@ class Phase:
     sampled: int = 0
     """Prompts of which all samples are complete."""
     scored: int = 0
+    """Of the prompts; of rows, those that are done."""
+    unit: str = "scored"
+    """What is counted if nothing is sampled."""
     judge_calls: int = 0
     samples_done: int = 0
     tokens_done: int = 0
@@ -59,7 +62,7 @@ class Phase:
     def parts(self) -> list[Part]:
         elapsed = self.clock() - self.began
         if not self.samples:
-            parts = [Part(f"{self.label}: {self.scored:,}/{self.prompts:,} scored", 0)]
+            parts = [Part(f"{self.label}: {self.scored:,}/{self.prompts:,} {self.unit}", 0)]
         else:
             parts = [Part(f"{self.label}: {self.sampled:,}/{self.prompts:,} prompts sampled", 0)]
             parts += [Part(f"{self.scored:,} scored", 0)] if self.scores else []
@@ -104,6 +107,15 @@ class Activity:
             yield self._phase
         finally:
             self._phase = None
+
+    def batches(self, batches: Sequence[list[int]], *, label: str, unit: str) -> Iterator[list[int]]:
+        """Yield batches of rows (their indices), as a phase in which the rows are counted."""
+        with self.phase(label, prompts=sum(map(len, batches))) as phase:
+            phase.unit = unit
+            phase.update(sampled=0, scored=0, judge_calls=0)
+            for batch in batches:
+                yield batch
+                phase.update(sampled=0, scored=phase.scored + len(batch), judge_calls=0)
 
     def line(self, width: int) -> str:
         return fit(self._phase.parts(), width) if self._phase is not None else ""

@@ -5,6 +5,9 @@ A failed call is retried, on another server if there is one, after
     wait = backoff_s · 2^attempts · random in [0.5, 1],   or Retry-After if that is longer
 
 as long as its deadline allows. The random factor keeps calls that failed together from being retried together.
+
+A rejected key ends all calls at once: those in flight and those that wait for a slot or a retry fail with the same message. So do
+the calls of the next `REJECTED_S`, which are not sent.
 """
 
 import asyncio
@@ -34,6 +37,8 @@ IDLE_S = 4.0
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
 BYTES_PER_TOKEN = 4
 """Of text, roughly."""
+REJECTED_S = 30.0
+"""How long no call is sent after a key was rejected: the run stops meanwhile, and a service tries again then."""
 MAX_QUOTED = 300
 """Characters of a server's response that are quoted in a message."""
 
@@ -58,6 +63,14 @@ class Fault:
     """How long the server asks clients to wait."""
 
 
+@dataclass
+class Attempts:
+    """Of one call, as counted so far."""
+
+    made: int = 0
+    failed: int = 0
+
+
 class Connection:
     """The connections to all servers of a model. Belongs to one event loop."""
 
@@ -67,6 +80,11 @@ class Connection:
         self._key = ""
         self._key_accepted = False
         """A call has been answered. A 403 after that is about one prompt (gateways reject some), not about the key."""
+        self._rejection: Failure | None = None
+        """How the last rejected key was reported."""
+        self._rejected_at = 0.0
+        self._under_way: set[asyncio.Timeout] = set()
+        """One per call, by which it can be ended."""
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(limits.max_concurrent_calls)
         self.rate_limiter = RateLimiter(limits.calls_per_s, limits.tokens_per_minute)
@@ -105,38 +123,78 @@ class Connection:
 
         Raises TooLong if the server reports that.
         """
+        attempts = Attempts()
+        if self._rejection is not None and time.monotonic() < self._rejected_at + REJECTED_S:
+            return self._count_rejected(attempts)
         limit_s = deadline_s or self.limits.call_timeout_s()
         # Unpaired surrogates cannot be encoded: they become '?'.
         data = _ENCODER.encode(body).encode("utf-8", "replace")
-        async with self._slots:
-            reserved = await self.rate_limiter.begin(guess=len(data) / BYTES_PER_TOKEN)
-            began = time.monotonic()
-            try:
-                return await self._with_retries(path, data, read, affinity, began + limit_s)
-            finally:
-                self.usage.seconds += time.monotonic() - began
-                self.rate_limiter.release(reserved)
+        try:
+            async with asyncio.timeout(None) as under_way:  # without a limit, until a key is rejected
+                self._under_way.add(under_way)
+                try:
+                    async with self._slots:
+                        return await self._in_slot(path, data, read, affinity, limit_s, attempts)
+                finally:
+                    self._under_way.discard(under_way)
+        except TimeoutError:
+            return self._count_rejected(attempts)
 
-    async def _with_retries(self, path: str, data: bytes, read: Callable[[Any], T], affinity: str, deadline: float) -> T | Failure:
+    async def _in_slot(
+        self, path: str, data: bytes, read: Callable[[Any], T], affinity: str, limit_s: float, attempts: Attempts
+    ) -> T | Failure:
+        reserved = await self.rate_limiter.begin(guess=len(data) / BYTES_PER_TOKEN)
+        began = time.monotonic()
+        try:
+            return await self._with_retries(path, data, read, affinity, began + limit_s, attempts)
+        finally:
+            self.usage.seconds += time.monotonic() - began
+            self.rate_limiter.release(reserved)
+
+    async def _with_retries(
+        self, path: str, data: bytes, read: Callable[[Any], T], affinity: str, deadline: float, attempts: Attempts
+    ) -> T | Failure:
         avoid = None
         for attempt in itertools.count():
             replica = self.replicas.choose(affinity, avoid)
+            attempts.made += 1
             self.usage.calls += 1
             self.usage.retries += attempt > 0
             left = deadline - time.monotonic()
             result = await self._attempt(replica, path, data, read, min(left, self.limits.attempt_timeout_s or left))
             if not isinstance(result, Fault):
                 return result
+            attempts.failed += 1
             self.usage.faults[result.cause] = self.usage.faults.get(result.cause, 0) + 1
             wait = max(result.wait_s, self.limits.backoff_s * 2**attempt * random.uniform(0.5, 1.0))
             if not result.temporary or attempt == self.limits.retries or time.monotonic() + wait >= deadline:
                 self.usage.failures[result.cause] = self.usage.failures.get(result.cause, 0) + 1
-                attempts = f" ({attempt + 1} attempts)" if attempt else ""
-                return Failure(result.cause, self.redacted(f"{replica.url(path)}: {result.message}{attempts}"))
+                after = f" ({attempts.made} attempts)" if attempt else ""
+                failure = Failure(result.cause, self.redacted(f"{replica.url(path)}: {result.message}{after}"))
+                if failure.cause == UNAUTHORISED:
+                    self._reject(failure)
+                return failure
             await asyncio.sleep(wait)
             self.rate_limiter.repeat()
             avoid = replica
         raise AssertionError("unreachable")
+
+    def _reject(self, failure: Failure) -> None:
+        """End all calls: none of them can succeed with this key."""
+        self._rejection, self._rejected_at = failure, time.monotonic()
+        ended, self._under_way = self._under_way, set()
+        for call in ended:
+            call.reschedule(asyncio.get_running_loop().time())
+
+    def _count_rejected(self, attempts: Attempts) -> Failure:
+        """Count a call that was ended, or not sent, as one that failed in its last attempt."""
+        assert self._rejection is not None
+        cause = self._rejection.cause
+        self.usage.calls += attempts.made == 0
+        if attempts.made == 0 or attempts.failed < attempts.made:
+            self.usage.faults[cause] = self.usage.faults.get(cause, 0) + 1
+        self.usage.failures[cause] = self.usage.failures.get(cause, 0) + 1
+        return self._rejection
 
     async def _attempt(self, replica: Replica, path: str, data: bytes, read: Callable[[Any], T], limit_s: float) -> T | Fault:
         replica.in_flight += 1

@@ -12,7 +12,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.server_client import ServerClient
+from plaudit.reward_models.vllm_command import vllm_command
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
@@ -118,7 +118,7 @@ class LaunchedServer(Backend):
         (default: the recipe's vLLM). `environment`: added to this process's."""
         self.model, self.scalar, self._limits, self._stop_s = model, scalar, limits, stop_s
         self._log = log or Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
-        self._program, self._environment = tuple(program) or _vllm(model.program), {**os.environ, **(environment or {})}
+        self._program, self._environment = tuple(program) or vllm_command(model.program), {**os.environ, **(environment or {})}
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._restarts = 0
@@ -314,17 +314,6 @@ class LaunchedServer(Backend):
             self._given_up = Failure("died", str(error))
         finally:
             self._restarting = None
-
-
-def _vllm(program: str | None) -> tuple[str, ...]:
-    """The command that starts vLLM: its own, or a Python that has it."""
-    words = [os.path.expanduser(word) for word in shlex.split(program or "")] or [sys.executable]
-    name = Path(words[-1]).name
-    if name == "vllm":
-        words.append("serve")
-    elif name.startswith("python"):
-        words += ["-m", "vllm.entrypoints.openai.api_server"]
-    return tuple(words)
 
 
 async def _is_dead(server: ServerProcess, within_s: float = 1.0) -> bool:

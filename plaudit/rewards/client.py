@@ -148,7 +148,7 @@ class RewardClient:
             again = [i for i, score in enumerate(scores) if may_be_retried(score.failure)]
             if not again or self.given_up is not None:
                 break
-            await asyncio.sleep(self.limits.backoff_s * 2**retry)
+            await asyncio.sleep(self.limits.group_backoff_s * 2**retry)
             if not self.reward.scores_alone:
                 again = list(range(len(scores)))
             self.counts["retries"] += len(again)

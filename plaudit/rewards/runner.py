@@ -72,6 +72,8 @@ class RewardRunner:
         self._queue: list[tuple[Group, ByLabel, asyncio.Future[None]]] = []
         """Single groups that wait for such models."""
         self._queue_task: asyncio.Task[None] | None = None
+        self._step: StepCounts | None = None
+        """Of the last `collect`."""
         self._tolerant, self._repeatable = tolerant, repeatable
         self._last_usage: dict[str, UsageTotals] = {}
         self._running = {reward.label: RunningMoments() for reward in self.rewards if reward.normalise == "running"}
@@ -127,14 +129,14 @@ class RewardRunner:
         that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and running
         means stay as they are. `report` is called with the numbers of groups sampled and scored so far, after every group and then
         several times per second; what it raises cancels the calls in flight."""
-        step = StepCounts(self.rewards, expected, self._tolerant)
+        self._step = step = StepCounts(self.rewards, expected, self._tolerant)
         sampled: list[Group] = []
         pending: list[Future[Any]] = []
         try:
             for group in groups:
                 sampled.append(group)
                 step.samples += len(group.samples)
-                pending.append(self.run(self._score_in(step, group)))
+                pending.append(self.run(self._score(group, step)))
                 step.check()
                 report(len(sampled), step.scored)
             step.all_sampled = True
@@ -155,6 +157,11 @@ class RewardRunner:
             if isinstance(groups, Generator):
                 groups.close()  # sampling ends now, not when the traceback is released
             raise
+
+    def check(self) -> None:
+        """Within `collect`, while the next group is still being sampled: raise what ends it. Cheap until there is something."""
+        if self._step is not None and self._step.stopped:
+            self._step.check()
 
     async def score(self, group: Group) -> ScoredGroup:
         """One group, as soon as it can be scored; on the rewards' event loop. As in validation nothing is normalised, and a failure
@@ -221,12 +228,6 @@ class RewardRunner:
                 return
             report()
 
-    async def _score_in(self, step: StepCounts, group: Group) -> ByLabel:
-        scores = await self._score(group)
-        step.count(group, scores)
-        step.check()  # raised here, it ends the wait for the others
-        return scores
-
     async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
             await self._score_deferred(list(zip(groups, found, strict=True)), step)
@@ -265,13 +266,18 @@ class RewardRunner:
                 if not future.done():  # done already where the caller was cancelled
                     future.set_result(None) if error is None else future.set_exception(error)
 
-    async def _score(self, group: Group) -> ByLabel:
-        """Scores by the rewards that need not wait for the other groups."""
+    async def _score(self, group: Group, step: StepCounts | None = None) -> ByLabel:
+        """Scores by the rewards that need not wait for the other groups. A reward that ends the step does so at once, whatever the
+        other rewards of the group are waiting for."""
         tasks: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
         for client in self.clients:
             if client not in self._deferred:
-                tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks))
-        return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
+                tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks, step))
+        try:
+            return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
+        finally:
+            for task in tasks.values():
+                task.cancel()
 
     async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None = None) -> None:
         """One model after the other; their scores are added to those of the other rewards."""
@@ -314,11 +320,15 @@ class RewardRunner:
         one.phase += 1
 
     async def _score_gated(
-        self, client: RewardClient, group: Group, tasks: Mapping[str, asyncio.Task[tuple[Score, ...]]]
+        self, client: RewardClient, group: Group, tasks: Mapping[str, asyncio.Task[tuple[Score, ...]]], step: StepCounts | None
     ) -> tuple[Score, ...]:
         gate = client.reward.gate
         known = {} if gate is None else {gate.reward: await tasks[gate.reward]}
-        return await client.score(group, self._selected(client, known))
+        scores = await client.score(group, self._selected(client, known))
+        if step is not None:
+            step.count(group, {client.reward.label: scores})
+            step.check()  # raised here, it ends the wait for the others
+        return scores
 
     def _selected(self, client: RewardClient, known: Mapping[str, Sequence[Score]]) -> list[bool] | None:
         """The samples for which its gate is open; None without a gate."""

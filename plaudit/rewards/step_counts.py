@@ -17,6 +17,8 @@ class StepCounts:
         self.samples = 0
         self._tolerant = tolerant
         self.all_sampled = False
+        self.stopped = False
+        """`check` has raised: nothing more of this step is needed."""
         self._expected = expected
         self._failures: list[tuple[Reward, list[Failure]]] = [(reward, []) for reward in rewards]
         self._failed: list[dict[str, Any]] = []
@@ -42,6 +44,13 @@ class StepCounts:
     def check(self) -> None:
         """Raise as soon as it is certain: at the first call whose key is rejected, at the first failure with on_failure: stop, else
         when the rate is sure to be exceeded."""
+        try:
+            self._check()
+        except TrainingStopped:
+            self.stopped = True
+            raise
+
+    def _check(self) -> None:
         for reward, failures in self._failures:
             if rejected := next((failure for failure in failures if failure.cause == UNAUTHORISED), None):
                 message = f"reward '{reward.label}': {rejected.message} Then run the same command to resume."

@@ -150,7 +150,12 @@ def _sample_and_score(
     began, samples, calls_before = time.perf_counter(), len(prompts) * (n + greedy), rewards.model_calls()
     sample = sample_groups_with_greedy if greedy else sample_groups
     with activity.phase(label, prompts=len(prompts), samples=samples) as phase:
-        engine.on_step = phase.engine_step
+
+        def on_step(new_tokens: int) -> None:
+            rewards.check()
+            phase.engine_step(new_tokens)
+
+        engine.on_step = on_step
         sampled = sample(engine, prompts, n, sampling, version=version, on_sample=phase.sample_done)
         scored = rewards.collect(
             sampled, samples, training=training,

@@ -1,10 +1,12 @@
 """`plaudit audit`: statistics checked by hand, rollouts dumped by other trainers, and broken rewards it must catch."""
 
 import importlib.util
+import io
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from pydantic import ValidationError
+from rich.console import Console
 from typer.testing import CliRunner
 
 from plaudit.audit.agreement import accept_table, rank_agreement, reliability
@@ -24,7 +27,7 @@ from plaudit.audit.inspection import inspect
 from plaudit.audit.page import draw_page
 from plaudit.audit.probes import PROBES, probe_text, reformatted
 from plaudit.audit.targets import final_answer, make_target, replace_all, replace_last, to_number
-from plaudit.audit.terminal import scope, shown
+from plaudit.audit.terminal import print_report, scope, shown
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.audit import AuditSettings
@@ -542,6 +545,20 @@ def test_probes_that_were_not_rewarded_are_in_one_table_only():
     page = draw_page(report_of([{"kind": "exact"}]))
     assert page.count(">echo<") == 1
     assert "exploit: " not in page
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_terminal_tables_are_readable_in_narrow_terminals(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_report(report_of([Odd(how="place")]), console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    start = next(i for i, line in enumerate(lines) if line.startswith("probe ")) + 2
+    table = lines[start : lines.index("", start)]
+    by_probe = {line.split()[0]: line for line in table if not line.startswith(" ")}
+    assert list(by_probe) == [probe.name for probe in PROBES]
+    assert all(re.search(r" (pass|FAIL|info) +\d+ of \d+ +\S+  \w", line) for line in by_probe.values())
+    assert not any(line.startswith(" ") and following.startswith(" ") for line, following in pairwise(table)), "two lines suffice"
 
 
 @pytest.mark.parametrize(("value", "text"), [(None, "–"), (12345, "12,345"), (0.98024, "0.98"), (12345.6, "12,346"), (1.0, "1")])

@@ -448,6 +448,20 @@ def test_further_columns_are_in_extra_info_and_do_not_replace_it(tmp_path):
     assert prompt.is_text
 
 
+@pytest.mark.parametrize("text", ['{"index": 3}', ' {"index": 3}\n'])
+def test_further_columns_join_extra_info_that_is_json_text(tmp_path, text):
+    row = {"prompt": "hi", "lang": "en", "index": 1, "extra_info": text}
+    [prompt] = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [row])))
+    assert prompt.extra_info == {"lang": "en", "index": 3}
+
+
+@pytest.mark.parametrize("text", ['{"index": 3', "[3]", "three"])
+def test_text_in_extra_info_that_is_no_object_is_reported(tmp_path, text):
+    row = {"prompt": "hi", "lang": "en", "extra_info": text}
+    with pytest.raises(DataError, match="row 1: extra_info should be an object, not str"):
+        list(read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [row]))))
+
+
 def test_prompts_need_no_other_columns(tmp_path):
     first, second = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": [USER]}])))
     assert first.messages == second.messages == [USER]

@@ -111,6 +111,16 @@ def test_a_reward_model_learns(tmp_path, tiny_model, pairs_file):
     assert {"loss", "accuracy", "margin", "reward_chosen", "reward_rejected"} <= last.keys()
 
 
+@pytest.mark.parametrize("stage", TRAIN)
+@pytest.mark.grid(1)
+def test_validation_shows_its_progress(tmp_path, tiny_model, pairs_file, stage, capsys, monkeypatch):
+    monkeypatch.setattr("plaudit.report.activity.FIRST_LINE_AFTER_S", 0.0)
+    run_stage(tmp_path, stage, tiny_model, pairs_file, data={"val": str(pairs_file)}, run={"max_steps": 1, "validate_first": False})
+    shown = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("validation: ")]
+    total = len(pairs_file.read_text().splitlines())
+    assert (shown[0], shown[-1]) == (f"validation: 0/{total} rows", f"validation: {total}/{total} rows")
+
+
 def test_margins_widen_the_score_gap(tmp_path, tiny_model):
     """The same pairs without a margin and with one of 3, where the loss starts higher and the scores end further apart."""
     files = {by: write_jsonl(tmp_path / f"{by}.jsonl", [{**row, "by": by} for row in pair_rows()]) for by in (0.0, 3.0)}

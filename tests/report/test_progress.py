@@ -224,6 +224,21 @@ def test_a_log_shows_what_goes_on_now_and_then(clock, capsys):
     assert activity.line(80) == ""
 
 
+def test_batches_of_rows_are_counted(clock, capsys):
+    activity = Activity(clock=clock)
+    with StepProgress("sft", 2, 0, activity=activity, clock=clock):
+        batches = activity.batches([[0, 3], [1], [2, 4, 5]], label="validation", unit="rows")
+        assert next(batches) == [0, 3]
+        assert activity.line(80) == "validation: 0/6 rows"
+        clock.now += 5
+        assert next(batches) == [1]
+        assert activity.line(80) == "validation: 2/6 rows  0:00:10 left"
+        clock.now += 5
+        assert list(batches) == [[2, 4, 5]]
+        assert capsys.readouterr().err == "validation: 3/6 rows  0:00:10 left\n", "after ten seconds"
+    assert activity.line(80) == ""
+
+
 def test_a_stop_leaves_the_phase():
     stop = []
 

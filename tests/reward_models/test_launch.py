@@ -1,6 +1,7 @@
 """Servers launched for a judge: waited for, restarted once, and always gone after we exit."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -19,8 +20,11 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
 from plaudit.reward_models.launch import LaunchedServer
+from plaudit.reward_models.vllm_command import find_launch_problem
 from support.paths import TESTS
 from support.processes import gone
+from support.recipes import write_recipe
+from support.rows import write_jsonl
 from support.servers import launched
 
 # A fake server. Its arguments make it start slowly, have a child, ignore SIGTERM, or die after some calls.
@@ -129,6 +133,53 @@ def test_without_vllm_the_error_says_what_to_set(tmp_path):
     server = LaunchedServer(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
     with pytest.raises(RecipeError, match="Install it, or set program to a vllm installed elsewhere"):
         generate(server, "a")
+
+
+def python_that(folder: Path, does: str) -> str:
+    file = folder / "python3"
+    file.write_text(f"#!/bin/sh\n{does}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_missing_vllm_is_reported_before_the_run(tmp_path, plaudit, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None if name == "vllm" else find(name, *package))
+    judge = {"kind": "judge", "name": "main", "model": {"placement": "launch", "path": "models/judge"}}
+    rewards = [{"kind": "exact"}, {"kind": "cascade", "rule": {"kind": "exact"}, "judge": judge}]
+    recipe = write_recipe(tmp_path / "R.yaml", {"stage": "score", "rewards": rewards})
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}])
+    for command in (("doctor", recipe), ("score", recipe, rows, "--out", tmp_path / "out.jsonl")):
+        code, _, err = plaudit(*command)
+        assert code == 2
+        assert err.strip().startswith("reward 'cascade/judge': placement: launch starts a vLLM server. It is not installed beside")
+        assert "set model.program to .venv-vllm/bin/vllm" in err
+        assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("does", "problem"),
+    [
+        ("exit 0", None),
+        ("exit 3", "has no vLLM. Install it there: "),
+        ("echo broken >&2; exit 1", "ends with exit code 1: broken"),
+    ],
+)
+def test_the_python_that_should_have_vllm_is_tried(tmp_path, does, problem):
+    for prefix in ("", "env A=1 "):
+        found = find_launch_problem(prefix + python_that(tmp_path, does))
+        assert (found is None) if problem is None else (problem in (found or ""))
+
+
+@pytest.mark.parametrize("program", ["no/such/python", "no/such/vllm", "env A=1 no/such/vllm"])
+def test_a_program_that_does_not_exist_is_reported(program):
+    assert f"there is no command {program.split()[-1]}" in (find_launch_problem(program) or "")
+
+
+@pytest.mark.parametrize("program", ["sh start_judge.sh", "env PATH=/elsewhere vllm"])
+def test_a_program_of_unknown_kind_is_not_refused(program):
+    assert find_launch_problem(program) is None
 
 
 def test_a_server_that_cannot_start_says_why(program):

@@ -251,7 +251,7 @@ def test_critic_and_scorer_are_shared_with_other_rewards(folders, loads):
 
 def test_a_failing_critic_fails_its_samples(folders, loads):
     sampling = {"max_new_tokens": 2048}  # the full context: no room for a prompt
-    limits = {"unreadable_retries": 0, "group_retries": 1, "backoff_s": 0.0}
+    limits = {"unreadable_retries": 0, "group_retries": 1, "group_backoff_s": 0.0}
     reward = critique_of(folders, "offload") | {"sampling": sampling, "limits": limits}
     with runner_of(reward, tolerant=True) as runner:
         scored = runner.collect(GROUPS)

@@ -219,23 +219,56 @@ def test_transient_faults_are_retried(server, fault):
     check_counts(usage, 3)
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected", "hint"),
-    [("400", "http", "temperature must not be negative"), ("401", "unauthorised", "set credential to the NAME")],
-)
-def test_permanent_faults_are_not_retried(server, fault, expected, hint):
-    answers, usage = generate(model(server), f"{fault} a", "b")
-    assert [cause(answer) for answer in answers] == [expected, None]
+def test_permanent_faults_are_not_retried(server):
+    answers, usage = generate(model(server), "400 a", "b")
+    assert [cause(answer) for answer in answers] == ["http", None]
     assert answers[0].failure is not None
-    assert hint in answers[0].failure.message
+    assert "temperature must not be negative" in answers[0].failure.message
     assert usage.calls == 2
+
+
+def test_a_rejected_key_ends_all_calls_at_once(server):
+    """Calls in flight, those waiting for a retry or for a slot, and later ones: one message, and nothing more is sent."""
+
+    async def run() -> tuple[list[Answer], list[Answer], Usage]:
+        limits = ModelLimits(backoff_s=3600.0, max_concurrent_calls=4)
+        client = ServerClient(model(server), limits=limits)
+        await client.open()
+        try:
+            params = SamplingParams(16, timeout_s=10_000.0)
+            others = asyncio.create_task(client.generate([question(c) for c in ("hang a", "500 b", "hang c")], params))
+            while len(server.requests) < 3:
+                await asyncio.sleep(0.01)
+            rejected = await client.generate([question(c) for c in ("401 d", "e", "f")], params)
+            later = await client.generate([question("g")], params)
+            return [*rejected, *await others], later, client.usage
+        finally:
+            await client.close()
+
+    answers, later, usage = asyncio.run(asyncio.wait_for(run(), 60))
+    [message] = {answer.failure.message for answer in [*answers, *later] if answer.failure is not None}
+    assert {cause(answer) for answer in [*answers, *later]} == {"unauthorised"}
+    assert "invalid key" in message
+    assert "set credential to the NAME" in message
+    assert sorted(server.contents()) == ["401 d", "500 b", "hang a", "hang c"]
+    check_counts(usage, 7)
+
+
+def test_a_rejected_key_is_tried_again_after_a_while(server, monkeypatch):
+    monkeypatch.setattr("plaudit.reward_models.connection.REJECTED_S", 0.0)
+    one_by_one = ModelLimits(backoff_s=0.001, max_concurrent_calls=1)
+    answers, usage = generate(model(server), "401:1 a", "b", limits=one_by_one)
+    assert [cause(answer) for answer in answers] == ["unauthorised", None]
+    check_counts(usage, 2)
 
 
 def test_forbidden_means_a_wrong_key_only_until_a_call_is_answered(server, monkeypatch):
     monkeypatch.setenv("JUDGE_PASS", "velvet-hammer")
     one_by_one = ModelLimits(backoff_s=0.001, max_concurrent_calls=1)
-    answers, _ = generate(model(server, credential="JUDGE_PASS"), "403 a", "b", "403 c", limits=one_by_one)
-    assert [cause(answer) for answer in answers] == ["unauthorised", None, "http"]
+    answers, _ = generate(model(server, credential="JUDGE_PASS"), "b", "403 c", limits=one_by_one)
+    assert [cause(answer) for answer in answers] == [None, "http"]
+    answers, _ = generate(model(server, credential="JUDGE_PASS"), "403 a", "b", limits=one_by_one)
+    assert [cause(answer) for answer in answers] == ["unauthorised"] * 2
     assert answers[0].failure is not None
     assert "The key in JUDGE_PASS is not accepted" in answers[0].failure.message
 
@@ -612,6 +645,7 @@ def test_calls_in_flight_have_their_tokens_reserved():
             "limits.max_concurrent_calls belongs to placement: server",
         ),
         ({"model": {"path": "m", "placement": "offload"}, "limits": {"retries": 0}}, "limits.retries belongs to placement: server"),
+        ({"model": {"path": "m"}, "limits": {"backoff_s": 2.0}}, "limits.backoff_s belongs to placement: server"),
         ({"model": SERVED, "limits": {"start_timeout_s": 9}}, "limits.start_timeout_s belongs to placement: launch"),
         ({"model": SERVED, "limits": {"max_concurrent_calls": 0}}, "greater than 0"),
         ({"model": {**SERVED, "prompt_price": -1}}, "greater than or equal to 0"),

@@ -21,6 +21,8 @@ from plaudit.rewards.functions.function import Function, FunctionLimits
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score
+from support.fault_server import FaultServer
+from support.judges import make
 from support.rewards import group, values, write_function
 
 
@@ -86,13 +88,34 @@ def test_a_call_that_times_out_fails_with_that_cause():
 
 
 def test_only_failed_samples_are_retried():
-    reward = Busy(limits={"group_retries": 2, "backoff_s": 0.001}).build()
+    reward = Busy(limits={"group_retries": 2, "group_backoff_s": 0.001}).build()
     assert score(reward, group("a", "f1", "f2", "f3")) == [[1.0, 1.0, 1.0, None]]
     assert reward.tries == {"a": 1, "f1": 2, "f2": 3, "f3": 3}
 
 
+def test_groups_and_calls_back_off_separately(monkeypatch):
+    """`backoff_s` is between attempts of a call, `group_backoff_s` between retries of a group."""
+    waits = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    with FaultServer() as server:
+        model = {"placement": "server", "url": [server.url]}
+        judge = make("judge", model=model, limits={
+            "group_retries": 2, "group_backoff_s": 100.0, "retries": 1, "backoff_s": 7.0, "unreadable_retries": 0,
+        })  # fmt: skip
+        with RewardRunner([judge], tolerant=True) as runner:
+            server.fault_for_all = "500"
+            monkeypatch.setattr("plaudit.reward_models.connection.random.uniform", lambda low, high: high)
+            monkeypatch.setattr(asyncio, "sleep", sleep)
+            runner.collect([group("a")])
+            monkeypatch.undo()
+    assert [wait for wait in waits if wait] == [7.0, 100.0, 7.0, 200.0, 7.0]
+
+
 def test_a_comparative_reward_retries_the_full_group():
-    reward = Comparative(limits={"group_retries": 1, "backoff_s": 0.001}).build()
+    reward = Comparative(limits={"group_retries": 1, "group_backoff_s": 0.001}).build()
     assert score(reward, group("a", "f1")) == [[1.0, 1.0]]
     assert reward.tries == {"a": 2, "f1": 2}
 

@@ -15,7 +15,7 @@ from plaudit.rewards.combine import RunningMoments
 from plaudit.rewards.judges.cascade import Cascade
 from plaudit.rewards.reward import LiveRule, Reward, Rule
 from plaudit.rewards.runner import RewardRunner
-from plaudit.types import Prompt, Sample, Score, ScoredGroup
+from plaudit.types import Failure, Prompt, Sample, Score, ScoredGroup
 from support.rewards import BROKEN, collect, group, values
 
 
@@ -358,6 +358,16 @@ def test_a_failure_inside_a_cascade_fails_the_cascade():
         "judge: after 60 s",
     ]
     assert judge.calls == ["!!"]
+
+
+def test_a_rejected_key_inside_a_cascade_stops_whatever_on_failure_says():
+    class Rejected(Number):
+        def value(self, prompt: Prompt, sample: Sample) -> Score:
+            return Score(None, failure=Failure("unauthorised", "HTTP 401."))
+
+    for rule, judge in ((Right(), Rejected(on_failure=0.0)), (Rejected(on_failure=0.0), Verdict(calls=[]))):
+        with pytest.raises(TrainingStopped, match=r"reward 'cascade': (judge|rule): HTTP 401"):
+            collect(Cascade(kind="cascade", rule=rule, judge=judge, max_failure_rate=1.0), group("5"))
 
 
 @pytest.mark.parametrize(("mode", "value"), [("addon", 0.8 * 0.5), ("mixed", 0.8 * 0.5 + 0.2 * 0.1)])

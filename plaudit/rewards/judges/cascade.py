@@ -16,6 +16,7 @@ from pydantic import model_validator
 
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import OneReward
+from plaudit.reward_models.backend import UNAUTHORISED
 from plaudit.rewards.cache import keys
 from plaudit.rewards.client import NOT_SCORED, RewardClient
 from plaudit.rewards.combine import effective_value
@@ -167,7 +168,7 @@ class LiveCascade(LiveReward[Cascade]):
     def _needs_judge(self, ruled: Score) -> bool:
         if self.settings.rule is None:
             return True
-        value = effective_value(self.settings.rule, ruled)
+        value = None if _key_rejected(ruled) else effective_value(self.settings.rule, ruled)
         return value is not None and not (self.settings.mode == "addon" and value > self.settings.pass_above)
 
     def _together(self, ruled: Score, judged: Score) -> Score:
@@ -176,7 +177,7 @@ class LiveCascade(LiveReward[Cascade]):
         for name, reward, score in (("rule", self.settings.rule, ruled), ("judge", self.settings.judge, judged)):
             if reward is None or not score.applies:
                 continue
-            values[name] = effective_value(reward, score)
+            values[name] = None if _key_rejected(score) else effective_value(reward, score)
             if values[name] is None:
                 assert score.failure is not None
                 return failed(score.failure.cause, f"{name}: {score.failure.message}", score.view)
@@ -193,3 +194,8 @@ class LiveCascade(LiveReward[Cascade]):
             value = self.settings.judge_weight * judge
         deciding = judged if judge is not None else ruled
         return Score(value, parts=parts, malformed=deciding.malformed, view=deciding.view, trace=deciding.trace)
+
+
+def _key_rejected(score: Score) -> bool:
+    """No `on_failure` gives such a failure a value: the run has to stop."""
+    return score.failure is not None and score.failure.cause == UNAUTHORISED

@@ -45,7 +45,7 @@ class CritiqueThenScore(JudgeReward):
         }
         changed = [name for name, default in common.items() if getattr(inner, name) != default]
         # Only limits on calls apply to a scorer: groups are scored by the reward around it.
-        of_groups = {name: info.default for name, info in Limits.model_fields.items() if name != "backoff_s"}
+        of_groups = {name: info.default for name, info in Limits.model_fields.items()}
         changed += [f"limits.{name}" for name, default in of_groups.items() if getattr(inner.limits, name) != default]
         if changed:
             raise ValueError(f"a scorer cannot have {', '.join(changed)}; set it on the reward around it")
