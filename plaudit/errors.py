@@ -91,3 +91,12 @@ def redact(text: str) -> str:
         if SECRET_VARIABLE.search(name) and len(value) >= 8:
             text = text.replace(value, f"${name}")
     return SECRET_SHAPE.sub("[secret]", text)
+
+
+def install_extra(name: str) -> str:
+    """`pip install 'fastapi>=0.128' 'uvicorn>=0.38'`: the packages of one of plaudit's extras. The extra's own name would only
+    work where a package index has plaudit."""
+    from importlib.metadata import requires
+
+    packages = [re.match(r"[^\s;]+", line) for line in requires("plaudit") or () if re.search(rf"extra == ['\"]{name}['\"]", line)]
+    return " ".join(["pip install", *(f"'{package[0]}'" for package in packages if package)])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plaudit.config import flatten
-from plaudit.errors import RunError
+from plaudit.errors import RunError, install_extra
 from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import print_line
 from plaudit.report.samples import ShownSample
@@ -167,7 +167,7 @@ class Trackers:
             except ImportError as error:
                 self.close()
                 raise RunError(
-                    f"run.trackers: {name} is not installed ({error}). Install it with: pip install 'plaudit[track]'"
+                    f"run.trackers: {name} is not installed ({error}). Install it with: {install_extra('track')}"
                 ) from None
             except Exception as error:
                 self.close()

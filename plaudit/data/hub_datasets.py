@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.data.rows import Rows
-from plaudit.errors import DataError, did_you_mean
+from plaudit.errors import DataError, did_you_mean, install_extra
 from plaudit.files import fingerprint, text_digest
 from plaudit.hub import find_problem, looks_local
 
@@ -63,7 +63,7 @@ def _load(repository: str, revision: str | None, config: str | None) -> Any:
         import datasets
     except ImportError:
         raise DataError(
-            f"there is no file {repository} here; to read data sets from the Hugging Face hub: pip install 'plaudit[hub]'"
+            f"there is no file {repository} here; to read data sets from the Hugging Face hub: {install_extra('hub')}"
         ) from None
     problem = find_problem(repository, "dataset", revision)
     try:

@@ -16,7 +16,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plaudit.errors import PlauditError, nearest_path, redact
+from plaudit.errors import PlauditError, install_extra, nearest_path, redact
 from plaudit.files import atomic_folder, is_disk_error
 from plaudit.report.progress import print_line
 
@@ -119,7 +119,7 @@ def _require_gguf() -> None:
     try:
         import gguf  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError:
-        raise PlauditError("reading a GGUF file needs the package gguf; install it with: pip install 'plaudit[gguf]'") from None
+        raise PlauditError(f"reading a GGUF file needs the package gguf; install it with: {install_extra('gguf')}") from None
 
 
 def load_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":

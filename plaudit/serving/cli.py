@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, install_extra
 from plaudit.inputs import load_rewards
 from plaudit.options import RewardRecipe, Tokenizer
 
@@ -47,7 +47,7 @@ def serve(
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
             raise
         raise PlauditError(
-            f"plaudit serve needs {error.name}, which is not installed; install it with: pip install 'plaudit[serve]'"
+            f"plaudit serve needs {error.name}, which is not installed; install it with: {install_extra('serve')}"
         ) from None
 
     if not is_loopback(host) and token is None and not insecure:

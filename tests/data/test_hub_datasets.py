@@ -111,7 +111,7 @@ def test_a_cached_data_set_needs_no_hub_and_changed_rows_are_noticed(local_hub, 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     forget(hub_datasets._load)
-    with pytest.raises(DataError, match=r"data\.train: there is no file org/sums here; .*pip install 'plaudit\[hub\]'"):
+    with pytest.raises(DataError, match=r"data\.train: there is no file org/sums here; .*pip install 'datasets>="):
         resolve_sources(["org/sums"], None, "data.train")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import PositiveInt
 
-from plaudit.errors import RecipeError
+from plaudit.errors import RecipeError, install_extra
 from plaudit.hub import find_problem
 from plaudit.rewards.reward import LiveReward, Reward
 from plaudit.rewards.rules.ground_truth import no_truth, read_texts
@@ -61,8 +61,9 @@ class LiveSimilarity(LiveReward[Similarity]):
         try:
             from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
         except ImportError:
-            needs = "pip install 'plaudit[similarity]'"
-            raise RecipeError(f"reward '{self.settings.label}': kind: similarity needs sentence-transformers: {needs}") from None
+            raise RecipeError(
+                f"reward '{self.settings.label}': kind: similarity needs sentence-transformers: {install_extra('similarity')}"
+            ) from None
         path, device = self.settings.path, None if self.settings.device == "auto" else self.settings.device
         # A name without a slash is one of the sentence-transformers organisation.
         problem = None if Path(path).exists() else find_problem(path if "/" in path else f"sentence-transformers/{path}", "model")

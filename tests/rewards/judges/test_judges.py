@@ -662,7 +662,7 @@ def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
 def test_similarity_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    with pytest.raises(RecipeError, match=r"pip install 'plaudit\[similarity\]'"):
+    with pytest.raises(RecipeError, match=r"pip install 'sentence-transformers>="):
         scores_of(reward, "a")
 
 
