@@ -39,7 +39,7 @@ def _values(section: BaseModel, place: Place, sources: dict[Place, str]) -> Iter
     for name, info in type(section).model_fields.items():
         value, here = getattr(section, name), (*place, name)
         if name in _ineffective(section) and value is not None:
-            yield f"{indent}# {name}: {_flow(_plain(value))}", "no effect here"
+            yield f"{indent}# {name}: {one_line(_plain(value))}", "no effect here"
         elif isinstance(value, BaseModel):
             yield f"{indent}{name}:", ""
             yield from _values(value, here, sources)
@@ -49,7 +49,7 @@ def _values(section: BaseModel, place: Place, sources: dict[Place, str]) -> Iter
                 for number, (text, comment) in enumerate(_values(entry, (*here, i), sources)):
                     yield (f"{indent}  - {text.lstrip()}" if number == 0 else text), comment
         else:
-            yield f"{indent}{name}: {_flow(value)}", _source(here, info, sources)
+            yield f"{indent}{name}: {one_line(value)}", _source(here, info, sources)
 
 
 def _source(place: Place, info: Any, sources: dict[Place, str]) -> str:
@@ -142,7 +142,7 @@ def _settings(
         description = f"{info.description or ''}{f' No effect here: {reason}.' if reason else ''}"
         text = [f"{indent}#     {line}" for line in textwrap.wrap(description, max(WIDTH - len(indent), 60))]
         if reason is not None:
-            yield here, [f"{indent}# {name}: {_flow(_plain(value))}", *text]
+            yield here, [f"{indent}# {name}: {one_line(_plain(value))}", *text]
             if isinstance(value, BaseModel):
                 yield from _settings(type(value), None, here, sources, commented=True)
         elif isinstance(value, BaseModel):
@@ -153,9 +153,9 @@ def _settings(
             for i, one in enumerate(value):
                 yield from _settings(type(one), one, (*here, i), sources, entry=True)
         else:
-            shown = "…" if value is PydanticUndefined else _flow(value)
+            shown = "…" if value is PydanticUndefined else one_line(value)
             source = "required" if value is PydanticUndefined else "default" if section is None else _source(here, info, sources)
-            comment = f"{_allowed(info.annotation, info.metadata)}{f' [{source}]' if source else ''}"
+            comment = f"{allowed_values(info.annotation, info.metadata)}{f' [{source}]' if source else ''}"
             yield here, [f"{f'{start}{name}: {shown}':<{COLUMN}}  # {comment}", *text]
             if inner not in (None, RewardSettings):
                 is_list = get_origin(info.annotation) is tuple
@@ -167,19 +167,19 @@ def _headed(name: str, info: Any, text: list[str]) -> list[str]:
     return [f"{name:<{COLUMN}}  # {info.description}"] if info.description and len(text) == 1 else [name, *text]
 
 
-def _allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The values that a type allows, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _allowed(arguments[0], arguments[1:])
+        return allowed_values(arguments[0], arguments[1:])
     if origin in (Union, UnionType):
-        return " | ".join(dict.fromkeys(_allowed(option) for option in arguments))
+        return " | ".join(dict.fromkeys(allowed_values(option) for option in arguments))
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin is tuple and arguments[1:] != (...,):
-        return f"[{', '.join(_allowed(one) for one in arguments)}]"
+        return f"[{', '.join(allowed_values(one) for one in arguments)}]"
     if origin is tuple:
-        one, plural = _allowed(arguments[0]), {"section": "sections", "a reward of any kind": "rewards of any kind"}
+        one, plural = allowed_values(arguments[0]), {"section": "sections", "a reward of any kind": "rewards of any kind"}
         return f"list of {plural.get(one, one)}"
     if origin is dict:
         return "names and values"
@@ -214,7 +214,7 @@ CoreDumper.add_representer(
 )
 
 
-def _flow(value: Any) -> str:
+def one_line(value: Any) -> str:
     return _scalar(value) if isinstance(value, bool | int | float | str | None) else _dumped(value)
 
 

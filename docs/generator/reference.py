@@ -75,7 +75,7 @@ def sections(kind: type[BaseModel], name: str, skip: Collection[str] = (), share
     for setting, info in kind.model_fields.items():
         if setting in skip:
             continue
-        values = cell(explain._allowed(info.annotation, info.metadata))
+        values = cell(explain.allowed_values(info.annotation, info.metadata))
         section = _section_of(info.annotation)
         if section not in (None, RewardSettings):
             full = f"{name}.{setting}" if name else setting
@@ -100,7 +100,7 @@ def default(info: Any) -> str:
     value = info.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    return "" if isinstance(value, BaseModel) else f"`{explain._flow(value)}`"
+    return "" if isinstance(value, BaseModel) else f"`{explain.one_line(value)}`"
 
 
 def cell(text: str) -> str:
@@ -178,7 +178,7 @@ def _parameter(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
         given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
         name = ", ".join(given or [f"--{parameter.name.replace('_', '-')}"])
     bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", info.min), ("≤", info.max)) if bound is not None]
-    values = "" if kind is bool else f"{explain._allowed(kind).removesuffix(' | null')} {' and '.join(bounds)}".strip()
+    values = "" if kind is bool else f"{explain.allowed_values(kind).removesuffix(' | null')} {' and '.join(bounds)}".strip()
     value = parameter.default
     shown = "required" if value is parameter.empty else "" if value in (None, "", False) else f"`{value}`"
     return f"| `{cell(name)}` | {cell(values)} | {shown} | {cell(info.help or '')} |"
