@@ -5,7 +5,9 @@ cache, as a folder, so that the libraries which load it make no requests of thei
 minute).
 """
 
+import math
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -52,15 +54,25 @@ def _download(name: str, weights: bool) -> Path:
         raise RecipeError(f"{name} could not be downloaded from the Hugging Face hub: {_reason(error)}") from None
 
 
-@cache
+KEPT_S = 60.0
+"""How long a problem is remembered. Not for good: a notebook goes on after its user has set HF_TOKEN or found the network."""
+_looked_up: dict[tuple[str, Kind, str | None], tuple[float, str | None]] = {}
+"""When the hub was queried, and the problem."""
+
+
 def find_problem(name: str, kind: Kind, revision: str | None = None) -> str | None:
     """Why the hub cannot provide a model or data set, as a clause for an error message; None if it can."""
+    when, problem = _looked_up.get((name, kind, revision), (-math.inf, None))
+    if time.monotonic() - when < (KEPT_S if problem else math.inf):
+        return problem
     found: list[str | None] = []
     # In a thread, because no timeout of the library covers a name server that does not answer.
     thread = threading.Thread(target=lambda: found.append(_query(name, kind, revision)), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
-    return found[0] if found else f"the Hugging Face hub did not answer within {LIMIT_S:g} s"
+    problem = found[0] if found else f"the Hugging Face hub did not answer within {LIMIT_S:g} s"
+    _looked_up[name, kind, revision] = time.monotonic(), problem
+    return problem
 
 
 def _query(name: str, kind: Kind, revision: str | None) -> str | None:

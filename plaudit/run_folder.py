@@ -1,6 +1,5 @@
 """A run folder, to read: metrics and samples as tables, the trained model. Works while the run is still going, and after it."""
 
-import fcntl
 import json
 import math
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plaudit.errors import RunError, nearest_path
+from plaudit.files import try_lock
 from plaudit.run_identity import read_description
 
 SHOWN = ("step", "loss", "reward", "val/loss", "val/reward")
@@ -92,8 +92,8 @@ def refuse_while_training(folder: Path) -> None:
         return
     with (folder / ".lock").open("a") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            try_lock(lock)
+        except BlockingIOError:
             raise RunError(
                 f"{folder}: another process is training in this folder; wait for it, or choose another run.dir"
             ) from None

@@ -119,8 +119,12 @@ class Score:
 
     @property
     def applies(self) -> bool:
-        """Whether the reward applies to the sample: its `when` matches, and its gate is open."""
+        """Whether the reward applies to the sample: its `when` matches, its gate is open, and it has not declined."""
         return self.value is not None or self.failure is not None
+
+
+DECLINED = Score(None)
+"""The reward itself says that it does not apply to the sample, as a function for TRL does with None."""
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,12 @@ def needs(completions, missing):
     with plaudit.Scorer([functions[1]]) as scorer:
         [scored] = scorer.score([row])
     assert scored["parts"] == [{"columns": 2.0}, {}]
+    assert scored["reward"] == [2.0, None]
+    assert "returned None" in scored["failure"][1]["message"], "no reward applies to the second response"
+    with plaudit.Scorer([functions[1], {"kind": "contains", "text": "o", "weight": 0.5}]) as scorer:
+        [scored] = scorer.score([row])
+    assert scored["failure"] == [None, None]
+    assert scored["reward"] == [2.0 + 0.5, 0.0], "None from a function for TRL: only the other reward counts"
     with plaudit.Scorer([functions[2], {"function": functions[3], "weight": 0}]) as scorer:
         [scored] = scorer.score([{"prompt": [{"role": "user", "content": "hi"}], "response": "four"}])
     assert scored["parts"]["chat"] == 4.0

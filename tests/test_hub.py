@@ -89,9 +89,22 @@ def test_offline_mode_is_named(no_network, monkeypatch):
         hub.model_folder("org/tiny")
 
 
+def test_a_problem_is_forgotten_after_a_minute(local_hub, monkeypatch):
+    """A notebook's user sets HF_TOKEN, or joins a network, and runs the cell again."""
+    monkeypatch.setattr(hub, "_query", lambda *_: "it is gated")
+    with pytest.raises(RecipeError, match="it is gated"):
+        hub.model_folder("org/tiny")
+    monkeypatch.undo()
+    with pytest.raises(RecipeError, match="it is gated"):
+        hub.model_folder("org/tiny")
+    monkeypatch.setattr(hub, "KEPT_S", 0.0)
+    monkeypatch.setattr(hub, "_query", lambda *_: None)
+    assert hub.find_problem("org/tiny", "model") is None
+
+
 def test_a_model_in_the_cache_needs_no_hub(local_hub, monkeypatch, tmp_path):
     folder = hub.model_folder("org/tiny")
-    forget(hub.find_problem, hub._download)
+    forget(hub._download)
     use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
     assert hub.model_folder("org/tiny") == folder
     assert read_config("org/tiny")

@@ -91,3 +91,9 @@ def refuse_groups(scorer: Scorer, trainer: str) -> None:
                 f"reward '{reward.label}': normalise is group, but {trainer} requests one sample at a time, so there is no group. "
                 "Set normalise to none or running."
             )
+        # A function for TRL cannot rely on groups: there it is called with responses to several prompts.
+        if not reward.scores_alone and getattr(reward, "scores", None) != "trl":
+            raise PlauditError(
+                f"reward '{reward.label}' compares the responses to a prompt, but {trainer} requests one at a time. "
+                "Use a reward that scores each response by itself."
+            )

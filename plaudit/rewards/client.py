@@ -18,7 +18,7 @@ from plaudit.reward_models.backend import may_be_retried
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import LiveReward, failed, last_line
 from plaudit.rewards.view import see
-from plaudit.types import Failure, Group, Sample, Score
+from plaudit.types import DECLINED, Failure, Group, Sample, Score
 
 NOT_SCORED = Score(None)
 """The reward does not apply to the sample."""
@@ -210,6 +210,8 @@ def _checked(score: Score, text: str) -> Score:
     """Either a finite value or a failure; finite parts only; and the scored text, if the reward does not set it."""
     if not isinstance(score, Score):
         return failed("bad_result", f"score() returned a {type(score).__name__}, not a Score", text)
+    if score is DECLINED:
+        return score
     view = text if score.view is None else score.view
     if score.failure is not None:
         return dataclasses.replace(score, value=None, view=view)

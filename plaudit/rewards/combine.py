@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from plaudit.objectives.normalise import standardise
 from plaudit.recipe import RewardSettings
-from plaudit.types import Failure, Group, Prompt, Score
+from plaudit.types import DECLINED, Failure, Group, Prompt, Score
 
 OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
@@ -160,6 +160,9 @@ def _blocking_failure(
             return Failure(score.failure.cause, f"{reward.label}: {score.failure.message}")
         if x is not None and not math.isfinite(reward.weight * x):
             return Failure("not_a_number", f"{reward.label}: scale {reward.scale:g} and weight {reward.weight:g} make it {x:g}")
+    weighted = [score for reward, score in zip(rewards, scores, strict=True) if reward.weight != 0]
+    if any(score is DECLINED for score in weighted) and not any(score.applies for score in weighted):
+        return Failure(NO_REWARD, "no reward applies to this response: those that were called returned None")
     return None
 
 

@@ -91,10 +91,19 @@ def _longcot(delimiters: Longcot, text: str, *, strict: bool) -> Seen:
     return Seen(answer)
 
 
-@lru_cache(maxsize=64)
 def read_longcot_config(file: str) -> Longcot:
     """`longcot_delimiter` and `end_delimiter` of a longcot_config.json; `<response>` implies `</response>`."""
     path = Path(file).expanduser()
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError as error:
+        raise RecipeError(f"view.longcot_config: {path} cannot be read: {error}") from None
+    return _read_longcot_config(path, written)
+
+
+@lru_cache(maxsize=64)
+def _read_longcot_config(path: Path, written: int) -> Longcot:
+    """Once for each version of the file: an edited one is read again."""
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

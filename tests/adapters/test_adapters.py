@@ -158,9 +158,13 @@ def test_verl_numpy_values_become_builtin():
 
 
 @pytest.mark.parametrize("start", [lambda r: verl.compute_score("", "2", "2", {}, rewards=r), openrlhf.application])
-def test_group_rewards_are_refused_for_single_samples(recipe, start):
+def test_group_rewards_are_refused_for_single_samples(recipe, start, tmp_path):
+    group_function = tmp_path / "longest.py"
+    group_function.write_text("def compute_scores(responses): return [float(r == max(responses, key=len)) for r in responses]")
     with pytest.raises(PlauditError, match="'exact': normalise is group, but"):
         start(recipe({"kind": "exact", "normalise": "group"}))
+    with pytest.raises(PlauditError, match="'function' compares the responses to a prompt, but"):
+        start(recipe({"kind": "function", "path": str(group_function), "scores": "group"}, name="compares"))
 
 
 def test_bad_row_fails_only_its_own_request_to_a_shared_scorer(recipe):

@@ -1,6 +1,7 @@
 """Views: the part of a response that a reward sees."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,14 @@ def test_longcot_config(tmp_path, config, strict, response, seen, malformed):
     found = see(View(longcot_config=str(file), strict=strict), response)
     assert (found.text, found.problem is not None) == (seen, malformed)
     assert found.scorable  # the placeholder is scored like any text
+
+
+def test_an_edited_longcot_config_is_read_again(tmp_path):
+    file = tmp_path / "longcot_config.json"
+    for time, delimiter in enumerate(("<a>", "<b>")):
+        file.write_text(json.dumps({"longcot_delimiter": delimiter}))
+        os.utime(file, (time, time))
+        assert see(View(longcot_config=str(file)), "x<a>one<b>two").text == {"<a>": "one<b>two", "<b>": "two"}[delimiter]
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,13 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
     monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", cache / "modules")
-    forget(hub.find_problem, hub._download, hub_datasets._load)
+    forget(hub._download, hub_datasets._load)
 
 
 def forget(*functions: object) -> None:
     """As in a new process."""
+    from plaudit import hub
+
+    hub._looked_up.clear()
     for function in functions:
         function.cache_clear()  # pyright: ignore

@@ -32,7 +32,7 @@ from plaudit.recipe.limits import Limits
 from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
-from plaudit.types import Group, Prompt, Sample, SavedSample, Score
+from plaudit.types import DECLINED, Group, Prompt, Sample, SavedSample, Score
 
 SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUP_PARAMETERS = ("prompts", "responses", "ground_truths", "extra_infos", "data_sources")
@@ -166,6 +166,8 @@ class LiveTRLFunction(LiveGroupFunction):
 def _as_score(answer: Answer, text: str) -> Score:
     if "cause" in answer:
         return failed(answer["cause"], answer["message"], view=text)
+    if answer["value"] is None:
+        return DECLINED
     return Score(
         answer["value"],
         parts=answer.get("parts", {}),
