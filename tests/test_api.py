@@ -151,6 +151,39 @@ def test_digest_follows_closures_and_defaults():
     assert code_digest(partial(closing(1), 1)) != code_digest(partial(closing(1), 2))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[g(c) for c in solution_str]",
+        "sum(g(c) for c in solution_str)",
+        "max(solution_str, key=lambda c: g(c))",
+        "(lambda: [(lambda: g(c))() for c in solution_str])()",
+    ],
+)
+def test_digest_follows_helpers_of_nested_code(body):
+    def digest(helper: str) -> str:
+        return code_digest(define(f"def g(c): return {helper}\ndef f(solution_str): return {body}"))
+
+    assert digest("c == 'a'") == digest("c == 'a'") != digest("c == 'b'")
+
+
+def test_digest_follows_every_one_of_several_objects():
+    """What is built to digest one of them is freed, and its address is given to what is built for the next."""
+
+    def digest(*limits):
+        return code_digest(define("def f(solution_str): return CHECKS", CHECKS=[partial(max, limit) for limit in limits]))
+
+    assert digest(1, 2, 3) == digest(1, 2, 3)
+    assert len({digest(1, 2, 3), digest(1, 2, 4), digest(1, 5, 3)}) == 3
+
+
+def test_digest_follows_every_kind_of_method():
+    for decorator in ("", "@staticmethod", "@classmethod", "@property"):
+        text = f"class C:\n    {decorator}\n    def m(*_): return VALUE\ndef f(solution_str): return C"
+        digests = [code_digest(define(text.replace("VALUE", value))) for value in "112"]
+        assert digests[0] == digests[1] != digests[2], decorator
+
+
 def test_a_function_of_a_module_file_is_named_by_it(tmp_path, monkeypatch):
     (tmp_path / "my_rewards_file.py").write_text("def short(solution_str): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
