@@ -16,7 +16,7 @@ from plaudit.config import Draft, check_section, read_draft
 from plaudit.data.conversations import resolve_sources
 from plaudit.data.in_memory import rows_file
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
-from plaudit.input_files import InputFile, place_inputs
+from plaudit.input_files import InputFile, place_inputs, written
 from plaudit.inputs import check_files, require_causal_model, require_model
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.rewards.functions.callables import reward_entries
@@ -103,13 +103,12 @@ def _train(stage: str, recipe: StrPath | None, sections: Mapping[str, Any]) -> R
     draft.tree, files = place_inputs(draft.tree, folder / "inputs")
     loaded = draft.check(stage)
     refuse_while_training(folder)
-    for file in files:
-        file.write(folder / "inputs")
-    checked = check_files(loaded)
+    with written(files, folder):
+        checked = check_files(loaded)
 
-    from plaudit.loops.train import train
+        from plaudit.loops.train import train
 
-    train(*checked)
+        train(*checked)
     return RunFolder(folder)
 
 

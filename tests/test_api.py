@@ -34,8 +34,8 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert len(run.samples(step=1)) == 8
     assert set(run.samples().column("step").to_pylist()) == {1, 2}
     assert (run.model / "config.json").is_file()
-    assert sorted(file.name.split("_")[0] for file in (run.folder / "inputs").iterdir()) == [
-        "digits.py", "right.py", "shortest.py", "train", "val",
+    assert sorted(file.name.rpartition("_")[0] for file in (run.folder / "inputs").iterdir()) == [
+        "reward_digits", "reward_right", "reward_shortest", "train", "val",
     ]  # fmt: skip
     assert "plaudit.rl(): optim.learning_rate is not a setting. Did you mean optim.lr?" in out
     assert "plaudit.rl(): batch_size is not a setting. Did you mean train.prompts_per_step?" in out
@@ -47,7 +47,15 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     same = plaudit.rl(run.folder / "recipe.yaml", rewards=[*settings, {"kind": "length", "weight": 0, "at_most": 8}])
     assert same.folder == run.folder
     assert "resumes although" in (err := capsys.readouterr().err)
-    assert "digits.py has changed" in err.replace("\n", " ")
+    assert "although the function of reward 'digits' has changed" in err.replace("\n", " ")
+
+    # Calls that are refused leave the folder as it was.
+    before = {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()}
+    exec("def digits(completions): return [1.0 for _ in completions]", notebook)
+    for changed, message in (({"seed": 1}, "belongs to a run with another recipe"), ({"model": "models/missing"}, "models/missing")):
+        with pytest.raises(plaudit.PlauditError, match=message):
+            plaudit.rl(run.folder / "recipe.yaml", rewards=[notebook["right"], notebook["digits"]], **changed)
+        assert {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()} == before
 
 
 def test_a_file_written_again_within_the_same_second_is_the_new_code(tmp_path, monkeypatch):
@@ -208,15 +216,42 @@ def test_a_function_that_cannot_be_sent_says_why():
 
 
 def test_an_unchanged_function_is_not_written_again(tmp_path):
-    def write(constant: int) -> bytes:
+    def write(constant: int) -> set[str]:
         _, [file] = place_inputs(reward_entries([define(f"def f(solution_str): return {constant}")]), tmp_path)
         file.write(tmp_path)
-        return (tmp_path / "f.py").read_bytes()
+        return {file.name for file in tmp_path.iterdir()}
 
-    first = write(1)
-    (tmp_path / "f.py").write_bytes(first + b"# mark\n")
-    assert write(1) == first + b"# mark\n"
-    assert write(2) != first
+    [first] = write(1)
+    (tmp_path / first).write_bytes(b"# mark\n")
+    assert write(1) == {first}
+    assert (tmp_path / first).read_bytes() == b"# mark\n"
+    assert len(write(2)) == 2
+
+
+def test_rewards_whose_names_differ_in_signs_or_case_only_are_two():
+    entries = [
+        {"name": name, "function": define(f"def f(solution_str): return {value}")}
+        for name, value in (("len>5", 1), ("len<5", 2), ("A", 3), ("a", 4), ("x" * 300, 5))
+    ]
+    assert len({entry["path"].name.lower() for entry in reward_entries(entries)}) == 5
+    with plaudit.Scorer(entries) as scorer:
+        [scored] = scorer.score([{"prompt": "p", "response": "r"}])
+    assert list(scored["parts"].values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_reward_may_have_the_name_of_a_module():
+    """Its folder is on sys.path of the worker."""
+    text = "def statistics(solution_str):\n    from statistics import mean\n    return mean([1, 2])"
+    with plaudit.Scorer([define(text, "statistics")]) as scorer:
+        [scored] = scorer.score([{"prompt": "p", "response": "r"}])
+    assert (scored["reward"], scored["failure"]) == (1.5, None)
+
+
+def test_a_refused_call_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(plaudit.PlauditError, match="models/missing"):
+        plaudit.sft(model="models/missing", data=arithmetic_rows(2))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_functions_in_every_signature_run_in_workers():

@@ -17,7 +17,6 @@ import importlib.machinery
 import inspect
 import os
 import pickle
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ from typing import Any
 
 from plaudit.errors import RecipeError
 from plaudit.files import text_digest
-from plaudit.input_files import InputFile
+from plaudit.input_files import InputFile, function_file_name
 from plaudit.recipe import RewardSettings
 
 SCORES = {"solution_str": "sample", "responses": "group", "completions": "trl", "completion_ids": "trl"}
@@ -118,7 +117,7 @@ def _save(function: Callable[..., Any], name: str, label: str) -> InputFile:
         )
     # The pickle differs between sessions that ran the same notebook; the digest of the code does not.
     digest = code_digest(function)
-    return InputFile(re.sub(r"\W", "_", label) + ".py", digest, _as_file(function, name, pickled, digest).encode())
+    return InputFile(function_file_name(label, digest), digest, _as_file(function, name, pickled, digest).encode())
 
 
 def _as_file(function: Callable[..., Any], name: str, pickled: bytes, digest: str) -> str:
