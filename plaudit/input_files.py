@@ -4,6 +4,7 @@ The digest of a file is part of its name: a call that is refused has overwritten
 in place of a module (a reward may be called `statistics`).
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plaudit.errors import RunError
 from plaudit.files import atomic_file
 
 
@@ -26,7 +28,7 @@ class InputFile:
     def write(self, folder: Path) -> None:
         """Write it, unless it is there already."""
         path = folder / self.name
-        if path.is_file():
+        if os.path.isfile(path):
             return
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary:
@@ -46,21 +48,25 @@ def is_function_file(path: object) -> bool:
 def written(files: Sequence[InputFile], run: Path) -> Iterator[None]:
     """Write the files into the folder of a run. If the run is refused, those that are new are removed."""
     folder = run / "inputs"
-    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-    new_files = [file for file in files if not (folder / file.name).exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    new_files = [file.name for file in files if not os.path.exists(folder / file.name)]
     try:
-        for file in files:
-            file.write(folder)
+        try:
+            for file in files:
+                file.write(folder)
+        except (OSError, ValueError) as error:
+            raise RunError(f"run.dir: {run} cannot be created or written to: {error}") from None
         yield
     except BaseException:
         recipe = run / "recipe.yaml"  # written once the run is accepted
-        used = recipe.read_text("utf-8") if recipe.is_file() else ""
-        for file in new_files:
-            if file.name not in used:
-                (folder / file.name).unlink(missing_ok=True)
+        used = recipe.read_text("utf-8") if os.path.isfile(recipe) else ""
+        for path in [folder / name for name in new_files if name not in used]:
+            if os.path.isfile(path):
+                path.unlink()
         for path in new_folders:
-            with suppress(OSError):  # not empty
-                path.rmdir()
+            if os.path.isdir(path):
+                with suppress(OSError):  # not empty
+                    path.rmdir()
         raise
 
 

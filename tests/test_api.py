@@ -380,6 +380,29 @@ def test_inputs_of_a_run_in_training_stay_as_they_are(run_folder):
     assert not (run_folder / "inputs").exists()
 
 
+@pytest.mark.parametrize("text", ["Why? " * 100, "a/" * 200 + "b", "null \0 byte"])
+def test_text_that_cannot_be_a_path_is_reported(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"data\.train: .* does not exist"):
+        plaudit.sft(model="m", data=text)
+    with pytest.raises(plaudit.PlauditError, match=r"model\.path"):
+        plaudit.sft(model=text, data=arithmetic_rows(2))
+    with pytest.raises(DataError, match=r'prompts: .* does not exist.*\nTo ask one question, pass a list: \["…"\]'):
+        plaudit.sample("m", text)
+    with pytest.raises(RunError, match=r"run\.dir: .* cannot be created or written to"):
+        plaudit.sft(model="m", data=arithmetic_rows(2), run=text + "x" * 256)
+    with pytest.raises(RunError, match="does not exist"):
+        plaudit.load_run(text)
+    with pytest.raises(RecipeError, match="system"):  # a setting with much text
+        plaudit.sft(model="m", data=arithmetic_rows(2), system=text)
+
+
+def test_a_missing_file_of_prompts_gets_no_hint_if_it_can_only_be_a_path(tmp_path):
+    with pytest.raises(DataError) as error:
+        plaudit.sample("m", tmp_path / "missing.jsonl")
+    assert "pass a list" not in str(error.value)
+
+
 # Sampling ------------------------------------------------------------------------------------------------------------
 
 
