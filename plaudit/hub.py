@@ -24,7 +24,12 @@ Kind = Literal["model", "dataset"]
 
 def looks_local(name: str) -> bool:
     """Whether a name can only be a path: hub names are `org/name`, and `org` is not a folder here."""
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or name.lower().endswith(SUFFIXES) or os.path.isdir(Path(name).parent)
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        or name.lower().endswith(SUFFIXES)
+        or os.path.isdir(Path(name).parent)
+    )
 
 
 def model_folder(name: str, *, weights: bool = True) -> Path:

@@ -52,7 +52,10 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     # Calls that are refused leave the folder as it was.
     before = {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()}
     exec("def digits(completions): return [1.0 for _ in completions]", notebook)
-    for changed, message in (({"seed": 1}, "belongs to a run with another recipe"), ({"model": "models/missing"}, "models/missing")):
+    for changed, message in (
+        ({"seed": 1}, "belongs to a run with another recipe"),
+        ({"model": "models/missing"}, "models/missing"),
+    ):
         with pytest.raises(plaudit.PlauditError, match=message):
             plaudit.rl(run.folder / "recipe.yaml", rewards=[notebook["right"], notebook["digits"]], **changed)
         assert {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()} == before
