@@ -71,7 +71,11 @@ def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, c
     return Differences(
         rounding=[lines[name] for name in differ if _matches(name, recipe.RESUME_CHANGES_ROUNDING)],
         code=[path for path in sorted(code & before.keys()) if before[path] != after[path]]
-        + [f"the function of reward '{new[name.replace('.path', '.name')]}'" for name in functions],
+        + [
+            f"the function of reward '{new.get(name.removesuffix('path') + 'name')}'"
+            for name in functions
+            if Path(old[name]).name != Path(new[name]).name  # else it is the same file, from another folder
+        ],
         forbidden=forbidden,
     )
 
