@@ -4,7 +4,7 @@
 #   make test       the core suite                    make lint    ruff and pyright
 #   make test-all   core, lint, docs, the slow tier   make lock    pin the newest versions that work
 #   make docs       the documentation as a site       make docs-serve   the same, shown while you write
-# For another torch build: make install TORCH="--index-url URL torch==2.13.0"  (README, "Installing").
+# For another torch build: make install TORCH="torch==2.13.0 --index-url URL"  (README, "Install").
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)

@@ -13,10 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from plaudit.config import Draft, check_section, read_draft
-from plaudit.data.conversations import resolve_sources
+from plaudit.data.conversations import Source, resolve_sources
 from plaudit.data.in_memory import rows_file
+from plaudit.errors import DataError
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
-from plaudit.input_files import InputFile, place_inputs
+from plaudit.input_files import InputFile, place_inputs, written
 from plaudit.inputs import check_files, require_causal_model, require_model
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.rewards.functions.callables import reward_entries
@@ -103,13 +104,12 @@ def _train(stage: str, recipe: StrPath | None, sections: Mapping[str, Any]) -> R
     draft.tree, files = place_inputs(draft.tree, folder / "inputs")
     loaded = draft.check(stage)
     refuse_while_training(folder)
-    for file in files:
-        file.write(folder / "inputs")
-    checked = check_files(loaded)
+    with written(files, folder):
+        checked = check_files(loaded)
 
-    from plaudit.loops.train import train
+        from plaudit.loops.train import train
 
-    train(*checked)
+        train(*checked)
     return RunFolder(folder)
 
 
@@ -153,9 +153,9 @@ def _contents(value: Any) -> Any:
             return [_contents(one) for one in value]
         case InputFile():
             return value.digest
-        case str() if Path(value).is_file():
+        case str() if os.path.isfile(value):  # unlike Path's, False for text that cannot be a path
             return [value, fingerprint(Path(value))]
-        case str() if (Path(value) / "config.json").is_file():
+        case str() if os.path.isfile(os.path.join(value, "config.json")):
             return [value, weights_fingerprint(Path(value))]
         case bool() | int() | float() | str() | None:
             return value
@@ -195,13 +195,22 @@ def sample(
     settings = check_section(ModelSettings, model if isinstance(model, Mapping) else {"path": model}, call)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sources = resolve_sources(_prompt_files(prompts, folder), None, "prompts")
+        sources = _prompt_sources(prompts, folder)
         require_model(settings, "")
         require_causal_model(settings.path, "model", f"{call} needs a model that generates text")
 
         from plaudit.loops.sample import sample_table
 
         return sample_table(settings, sources, arguments, folder)
+
+
+def _prompt_sources(prompts: Any, folder: Path) -> list[Source]:
+    try:
+        return resolve_sources(_prompt_files(prompts, folder), None, "prompts")
+    except DataError as error:
+        if isinstance(prompts, str) and not os.path.exists(prompts):
+            raise DataError(f'{error}\nTo ask one question, pass a list: ["…"].') from None
+        raise
 
 
 def _prompt_files(prompts: Any, folder: Path) -> list[str]:

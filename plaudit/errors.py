@@ -76,11 +76,12 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
 def nearest_path(path: Path) -> str:
     """' Did you mean …?' with the most similar name in the same folder; else where a relative path was looked for."""
     parent = path.parent
+    is_folder = os.path.isdir(parent)  # unlike Path.is_dir, False for text that is too long for a path
     # Compare names only: paths below a long folder name all look alike.
-    near = nearest(path.name, [child.name for child in parent.iterdir()]) if parent.is_dir() else None
+    near = nearest(path.name, [child.name for child in parent.iterdir()]) if is_folder else None
     if near:
         return f" Did you mean {parent / near}?"
-    missing = "" if parent.is_dir() else f" There is no folder {parent} either."
+    missing = "" if is_folder else f" There is no folder {parent} either."
     return missing if path.is_absolute() else f"{missing} (Paths are relative to the current folder, {Path.cwd()}.)"
 
 

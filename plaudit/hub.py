@@ -6,6 +6,7 @@ minute).
 """
 
 import math
+import os
 import threading
 import time
 from functools import cache
@@ -25,14 +26,19 @@ Kind = Literal["model", "dataset"]
 
 def looks_local(name: str) -> bool:
     """Whether a name can only be a path: hub names are `org/name`, and `org` is not a folder here."""
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or name.lower().endswith(SUFFIXES) or Path(name).parent.is_dir()
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        or name.lower().endswith(SUFFIXES)
+        or os.path.isdir(Path(name).parent)
+    )
 
 
 def model_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself if it exists, else the hub's, downloaded into its cache.
 
     Without `weights`, only its config and tokenizer are downloaded."""
-    if Path(name).exists():
+    if os.path.exists(name):
         return Path(name)
     if looks_local(name):
         raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}")

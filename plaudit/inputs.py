@@ -1,6 +1,7 @@
 """A recipe and the files it names, checked before anything heavy is imported."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def _require_complete_base(settings: ModelSettings) -> None:
 
 
 def _require_path(path: str | None, setting: str, names: Sequence[str]) -> None:
-    if path is None or path in names or Path(path).exists():
+    if path is None or path in names or os.path.exists(path):
         return
     if looks_local(path):
         raise PlauditError(f"{setting}: {path} does not exist.{did_you_mean(path, names) or nearest_path(Path(path))}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,10 @@ class RunFolder:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        if not (self.folder / "run.json").is_file():
-            missing = "does not exist" if not self.folder.exists() else "is not a run folder: it has no run.json"
-            raise RunError(f"{self.folder} {missing}.{nearest_path(self.folder) if not self.folder.exists() else ''}")
+        if not os.path.isfile(self.folder / "run.json"):
+            exists = os.path.exists(self.folder)
+            missing = "is not a run folder: it has no run.json" if exists else "does not exist"
+            raise RunError(f"{self.folder} {missing}.{'' if exists else nearest_path(self.folder)}")
 
     def __repr__(self) -> str:
         rows = read_metrics(self.folder / "metrics.jsonl")
@@ -88,7 +90,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 def refuse_while_training(folder: Path) -> None:
     """Raise an error while another process trains in a folder: its inputs must stay as they are."""
-    if not (folder / ".lock").exists():
+    if not os.path.exists(folder / ".lock"):
         return
     with (folder / ".lock").open("a") as lock:
         try:

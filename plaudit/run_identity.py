@@ -18,6 +18,7 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import DataError, RunError
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.hub import model_folder
+from plaudit.input_files import is_function_file
 from plaudit.recipe import TrainingRecipe
 
 
@@ -28,7 +29,7 @@ class Differences:
     rounding: list[str]
     """Settings that change results in the last bits at most."""
     code: list[str]
-    """Files of rewards and engines whose content has changed: allowed, because fixing one is how a stopped run continues."""
+    """Rewards and engines whose code has changed: allowed, because fixing one is how a stopped run continues."""
     forbidden: list[str]
     """All others: this is another run."""
 
@@ -56,18 +57,25 @@ def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, c
     """How the run described by `then` differs from `now`, started with `recipe`."""
     old, new = {**_defaults_since(then["recipe"], recipe), **then["recipe"]}, now["recipe"]
     differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    # Functions from Python: each version is a file of its own.
+    functions = [name for name in differ if is_function_file(old.get(name)) and is_function_file(new.get(name))]
     lines = {name: f"  {name}: was {_shown(name, old)}, is now {_shown(name, new)}" for name in differ}
     allowed = recipe.RESUME_MAY_CHANGE + recipe.RESUME_CHANGES_ROUNDING
-    forbidden = [lines[name] for name in differ if not _matches(name, allowed)]
+    forbidden = [lines[name] for name in differ if not _matches(name, allowed) and name not in functions]
     before, after = then["inputs"], now["inputs"]
     forbidden += [
         f"  {path}: {'its content has changed' if path in before.keys() & after.keys() else 'is not part of both runs'}"
         for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and path not in code
+        if before.get(path) != after.get(path) and path not in code and not is_function_file(path)
     ]
     return Differences(
         rounding=[lines[name] for name in differ if _matches(name, recipe.RESUME_CHANGES_ROUNDING)],
-        code=[path for path in sorted(code & before.keys()) if before[path] != after[path]],
+        code=[path for path in sorted(code & before.keys()) if before[path] != after[path]]
+        + [
+            f"the function of reward '{new.get(name.removesuffix('path') + 'name')}'"
+            for name in functions
+            if Path(old[name]).name != Path(new[name]).name  # else it is the same file, from another folder
+        ],
         forbidden=forbidden,
     )
 

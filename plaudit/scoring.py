@@ -16,7 +16,7 @@ from plaudit.config import Draft
 from plaudit.data.columns import has_several_responses
 from plaudit.data.rollouts import parse_group
 from plaudit.errors import DataError, RecipeError
-from plaudit.input_files import place_inputs
+from plaudit.input_files import InputFile, place_inputs
 from plaudit.inputs import load_rewards, require_reward_files
 from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.rewards.functions.callables import reward_entries
@@ -37,11 +37,19 @@ class Scorer:
         rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings | Callable[..., Any]],
         *,
         cache: str | Path | None = None,
+        normalise: bool = False,
     ):
         """`rewards`: a recipe file, or a list as under `rewards:`, in which functions may stand for themselves. `cache`: a file to
-        cache scores in."""
-        self._functions = TemporaryDirectory(prefix="plaudit-")
-        self.settings = _settings(rewards, Path(self._functions.name))
+        cache scores in. `normalise`: whether the rewards' `normalise` has an effect, for values to train on. (Normalised within its
+        group, a response that is alone in it gets 0.)"""
+        self._temporary = TemporaryDirectory(prefix="plaudit-")
+        self._folder = Path(self._temporary.name)
+        try:
+            self.settings, self._functions = _settings(rewards, self._folder)
+        except BaseException:
+            self._temporary.cleanup()
+            raise
+        self._normalise = normalise
         self._cache = None if cache is None else Path(cache)
         self._runner: RewardRunner | None = None
 
@@ -52,6 +60,8 @@ class Scorer:
     @property
     def runner(self) -> RewardRunner:
         if self._runner is None:
+            for file in self._functions:  # `close` has removed them
+                file.write(self._folder)
             self._runner = RewardRunner(self.settings, cache=self._cache, tolerant=True).__enter__()
         return self._runner
 
@@ -66,12 +76,15 @@ class Scorer:
         return [result_of(group, many=has_several_responses(row)) for row, group in zip(rows, scored, strict=True)]
 
     def score_groups(self, groups: Iterable[Group]) -> list[ScoredGroup]:
-        return self.runner.collect(groups)
+        return self.runner.collect(groups, training=self._normalise)
 
     def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
+        try:
+            if self._runner is not None:
+                self._runner.close()
+        finally:
             self._runner = None
+            self._temporary.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -80,10 +93,10 @@ class Scorer:
         self.close()
 
 
-def _settings(rewards: Any, folder: Path) -> tuple[RewardSettings, ...]:
-    """The rewards; functions among them are saved in `folder`."""
+def _settings(rewards: Any, folder: Path) -> tuple[tuple[RewardSettings, ...], list[InputFile]]:
+    """The rewards, and the files of functions among them, saved in `folder`."""
     if isinstance(rewards, str | Path):
-        return load_rewards(Path(rewards))
+        return load_rewards(Path(rewards)), []
     if isinstance(rewards, Mapping):
         raise RecipeError("rewards must be a list, as under `rewards:` in a recipe, or a recipe file: put this reward into a list")
     call = "Scorer()"
@@ -95,7 +108,7 @@ def _settings(rewards: Any, folder: Path) -> tuple[RewardSettings, ...]:
     for file in files:
         file.write(folder)
     require_reward_files(recipe)
-    return recipe.rewards
+    return recipe.rewards, files
 
 
 def result_of(scored: ScoredGroup, *, many: bool, details: bool = False) -> dict[str, Any]:

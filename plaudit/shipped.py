@@ -4,6 +4,7 @@
 the current folder comes first: a copy to edit.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,10 +17,10 @@ FOLDER = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.pare
 
 def find_shipped(path: Path) -> Path:
     """The path itself if it exists, or is no shipped file's; else where that file was installed."""
-    if path.is_absolute() or path.parts[:1] != ("recipes",) or ".." in path.parts or path.exists():
+    if path.is_absolute() or path.parts[:1] != ("recipes",) or ".." in path.parts or os.path.exists(path):
         return path
     installed = FOLDER.joinpath(*path.parts[1:])
-    return installed if installed.is_file() else path  # not a folder: outputs may be folders, inputs are files
+    return installed if os.path.isfile(installed) else path  # not a folder: outputs may be folders, inputs are files
 
 
 def is_shipped(path: Path) -> bool:

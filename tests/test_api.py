@@ -34,8 +34,8 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert len(run.samples(step=1)) == 8
     assert set(run.samples().column("step").to_pylist()) == {1, 2}
     assert (run.model / "config.json").is_file()
-    assert sorted(file.name.split("_")[0] for file in (run.folder / "inputs").iterdir()) == [
-        "digits.py", "right.py", "shortest.py", "train", "val",
+    assert sorted(file.name.rpartition("_")[0] for file in (run.folder / "inputs").iterdir()) == [
+        "reward_digits", "reward_right", "reward_shortest", "train", "val",
     ]  # fmt: skip
     assert "plaudit.rl(): optim.learning_rate is not a setting. Did you mean optim.lr?" in out
     assert "plaudit.rl(): batch_size is not a setting. Did you mean train.prompts_per_step?" in out
@@ -47,7 +47,18 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     same = plaudit.rl(run.folder / "recipe.yaml", rewards=[*settings, {"kind": "length", "weight": 0, "at_most": 8}])
     assert same.folder == run.folder
     assert "resumes although" in (err := capsys.readouterr().err)
-    assert "digits.py has changed" in err.replace("\n", " ")
+    assert "although the function of reward 'digits' has changed" in err.replace("\n", " ")
+
+    # Calls that are refused leave the folder as it was.
+    before = {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()}
+    exec("def digits(completions): return [1.0 for _ in completions]", notebook)
+    for changed, message in (
+        ({"seed": 1}, "belongs to a run with another recipe"),
+        ({"model": "models/missing"}, "models/missing"),
+    ):
+        with pytest.raises(plaudit.PlauditError, match=message):
+            plaudit.rl(run.folder / "recipe.yaml", rewards=[notebook["right"], notebook["digits"]], **changed)
+        assert {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()} == before
 
 
 def test_a_file_written_again_within_the_same_second_is_the_new_code(tmp_path, monkeypatch):
@@ -151,6 +162,39 @@ def test_digest_follows_closures_and_defaults():
     assert code_digest(partial(closing(1), 1)) != code_digest(partial(closing(1), 2))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[g(c) for c in solution_str]",
+        "sum(g(c) for c in solution_str)",
+        "max(solution_str, key=lambda c: g(c))",
+        "(lambda: [(lambda: g(c))() for c in solution_str])()",
+    ],
+)
+def test_digest_follows_helpers_of_nested_code(body):
+    def digest(helper: str) -> str:
+        return code_digest(define(f"def g(c): return {helper}\ndef f(solution_str): return {body}"))
+
+    assert digest("c == 'a'") == digest("c == 'a'") != digest("c == 'b'")
+
+
+def test_digest_follows_every_one_of_several_objects():
+    """What is built to digest one of them is freed, and its address is given to what is built for the next."""
+
+    def digest(*limits):
+        return code_digest(define("def f(solution_str): return CHECKS", CHECKS=[partial(max, limit) for limit in limits]))
+
+    assert digest(1, 2, 3) == digest(1, 2, 3)
+    assert len({digest(1, 2, 3), digest(1, 2, 4), digest(1, 5, 3)}) == 3
+
+
+def test_digest_follows_every_kind_of_method():
+    for decorator in ("", "@staticmethod", "@classmethod", "@property"):
+        text = f"class C:\n    {decorator}\n    def m(*_): return VALUE\ndef f(solution_str): return C"
+        digests = [code_digest(define(text.replace("VALUE", value))) for value in "112"]
+        assert digests[0] == digests[1] != digests[2], decorator
+
+
 def test_a_function_of_a_module_file_is_named_by_it(tmp_path, monkeypatch):
     (tmp_path / "my_rewards_file.py").write_text("def short(solution_str): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -175,15 +219,42 @@ def test_a_function_that_cannot_be_sent_says_why():
 
 
 def test_an_unchanged_function_is_not_written_again(tmp_path):
-    def write(constant: int) -> bytes:
+    def write(constant: int) -> set[str]:
         _, [file] = place_inputs(reward_entries([define(f"def f(solution_str): return {constant}")]), tmp_path)
         file.write(tmp_path)
-        return (tmp_path / "f.py").read_bytes()
+        return {file.name for file in tmp_path.iterdir()}
 
-    first = write(1)
-    (tmp_path / "f.py").write_bytes(first + b"# mark\n")
-    assert write(1) == first + b"# mark\n"
-    assert write(2) != first
+    [first] = write(1)
+    (tmp_path / first).write_bytes(b"# mark\n")
+    assert write(1) == {first}
+    assert (tmp_path / first).read_bytes() == b"# mark\n"
+    assert len(write(2)) == 2
+
+
+def test_rewards_whose_names_differ_in_signs_or_case_only_are_two():
+    entries = [
+        {"name": name, "function": define(f"def f(solution_str): return {value}")}
+        for name, value in (("len>5", 1), ("len<5", 2), ("A", 3), ("a", 4), ("x" * 300, 5))
+    ]
+    assert len({entry["path"].name.lower() for entry in reward_entries(entries)}) == 5
+    with plaudit.Scorer(entries) as scorer:
+        [scored] = scorer.score([{"prompt": "p", "response": "r"}])
+    assert list(scored["parts"].values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_reward_may_have_the_name_of_a_module():
+    """Its folder is on sys.path of the worker."""
+    text = "def statistics(solution_str):\n    from statistics import mean\n    return mean([1, 2])"
+    with plaudit.Scorer([define(text, "statistics")]) as scorer:
+        [scored] = scorer.score([{"prompt": "p", "response": "r"}])
+    assert (scored["reward"], scored["failure"]) == (1.5, None)
+
+
+def test_a_refused_call_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(plaudit.PlauditError, match="models/missing"):
+        plaudit.sft(model="models/missing", data=arithmetic_rows(2))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_functions_in_every_signature_run_in_workers():
@@ -316,6 +387,29 @@ def test_inputs_of_a_run_in_training_stay_as_they_are(run_folder):
         with pytest.raises(RunError, match="another process is training in this folder"):
             plaudit.sft(model="m", data=arithmetic_rows(2), run=run_folder)
     assert not (run_folder / "inputs").exists()
+
+
+@pytest.mark.parametrize("text", ["Why? " * 100, "a/" * 200 + "b", "null \0 byte"])
+def test_text_that_cannot_be_a_path_is_reported(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"data\.train: .* does not exist"):
+        plaudit.sft(model="m", data=text)
+    with pytest.raises(plaudit.PlauditError, match=r"model\.path"):
+        plaudit.sft(model=text, data=arithmetic_rows(2))
+    with pytest.raises(DataError, match=r'prompts: .* does not exist.*\nTo ask one question, pass a list: \["…"\]'):
+        plaudit.sample("m", text)
+    with pytest.raises(RunError, match=r"run\.dir: .* cannot be created or written to"):
+        plaudit.sft(model="m", data=arithmetic_rows(2), run=text + "x" * 256)
+    with pytest.raises(RunError, match="does not exist"):
+        plaudit.load_run(text)
+    with pytest.raises(RecipeError, match="system"):  # a setting with much text
+        plaudit.sft(model="m", data=arithmetic_rows(2), system=text)
+
+
+def test_a_missing_file_of_prompts_gets_no_hint_if_it_can_only_be_a_path(tmp_path):
+    with pytest.raises(DataError) as error:
+        plaudit.sample("m", tmp_path / "missing.jsonl")
+    assert "pass a list" not in str(error.value)
 
 
 # Sampling ------------------------------------------------------------------------------------------------------------

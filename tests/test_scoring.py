@@ -57,6 +57,23 @@ def test_failure_names_the_reward_and_the_cause():
     assert scored["failure"]["cause"] == "no_ground_truth"
 
 
+@pytest.mark.parametrize("normalise", ["group", "running"])
+def test_values_are_not_normalised(normalise):
+    """A right answer alone in its group would be 0."""
+    with Scorer([{"kind": "exact", "normalise": normalise}]) as scorer:
+        assert [row["reward"] for row in scorer.score(ROWS)] == [1.0, [0.0, 1.0]]
+
+
+def test_close_removes_saved_functions_and_the_scorer_can_restart(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    scorer = Scorer([lambda solution_str: len(solution_str)])
+    for _ in range(2):
+        assert [row["reward"] for row in scorer.score(ROWS[:1])] == [1.0]
+        assert list(tmp_path.rglob("reward_*.py"))
+        scorer.close()
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_scorer_restarts_after_close_and_may_be_closed_twice():
     scorer = Scorer([{"kind": "exact"}])
     assert scorer.score([]) == []

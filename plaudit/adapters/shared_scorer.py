@@ -63,7 +63,11 @@ def shared_scorer(rewards: str | os.PathLike[str]) -> SharedScorer:
     key = (os.getpid(), os.path.abspath(rewards))
     with _lock:
         if key not in _shared:
-            _shared[key] = SharedScorer(Scorer(key[1]))
+            # The trainer trains on these values, so they are normalised as the recipe says. That leaves `group`: the values of a
+            # group depend on nothing else, however requests are batched.
+            scorer = Scorer(key[1], normalise=True)
+            _refuse_running(scorer)
+            _shared[key] = SharedScorer(scorer)
         return _shared[key]
 
 
@@ -83,13 +87,24 @@ def value_of(result: Result, trainer: str) -> float:
     return result["reward"]
 
 
+def _refuse_running(scorer: Scorer) -> None:
+    """Refuse means over all values so far: they would depend on the order of requests, and count those of validations."""
+    for reward in scorer.settings:
+        if reward.normalise == "running":
+            scorer.close()
+            raise PlauditError(
+                f"reward '{reward.label}': normalise is running, but requests of another trainer come in any order, those of "
+                "validations among them, and each of its processes would have its own mean. Set normalise to none."
+            )
+
+
 def refuse_groups(scorer: Scorer, trainer: str) -> None:
     """Refuse rewards that compare the samples of a prompt, for trainers that request samples one by one."""
     for reward in scorer.rewards:
         if reward.normalise == "group":
             raise PlauditError(
                 f"reward '{reward.label}': normalise is group, but {trainer} requests one sample at a time, so there is no group. "
-                "Set normalise to none or running."
+                "Set normalise to none."
             )
         # A function for TRL cannot rely on groups: there it is called with responses to several prompts.
         if not reward.scores_alone and getattr(reward, "scores", None) != "trl":

@@ -4,6 +4,7 @@ columns.py says which column means what. A LLaMA-Factory `dataset_info.json` can
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,7 @@ def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str
         source = (
             _entry_source(name, entries[name], Path(dataset_info or ""), ranked) if listed else Source(find_shipped(Path(name)))
         )
-        if source.hub is None and not source.path.exists():
+        if source.hub is None and not os.path.exists(source.path):  # unlike Path.exists, False for any text that cannot be a path
             source = replace(source, hub=parse_hub_name(name, "train" if setting == "data.train" else None))
             if listed or source.hub is None:
                 hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)

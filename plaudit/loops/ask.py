@@ -92,7 +92,7 @@ class Chat:
     def ask(self, question: str) -> None:
         """Sample answers and print them."""
         group = self._sample([*self._turns, {"role": "user", "content": question}])
-        scored = None if self._rewards is None else self._rewards.collect([group])[0]
+        scored = None if self._rewards is None else self._rewards.collect([group], training=False)[0]
         for i, sample in enumerate(group.samples):
             self._print(sample, f"[{i + 1}] " if self._job.sampling.n > 1 else "", scored, i)
         self._turns = [*group.prompt.messages, {"role": "assistant", "content": group.samples[0].text}]

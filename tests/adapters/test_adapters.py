@@ -167,6 +167,19 @@ def test_group_rewards_are_refused_for_single_samples(recipe, start, tmp_path):
         start(recipe({"kind": "function", "path": str(group_function), "scores": "group"}, name="compares"))
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda r: verl.compute_score("", "2", "2", {}, rewards=r),
+        lambda r: trl.reward_function(r)(["a"], ["x"], answer=["x"]),
+        openrlhf.application,
+    ],
+)
+def test_running_means_are_refused_because_they_depend_on_the_order_of_requests(recipe, start):
+    with pytest.raises(PlauditError, match=r"'exact': normalise is running, but .* Set normalise to none\."):
+        start(recipe({"kind": "exact", "normalise": "running"}))
+
+
 def test_bad_row_fails_only_its_own_request_to_a_shared_scorer(recipe):
     shared = shared_scorer(recipe({"kind": "exact"}))
     rows = [{"prompt": "", "response": str(i), "ground_truth": str(i - i % 2)} for i in range(200)]

@@ -41,6 +41,14 @@ def test_answers_with_their_rewards(plaudit, tiny_model, tmp_path):
     assert plaudit("ask", tiny_model, "What is 1 + 1?", "-n", 2, *FEW, "--seed", 1)[1] != out
 
 
+def test_rewards_are_shown_as_they_are(plaudit, tiny_model, tmp_path):
+    """Normalised within its group, a single answer would always get 0."""
+    (tmp_path / "r.yaml").write_text("rewards: [{kind: length, unit: characters, at_most: 100, normalise: group}]")
+    code, _, err = plaudit("ask", tiny_model, "What is 1 + 1?", *FEW, "--rewards", tmp_path / "r.yaml")
+    assert code == 0, err
+    assert "reward 1: length 1" in err
+
+
 def test_a_piped_question(plaudit, tiny_model, monkeypatch):
     asked = plaudit("ask", tiny_model, "What is 1 + 1?", *FEW, "--temperature", 0)[1]
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 + 1?\n"))

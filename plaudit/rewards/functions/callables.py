@@ -17,10 +17,9 @@ import importlib.machinery
 import inspect
 import os
 import pickle
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -28,7 +27,7 @@ from typing import Any
 
 from plaudit.errors import RecipeError
 from plaudit.files import text_digest
-from plaudit.input_files import InputFile
+from plaudit.input_files import InputFile, function_file_name
 from plaudit.recipe import RewardSettings
 
 SCORES = {"solution_str": "sample", "responses": "group", "completions": "trl", "completion_ids": "trl"}
@@ -118,7 +117,7 @@ def _save(function: Callable[..., Any], name: str, label: str) -> InputFile:
         )
     # The pickle differs between sessions that ran the same notebook; the digest of the code does not.
     digest = code_digest(function)
-    return InputFile(re.sub(r"\W", "_", label) + ".py", digest, _as_file(function, name, pickled, digest).encode())
+    return InputFile(function_file_name(label, digest), digest, _as_file(function, name, pickled, digest).encode())
 
 
 def _as_file(function: Callable[..., Any], name: str, pickled: bytes, digest: str) -> str:
@@ -168,12 +167,13 @@ def _unimportable_modules_by_value(function: Callable[..., Any]) -> Iterator[Non
 def code_digest(function: Callable[..., Any]) -> str:
     """A digest of what a function computes: its code and the functions and values it refers to, not where it is defined."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in _identity(function, set()):
+    for part in _identity(function, {}):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
     return digest.hexdigest()
 
 
-def _identity(value: Any, seen: set[int]) -> Iterator[str]:
+def _identity(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    """`seen`: objects by id. It holds them, because the id of a freed one is given to another."""
     if isinstance(value, str | bytes | int | float | complex | bool | type(None) | type(...)):
         yield repr(value)
         return
@@ -183,18 +183,21 @@ def _identity(value: Any, seen: set[int]) -> Iterator[str]:
     if id(value) in seen:
         yield "seen"
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, CodeType):
         yield from (value.co_code.hex(), repr(value.co_names), repr(value.co_varnames))
         yield from _identity(value.co_consts, seen)
     elif isinstance(value, FunctionType):
         yield f"function {value.__name__}"
         yield from _identity(value.__code__, seen)
-        captured = inspect.getclosurevars(value)
-        for part in (value.__defaults__, value.__kwdefaults__, dict(captured.nonlocals), dict(captured.globals)):
+        for part in (value.__defaults__, value.__kwdefaults__, _closure(value), _globals(value)):
             yield from _identity(part, seen)
     elif isinstance(value, MethodType):
         yield from _identity([value.__func__, value.__self__], seen)
+    elif isinstance(value, staticmethod | classmethod):
+        yield from _identity([type(value), value.__func__], seen)
+    elif isinstance(value, property):
+        yield from _identity([value.fget, value.fset, value.fdel], seen)
     elif isinstance(value, partial):
         yield from _identity([value.func, value.args, value.keywords], seen)
     elif isinstance(value, type):
@@ -211,10 +214,29 @@ def _identity(value: Any, seen: set[int]) -> Iterator[str]:
         for one in value:
             yield from _identity(one, seen)
     elif isinstance(value, set | frozenset):
-        yield from sorted(text_digest("\0".join(_identity(one, set()))) for one in value)
+        yield from sorted(text_digest("\0".join(_identity(one, {}))) for one in value)
     else:
         yield from _identity(type(value), seen)
         yield from _identity(getattr(value, "__dict__", None) or _pickled(value), seen)
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """The variables of enclosing functions that it refers to."""
+    captured: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            captured[name] = cell.cell_contents
+    return captured
+
+
+def _globals(function: FunctionType) -> dict[str, Any]:
+    """The global variables that its code refers to, also in comprehensions, lambdas and functions inside it."""
+    names, codes = set[str](), [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
 
 
 def _importable(module: str) -> bool:
