@@ -308,10 +308,10 @@ def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Pa
         # `credential` is the name of an environment variable; a value that does not look like one may be the key itself.
         names_one = key == "credential" and isinstance(value, str) and re.fullmatch(r"[A-Z_][A-Z0-9_]*", value)
         if isinstance(value, str) and ((SECRET_NAME.search(str(key)) and not names_one) or redact(value) != value):
-            raise RecipeError(
-                f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. "
-                "Put it into the environment (such as WANDB_API_KEY) and delete it here."
-            )
+            advice = "Put it into the environment (such as WANDB_API_KEY) and delete it here."
+            if place[:1] == ("rewards",):
+                advice = "Put it into the environment (export JUDGE_KEY=…), and name that variable here: credential: JUDGE_KEY."
+            raise RecipeError(f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. {advice}")
         _refuse_secrets(value, (*place, key), sources, path)
 
 

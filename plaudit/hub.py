@@ -21,6 +21,8 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "value_head.safe
 """A model's config, tokenizer, chat template, code and value head."""
 NOT_MODEL_FILES = ("*/*", "consolidated*")
 """Files in subfolders are other formats of the same weights, and so is what Mistral calls consolidated."""
+OUR_FOLDERS = ("models/", "runs/")
+"""Where the recipes and pages of plaudit put models: not names on the hub."""
 Kind = Literal["model", "dataset"]
 
 
@@ -31,6 +33,7 @@ def looks_local(name: str) -> bool:
         or name.count("/") != 1
         or name.lower().endswith(SUFFIXES)
         or os.path.isdir(Path(name).parent)
+        or name.startswith(OUR_FOLDERS)
     )
 
 
@@ -41,7 +44,8 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     if os.path.exists(name):
         return Path(name)
     if looks_local(name):
-        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}")
+        made = " `plaudit prepare --help` lists the models it can make." if name.startswith("models/") else ""
+        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}{made}")
     return _download(name, weights)
 
 
@@ -61,7 +65,7 @@ def _download(name: str, weights: bool) -> Path:
 
 
 KEPT_S = 60.0
-"""How long a problem is remembered. Not for good: a notebook goes on after its user has set HF_TOKEN or found the network."""
+"""How long a problem is remembered. Not for good: a notebook continues after its user has set HF_TOKEN or found the network."""
 _looked_up: dict[tuple[str, Kind, str | None], tuple[float, str | None]] = {}
 """When the hub was queried, and the problem."""
 

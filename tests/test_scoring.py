@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from plaudit.audit.dumps import read_dump
+from plaudit.data.rollouts import parse_group
+from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, RecipeError, RunError, TrainingStopped
 from plaudit.resumable import open_resumable
 from plaudit.rewards.reward import LiveReward
@@ -35,6 +38,19 @@ def test_rows_with_one_response_and_with_several():
                 "view": ["3", "2"],
             },
         ]
+
+
+def test_rewards_find_further_columns_in_extra_info(tmp_path):
+    file = tmp_path / "animal.py"
+    file.write_text("def compute_score(solution_str, extra_info): return {'score': extra_info['animal'] in solution_str}")
+    row = {"prompt": "Which?", "animal": "hen", "reward": 7.0, "responses": ["a hen", "a cow"], "label": [True, False]}
+    with Scorer([{"kind": "function", "path": str(file)}]) as scorer:
+        assert scorer.score([row])[0]["reward"] == [1.0, 0.0]
+    group = parse_group(row, "1", "row 1")
+    assert dict(group.prompt.extra_info) == {"animal": "hen", "label": [True, False]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    [dumped] = read_dump(read_rows(tmp_path / "rows.jsonl"))
+    assert dict(dumped["extra_info"]) == {"animal": "hen"}
 
 
 def test_views_are_by_name_with_several_rewards():

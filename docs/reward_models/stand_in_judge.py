@@ -50,7 +50,7 @@ def answer_to(text: str) -> str:
         names = re.findall(r"^- ([^:\n]+)", criteria, re.M)
         own = {"correct": worth, "clear": 8 if response.endswith(".") else 4}
         return "Each for itself.\n" + json.dumps({name: own.get(name, worth) for name in names})
-    if response:
+    if "# Answer to grade" in text:
         forms = {
             "Total Score": f"Total Score: {worth}/10",
             "<score>": f"<score>{worth}</score>",

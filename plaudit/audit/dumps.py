@@ -32,6 +32,8 @@ from plaudit.data.columns import (
     first_value,
     has_pair,
     has_prompt,
+    has_several_responses,
+    with_columns_as_extra_info,
 )
 from plaudit.data.conversations import parse_prompt
 from plaudit.data.rollouts import split_responses
@@ -114,8 +116,13 @@ def read_dump(rows: Rows, label: str = LABEL) -> Iterator[dict[str, Any]]:
         labels = row.get(label, row.get(f"{label}s"))
         if labels is None and has_pair(row):
             labels = [1.0, 0.0]
+        several = has_several_responses(row)
         row, responses = split_responses(row, where)
-        prompt = parse_prompt(row, str(first_value(row, IDS) or f"{rows.source}:{number}"), where)
+        shown = row
+        if several:  # else rows of one prompt, told apart by other columns, would not be a group
+            own = {label, f"{label}s", *IDS, *STEPS, *REWARDS}
+            shown = with_columns_as_extra_info({name: value for name, value in row.items() if name not in own})
+        prompt = parse_prompt(shown, str(first_value(row, IDS) or f"{rows.source}:{number}"), where)
         yield {
             "id": prompt.id,
             "prompt": prompt.messages,

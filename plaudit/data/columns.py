@@ -30,6 +30,8 @@ LABEL = "label"
 
 STANDARD = {*PROMPTS, *CONVERSATIONS, *RESPONSES, *PAIR, "tools", "data_source", "reward_model", "extra_info", "rm_prompt"}
 """Columns with a meaning of their own; rewards find all others in extra_info."""
+RESULTS = {"tokens", "reward", "unnormalised", "parts", "malformed", "failure", "details", "status", "version", "mean_logprob"}
+"""What plaudit writes next to a response: rewards do not see it."""
 
 
 def find_column(row: Mapping[str, Any] | Sequence[str], names: Sequence[str]) -> str | None:
@@ -49,7 +51,8 @@ def with_columns_as_extra_info(row: dict[str, Any]) -> dict[str, Any]:
     """Rewards see columns that nothing else reads (TRL's rows have any) as fields of extra_info, an object or one as JSON text.
     Anything else in extra_info stays as it is: `parse_prompt` reports it."""
     extra = parse_object(row.get("extra_info")) or {}
-    columns = {name: value for name, value in row.items() if name not in STANDARD and value is not None}
+    own = STANDARD | RESULTS
+    columns = {name: value for name, value in row.items() if name not in own and "/" not in str(name) and value is not None}
     return {**row, "extra_info": {**columns, **extra}} if columns and isinstance(extra, Mapping) else row
 
 

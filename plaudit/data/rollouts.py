@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.data.columns import CONVERSATIONS, RESPONSES, find_column, has_pair, has_prompt, has_several_responses, plain
+from plaudit.data.columns import (
+    CONVERSATIONS,
+    RESPONSES,
+    find_column,
+    has_pair,
+    has_prompt,
+    has_several_responses,
+    plain,
+    with_columns_as_extra_info,
+)
 from plaudit.data.conversations import parse_conversation, parse_messages, parse_prompt, split_answer
 from plaudit.data.pairs import parse_preference
 from plaudit.errors import DataError
@@ -26,7 +35,8 @@ def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
     """A row's responses as a group. A rule may need no prompt, so a row may lack it."""
     row, texts = split_responses(row, where)
     counts = parse_token_counts(row.get("tokens"), len(texts), where)
-    prompt = parse_prompt(row if has_prompt(list(row)) else {**row, "prompt": ""}, str(row.get("id") or id), where)
+    row = with_columns_as_extra_info(row if has_prompt(list(row)) else {**row, "prompt": ""})
+    prompt = parse_prompt(row, str(row.get("id") or id), where)
     tokens = NOTHING.astype(np.int32)
     samples = [
         SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, count)

@@ -236,11 +236,7 @@ class Connection:
     def _unauthorised(self, status: int, raw: bytes) -> Fault:
         message = _message(raw)
         shown = f"HTTP {status}" + (f", {message!r}" if message else "")
-        if self._credential is None:
-            hint = "The server needs a key: set credential to the NAME of the environment variable that holds it."
-        else:
-            hint = f"The key in {self._credential} is not accepted: set that environment variable to the right one."
-        return Fault(UNAUTHORISED, f"{shown}. {hint}", temporary=False)
+        return Fault(UNAUTHORISED, f"{shown}. {key_hint(self._credential)}", temporary=False)
 
     # Other calls ------------------------------------------------------------------------------------------------------
 
@@ -344,3 +340,10 @@ def _retry_after(value: str | None) -> float:
 
 def _is_local(replica: Replica) -> bool:
     return replica.url("/health").host in ("localhost", "127.0.0.1", "::1")
+
+
+def key_hint(credential: str | None) -> str:
+    """What to do when a server refuses the key."""
+    if credential is None:
+        return "The server needs a key: set credential to the NAME of the environment variable that holds it."
+    return f"The key in {credential} is not accepted: set that environment variable to the right one."

@@ -23,7 +23,7 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
-from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong
+from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong, key_hint
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.seeding import stable_seed
 from plaudit.types import Failure, Message
@@ -106,11 +106,7 @@ class ServerClient(Backend):
             else:
                 problem = f"{replica.url('/v1/models')}: HTTP {response[0]}."
                 if response[0] in (401, 403):
-                    key = self.model.credential
-                    raise RecipeError(
-                        f"{problem} Set credential to the NAME of the environment variable that holds the server's key."
-                        + (f" The one in {key} is not accepted." if key else "")
-                    )
+                    raise RecipeError(f"{problem} {key_hint(self.model.credential)}")
             if time.monotonic() >= deadline:
                 return self._connection.redacted(problem)
             await asyncio.sleep(0.25)

@@ -1149,8 +1149,8 @@ def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, rewar
     samples, [row] = samples_of(tmp_path / "run", 1), metrics_of(tmp_path / "run")
     assert len(samples) == 48
     columns = (
-        "prompt_id index data_source prompt tools response reward reward_model status tokens mean_logprob version malformed "
-        "failure failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd "
+        "prompt_id index data_source prompt tools response reward reward_model extra_info status tokens mean_logprob version "
+        "malformed failure failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd "
         "view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
@@ -1158,6 +1158,7 @@ def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, rewar
     assert {sample["prompt_id"] for sample in samples} == set(by_id)
     for i, sample in enumerate(samples):
         prompt = by_id[sample["prompt_id"]]
+        assert json.loads(sample["extra_info"]) == prompt["extra_info"]
         assert sample["index"] == i % 4
         assert sample["prompt"] == prompt["prompt"]
         assert sample["reward_model"] == prompt["reward_model"]
