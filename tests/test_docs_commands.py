@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def free_port() -> str:
 def warm_commands(tmp_path_factory) -> Iterator[Path]:
     """A folder with a `plaudit` command for pages that need torch. `serve` is started in the usual way: it gets signals."""
     folder = tmp_path_factory.mktemp("commands")
-    python, server, command = sys.executable, folder / "socket", folder / "plaudit"
+    short = tempfile.mkdtemp(dir="/tmp")  # a socket's path has at most 104 characters on macOS
+    python, server, command = sys.executable, Path(short, "socket"), folder / "plaudit"
     warm, usual = f'exec {python} -I {WARM} {server} "$@"', f'exec {python} -m plaudit "$@"'
     command.write_text(f'#!/bin/sh\nif [ "$1" = serve ]; then {usual}; else {warm}; fi\n')
     command.chmod(0o755)
@@ -119,6 +121,7 @@ def warm_commands(tmp_path_factory) -> Iterator[Path]:
             time.sleep(0.1)
         yield folder
         process.kill()
+    shutil.rmtree(short)
 
 
 @pytest.mark.parametrize("page", [page for page in RUN if name_of(page) in CORE], ids=name_of)

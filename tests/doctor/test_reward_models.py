@@ -299,7 +299,7 @@ def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
         assert findings_for(findings, "reward")[-1][0] == "✗"
         monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
         _, _, third = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
-        assert "The one in JUDGE_API_KEY is not accepted." in third
+        assert "The key in JUDGE_API_KEY is not accepted: set that" in third
     assert "very-secret-key" not in out + more + third
 
 

@@ -42,8 +42,8 @@ def serve(path: str) -> None:
 def run(client: socket.socket) -> None:
     """One command, in a process of its own that ends with it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, files, _, _ = socket.recv_fds(client, 1 << 20, 3)
-    request = json.loads(message)
+    _, files, _, _ = socket.recv_fds(client, 1, 3)
+    request = json.loads(client.makefile("rb").read())
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.chdir(request["folder"])
@@ -69,7 +69,9 @@ def call(path: str, arguments: list[str]) -> int:
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
-        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        socket.send_fds(server, [b"-"], [0, 1, 2])
+        server.sendall(json.dumps(request).encode())
+        server.shutdown(socket.SHUT_WR)
         status = server.recv(1)
     return status[0] if status else 137  # it was killed
 
