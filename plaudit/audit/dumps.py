@@ -119,7 +119,7 @@ def read_dump(rows: Rows, label: str = LABEL) -> Iterator[dict[str, Any]]:
         several = has_several_responses(row)
         row, responses = split_responses(row, where)
         shown = row
-        if several:  # else rows of one prompt, told apart by other columns, would not be a group
+        if several:  # rows with one response each form a group if they are equal, which other columns would prevent
             own = {label, f"{label}s", *IDS, *STEPS, *REWARDS}
             shown = with_columns_as_extra_info({name: value for name, value in row.items() if name not in own})
         prompt = parse_prompt(shown, str(first_value(row, IDS) or f"{rows.source}:{number}"), where)
