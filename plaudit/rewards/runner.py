@@ -7,6 +7,8 @@ at most one is on the device. Scores are combined when the whole step is scored,
 not depend on which reward was fast.
 
 `score` is for callers without steps: a service, whose groups arrive at any time and which lives on the same event loop.
+
+Calls to models wait for nothing but the network: whatever computes on the loop takes turns (`turns.py`).
 """
 
 import asyncio
@@ -34,6 +36,7 @@ from plaudit.rewards.combine import (
 )
 from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
 from plaudit.rewards.step_counts import StepCounts
+from plaudit.rewards.turns import turns
 from plaudit.types import Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
@@ -169,6 +172,7 @@ class RewardRunner:
         scores = await self._score(group)
         if self._deferred:
             await self._enqueue(group, scores)
+        await turns().take()
         [scored] = self._combine([group], [scores], training=False)
         return scored
 
@@ -374,6 +378,7 @@ class RewardRunner:
         if rest:
             await asyncio.wait(rest, timeout=5.0)  # rewards are closed once nothing uses them
         await _all(live.close() for live in self.live)
+        turns().close()
         await self._loop.shutdown_default_executor()
 
 
