@@ -28,6 +28,14 @@ def raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_file_limit() -> int | None:
+    """How many files this process may have open; None for any number."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def describe_exit(code: int) -> str:
     """A process's exit code in words: 'exit code 1', 'killed by SIGSEGV'."""
     if code >= 0:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -26,6 +27,7 @@ from plaudit.report.progress import print_line
 from plaudit.rewards.runner import RewardRunner
 from plaudit.serving.admission import Limits
 from plaudit.serving.app import make_app
+from plaudit.serving.connections import MAX_HEADER_BYTES, ClientConnection, ConnectionLimits, Connections
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.service import Service
 
@@ -40,6 +42,7 @@ class ServeJob:
     host: str
     port: int
     limits: Limits
+    connections: ConnectionLimits
     timeout_s: float
     grace_s: float
     token: str | None = field(default=None, repr=False)
@@ -74,15 +77,20 @@ def serve(job: ServeJob) -> None:
 async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, stop: Future[None]) -> Metrics:
     service = Service(runner, job.timeout_s)
     app = make_app(service, job.limits, token=job.token, count_tokens=token_counter(job.tokenizer))
+    connections = Connections(job.connections, service.metrics)
     server = _Server(
         uvicorn.Config(
-            app, lifespan="off", log_level="warning", access_log=False, server_header=False, ws="none",
+            app, lifespan="off", log_level="error", access_log=False, server_header=False, ws="none",
+            http=partial(ClientConnection, connections),  # pyright: ignore[reportArgumentType] (it is only called)
+            backlog=job.connections.backlog, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=int(job.grace_s + SEND_TIMEOUT_S) + 1,
         )
     )  # fmt: skip
     address, count = _address(listener), len(job.rewards)
     names = ", ".join(reward.label for reward in job.rewards)
     print_line(f"serve: listening on {address}; opening {count} reward{'s'[: count > 1]}: {names}")
+    if (allowed := job.connections.allowed) < job.connections.max_connections:
+        print_line(f"serve: at most {allowed} connections, half of the files that this process may open (ulimit -n)")
     start = time.monotonic()
     serving, opening = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(service.open())
     stopped = asyncio.wrap_future(stop)
