@@ -11,6 +11,7 @@ before it first waits for something.
 import asyncio
 import dataclasses
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -83,7 +84,7 @@ class RewardClient:
     async def _score(self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures) -> tuple[Score, ...]:
         scores, views = await self._seen(group, selected, earlier)
         if views:
-            results = await self._cached_or_scored(dataclasses.replace(group, samples=tuple(sample for _, sample, _ in views)))
+            results = await self._cached_or_scored(subgroup(group, [sample for _, sample, _ in views]))
             for (i, _, problem), score in zip(views, results, strict=True):
                 scores[i] = score if problem is None else dataclasses.replace(score, malformed=True)
         complete = [score for score in scores if score is not None]
@@ -99,7 +100,7 @@ class RewardClient:
         _, views = await self._seen(group, selected, earlier)
         failures = list(earlier) or [None] * len(group.samples)
         if views:
-            seen = dataclasses.replace(group, samples=tuple(sample for _, sample, _ in views))
+            seen = subgroup(group, [sample for _, sample, _ in views])
             names, cached = self._lookup(seen)
             left = {name: i for i, name in enumerate(names) if name not in cached}
             if left:
@@ -133,7 +134,8 @@ class RewardClient:
             elif scores[i] is None:
                 view = see(self.reward.view, sample.text)
                 if view.scorable:
-                    views.append((i, dataclasses.replace(sample, text=view.text), view.problem))
+                    seen = sample if view.text is sample.text else dataclasses.replace(sample, text=view.text)
+                    views.append((i, seen, view.problem))
                 else:
                     scores[i] = Score(0.0, malformed=True, view=view.text, trace={"malformed": view.problem})
         return scores, views
@@ -238,11 +240,17 @@ class RewardClient:
         return [failed(cause, message, sample.text) for sample in group.samples]
 
 
+def subgroup(group: Group, samples: Sequence[Sample]) -> Group:
+    """The group with these samples; the group itself if they are all it has."""
+    same = len(samples) == len(group.samples) and all(map(operator.is_, samples, group.samples))
+    return group if same else dataclasses.replace(group, samples=tuple(samples))
+
+
 def _checked(score: Score, text: str) -> Score:
     """Either a finite value or a failure; finite parts only; and the scored text, if the reward does not set it."""
     if not isinstance(score, Score):
         return failed("bad_result", f"score() returned a {type(score).__name__}, not a Score", text)
-    if score is DECLINED:
+    if score is DECLINED or (score.failure is None and score.view is not None and _is_plain(score)):
         return score
     view = text if score.view is None else score.view
     if score.failure is not None:
@@ -256,3 +264,14 @@ def _checked(score: Score, text: str) -> Score:
         return dataclasses.replace(score, value=None, failure=failure, view=view)
     parts = {name: float(part) for name, part in score.parts.items() if math.isfinite(part)}
     return dataclasses.replace(score, value=value + 0.0, parts=parts, view=view)  # −0.0 becomes 0.0
+
+
+def _is_plain(score: Score) -> bool:
+    """Value and parts are finite floats already, and no value is −0.0: nothing to convert."""
+    value = score.value
+    return (
+        type(value) is float
+        and math.isfinite(value)
+        and (value != 0.0 or math.copysign(1.0, value) > 0.0)
+        and all(type(part) is float and math.isfinite(part) for part in score.parts.values())
+    )

@@ -25,7 +25,7 @@ from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
-from plaudit.rewards.client import RewardClient
+from plaudit.rewards.client import SLICE_SAMPLES, RewardClient, subgroup
 from plaudit.rewards.combine import (
     RunningMoments,
     any_reward_applies,
@@ -172,9 +172,7 @@ class RewardRunner:
         scores = await self._score(group)
         if self._deferred:
             await self._enqueue(group, scores)
-        await turns().take()
-        [scored] = self._combine([group], [scores], training=False)
-        return scored
+        return await self._combine_in_turns(group, scores)
 
     def require_rewards(self, prompts: Iterable[Prompt]) -> None:
         """Raise a RecipeError if there are prompts to which no reward applies."""
@@ -361,6 +359,17 @@ class RewardRunner:
             ScoredGroup(group, combine(self.rewards, group, by_reward, running), dict(zip(labels, by_reward, strict=True)))
             for group, by_reward in zip(groups, scores, strict=True)
         ]
+
+    async def _combine_in_turns(self, group: Group, found: ByLabel) -> ScoredGroup:
+        """A group's scores combined without normalisation: each sample's alone, so a large group is combined in slices."""
+        scores: list[Score] = []
+        for start in range(0, len(group.samples), SLICE_SAMPLES):
+            await turns().take()
+            part = slice(start, start + SLICE_SAMPLES)
+            scores += combine(
+                self.rewards, subgroup(group, group.samples[part]), [found[r.label][part] for r in self.rewards], None
+            )
+        return ScoredGroup(group, tuple(scores), {reward.label: found[reward.label] for reward in self.rewards})
 
     def _update_running(self, groups: Sequence[Group], scores: Sequence[ByReward]) -> None:
         """Running means cover what is trained on, so not dropped samples."""

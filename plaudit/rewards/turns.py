@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 SLICE_S = 0.005
 """Computing time of one iteration of the loop. A computation that has its turn may exceed it, so each should be short."""
-WOKEN_AT_ONCE = 16
+WOKEN_AT_ONCE = 64
 """Waiting computations resumed in one iteration: most take a small part of it."""
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ class Turns:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
         self._slice_ends: float | None = None
-        """None: nothing has been computed in this iteration."""
+        """None: nothing has been computed in this iteration. Otherwise `_next_iteration` is scheduled, once."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._returned: list[asyncio.Future[None]] = []
         """Resumed too late in an iteration; they come first in the next one."""
@@ -43,15 +43,18 @@ class Turns:
     @property
     def over(self) -> bool:
         """Whether this iteration's time is used up, so that a long computation should take another turn."""
-        now = time.perf_counter()
         if self._slice_ends is None:
-            self._slice_ends = now + SLICE_S
-            self._loop.call_soon(self._next_iteration)
-        return now >= self._slice_ends
+            self._begin_slice()
+            return False
+        return time.perf_counter() >= self._slice_ends
+
+    def _begin_slice(self) -> None:
+        self._slice_ends = time.perf_counter() + SLICE_S
+        self._loop.call_soon(self._next_iteration)
 
     async def take(self) -> None:
         """Wait until there is time to compute: usually there is."""
-        if not self.over and not self._waiting:
+        if not self.over:
             return
         queue = self._waiting
         while True:
@@ -71,7 +74,7 @@ class Turns:
             if not resumed.done():  # done: whoever waited was cancelled
                 resumed.set_result(None)
         if self._waiting:
-            self._loop.call_soon(self._next_iteration)
+            self._begin_slice()
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Compute something that cannot be divided, one after the other in a thread of its own."""

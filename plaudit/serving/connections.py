@@ -21,9 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plaudit.host import open_file_limit
 from plaudit.serving.metrics import Metrics
-from plaudit.serving.schemas import dump
 
 MAX_HEADER_BYTES = 64 * 1024
+HEADER_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 MIN_SENT_BYTES = 64 * 1024
 """A client that reads less than this in send_timeout_s is disconnected."""
 
@@ -42,10 +42,9 @@ class ConnectionLimits:
         return self.max_connections if files is None else max(1, min(self.max_connections, files // 2))
 
     @property
-    def backlog(self) -> int:
-        """Connections accepted before any of them is counted."""
-        files = open_file_limit()
-        return 1024 if files is None else max(1, min(1024, files // 8))
+    def accepted_at_once(self) -> int:
+        """Connections accepted before the first of them is counted."""
+        return max(1, self.allowed // 4)
 
 
 class Connections:
@@ -123,18 +122,15 @@ class ClientConnection(H11Protocol):
             self._header_timer.cancel()
             self._header_timer = None
         elif not in_request and self._header_timer is None and self.timeout_keep_alive_task is None:
-            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._end_wait_for_header)
-
-    def _end_wait_for_header(self) -> None:
-        partial_header = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
-        if partial_header and not self.transport.is_closing():
-            self.transport.write(_header_timeout(self._limits.header_timeout_s))
-        self._close("header_timeout")
+            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._end_wait, "header_timeout")
 
     def timeout_keep_alive_handler(self) -> None:
-        self._close("idle")
+        self._end_wait("idle")
 
-    def _close(self, cause: str) -> None:
+    def _end_wait(self, cause: str) -> None:
+        partial_header = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
+        if partial_header and not self.transport.is_closing():
+            self.transport.write(HEADER_TIMEOUT)
         if self.transport.get_write_buffer_size():  # it would stay open until the client has read this
             self._connections.drop(self, cause)
         else:
@@ -160,9 +156,3 @@ class ClientConnection(H11Protocol):
             self._connections.drop(self, "send_timeout")
         else:
             self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._watch_sending, left)
-
-
-def _header_timeout(limit_s: float) -> bytes:
-    body = dump({"cause": "slow", "message": f"the header did not arrive within {limit_s:g} s", "problems": []})
-    head = ["HTTP/1.1 408 Request Timeout", "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close"]
-    return "\r\n".join([*head, "", ""]).encode() + body

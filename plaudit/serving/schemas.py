@@ -65,7 +65,7 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-ResponseText = Annotated[Text, Field(max_length=MAX_TEXT)]
+ResponseText = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_no_unpaired_surrogates)]
 
 
 class Response(StrictModel):

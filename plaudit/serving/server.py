@@ -7,6 +7,7 @@ the second one exits at once (processes started by rewards end with this one).
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import os
 import signal
@@ -32,6 +33,8 @@ from plaudit.serving.metrics import Metrics
 from plaudit.serving.service import Service
 
 SIGNAL_POLL_S = 0.1
+WAITING_CONNECTIONS = 2048
+"""Connections that the system keeps until they are accepted."""
 SEND_TIMEOUT_S = 5.0
 """Time after the grace period for sending the responses of aborted requests."""
 
@@ -52,6 +55,13 @@ class ServeJob:
 
 class _Server(uvicorn.Server):
     """Without uvicorn's signal handlers, which would exit with the signal instead of 0."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in (
+            sockets or []
+        ):  # asyncio's `backlog` is also how many it accepts at once; further ones can wait in the queue
+            listener.listen(WAITING_CONNECTIONS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,7 +92,7 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         uvicorn.Config(
             app, lifespan="off", log_level="error", access_log=False, server_header=False, ws="none",
             http=partial(ClientConnection, connections),  # pyright: ignore[reportArgumentType] (it is only called)
-            backlog=job.connections.backlog, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            backlog=job.connections.accepted_at_once, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=int(job.grace_s + SEND_TIMEOUT_S) + 1,
         )
     )  # fmt: skip
@@ -98,6 +108,7 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await asyncio.wait({opening, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             opening.result()  # raises if a reward could not be opened
+            gc.freeze()  # what stays for good need not be traversed again: collections would take a tenth of a second
             print_line(f"serve: ready after {time.monotonic() - start:.1f} s; API documentation: {address}/docs")
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         in_flight = service.metrics.in_flight
@@ -147,7 +158,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
-            listener.listen(2048)
+            listener.listen(WAITING_CONNECTIONS)
         except OSError as problem:
             raise PlauditError(
                 f"cannot listen on {host}:{port}: {problem.strerror or problem}. Choose another --port (0: any free port)."
