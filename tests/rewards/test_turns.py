@@ -92,10 +92,10 @@ def test_turns_are_taken_in_order():
             order.append(i)
 
     async def all_of_them() -> None:
-        await asyncio.gather(*map(compute, range(100)))
+        await asyncio.gather(*map(compute, range(80)))
 
     asyncio.run(all_of_them())
-    assert order == [*range(100), *range(100)]
+    assert order == [0, *range(80), *range(1, 80)]  # 0 has asked for its second turn when the others ask for their first
 
 
 def test_long_responses_are_scored_in_a_thread():
