@@ -33,7 +33,7 @@ MAX_PROBLEMS = 20
 """Problems listed per request."""
 REFERENCE = "#/components/schemas/{model}"
 SMALL_BYTES, SMALL_VALUES, SMALL_RESPONSES = 64 * 1024, 512, 64
-"""Requests up to this size, with so many commas and responses, are read on the event loop; larger ones in a thread."""
+"""Requests with at most this many bytes, commas and responses are read on the event loop; larger ones in a thread."""
 REQUESTS_AT_ONCE = 4
 """Requests of the largest number of responses that are in flight at the same time."""
 ERRORS = {

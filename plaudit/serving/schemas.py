@@ -16,7 +16,7 @@ MAX_DEPTH = 64
 """Maximum nesting of lists and objects in a body: more than real data needs, well below Python's recursion limit."""
 MAX_RESPONSES = 1024
 MAX_TEXT = 2**20
-"""Maximum length of a response in characters: even a fast rule takes milliseconds for so many."""
+"""Maximum length of a response in characters: even a fast rule takes tens of milliseconds for one."""
 MAX_TOKENS = 2**31 - 1
 
 
