@@ -34,8 +34,8 @@ MAX_PROBLEMS = 20
 REFERENCE = "#/components/schemas/{model}"
 SMALL_BYTES, SMALL_VALUES, SMALL_RESPONSES = 64 * 1024, 512, 64
 """Requests with at most this many bytes, commas and responses are read on the event loop; larger ones in a thread."""
-REQUESTS_AT_ONCE = 4
-"""Requests of the largest number of responses that are in flight at the same time."""
+LARGEST_AT_ONCE = 2
+"""Requests with the largest number of responses that may be in flight at the same time."""
 ERRORS = {
     401: "The token is missing or wrong.",
     408: "The body did not arrive in time.",
@@ -125,7 +125,7 @@ def make_app(
     def require_room(request: ScoreRequest) -> None:
         """Responses in flight are limited too: short ones take far more memory than the bytes of their body."""
         count, in_flight = sum(len(item.responses) for item in request.items), service.responses_in_flight
-        if in_flight and in_flight + count > REQUESTS_AT_ONCE * limits.max_responses:
+        if in_flight and in_flight + count > LARGEST_AT_ONCE * limits.max_responses:
             raise HTTPException(429, f"{in_flight:,} responses are in flight; retry later", {"Retry-After": "1"})
 
     @app.get("/health", responses={503: {"model": Health, "description": "Starting or stopping."}}, response_model=Health)

@@ -108,7 +108,7 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await asyncio.wait({opening, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             opening.result()  # raises if a reward could not be opened
-            gc.freeze()  # what stays for good need not be traversed again: collections would take a tenth of a second
+            _collect_rarely()
             print_line(f"serve: ready after {time.monotonic() - start:.1f} s; API documentation: {address}/docs")
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         in_flight = service.metrics.in_flight
@@ -122,6 +122,14 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await serving
         abort.cancel()
     return service.metrics
+
+
+def _collect_rarely() -> None:
+    """A full collection stops everything while it traverses all objects: for a tenth of a second, if tens of thousands of responses
+    are in flight. So it leaves out what is there from the start, and happens a tenth as often as by default."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, 10 * old)
+    gc.freeze()
 
 
 @contextlib.contextmanager
