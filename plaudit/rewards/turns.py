@@ -33,8 +33,9 @@ class Turns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._slice_ends: float | None = None
-        """None: nothing has been computed in this iteration. Otherwise `_next_iteration` is scheduled, once."""
+        self._slice_ends = 0.0
+        self._scheduled = False
+        """Whether `_begin_slice` will be called in the next iteration."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._returned: list[asyncio.Future[None]] = []
         """Resumed too late in an iteration; they come first in the next one."""
@@ -42,31 +43,28 @@ class Turns:
 
     @property
     def over(self) -> bool:
-        """Whether this iteration's time is used up, so that a long computation should take another turn."""
-        if self._slice_ends is None:
-            self._begin_slice()
-            return False
+        """Whether the loop should look at its sockets before anything else is computed. After a pause too: nobody tells us that it
+        has, and to look once more costs little."""
         return time.perf_counter() >= self._slice_ends
-
-    def _begin_slice(self) -> None:
-        self._slice_ends = time.perf_counter() + SLICE_S
-        self._loop.call_soon(self._next_iteration)
 
     async def take(self) -> None:
         """Wait until there is time to compute: usually there is."""
-        if not self.over:
-            return
         queue = self._waiting
-        while True:
+        while self.over:
+            if not self._scheduled:
+                self._schedule()
             resumed: asyncio.Future[None] = self._loop.create_future()
             queue.append(resumed)
             await resumed
-            if not self.over:
-                return
             queue = self._returned
 
-    def _next_iteration(self) -> None:
-        self._slice_ends = None
+    def _schedule(self) -> None:
+        self._scheduled = True
+        self._loop.call_soon(self._begin_slice)
+
+    def _begin_slice(self) -> None:
+        self._scheduled = False
+        self._slice_ends = time.perf_counter() + SLICE_S
         self._waiting.extendleft(reversed(self._returned))
         self._returned.clear()
         for _ in range(min(WOKEN_AT_ONCE, len(self._waiting))):
@@ -74,7 +72,7 @@ class Turns:
             if not resumed.done():  # done: whoever waited was cancelled
                 resumed.set_result(None)
         if self._waiting:
-            self._begin_slice()
+            self._schedule()
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Compute something that cannot be divided, one after the other in a thread of its own."""

@@ -60,7 +60,7 @@ class Service:
         self._waiting.add(arrivals)
         started: dict[int, asyncio.Task[ScoredGroup]] = {}
         unfinished = dict.fromkeys(range(len(groups)))
-        starting = asyncio.create_task(self._start(groups, started, arrivals))
+        starting = self._start(groups, started, arrivals)
         responses = sum(len(group.samples) for group in groups)
         self.responses_in_flight += responses
         try:
@@ -69,7 +69,8 @@ class Service:
                 if arrival is None:
                     raise ClientDisconnected
                 if isinstance(arrival, Failure):
-                    starting.cancel()
+                    if starting is not None:
+                        starting.cancel()
                     for task in started.values():
                         task.cancel()
                     failed, unfinished = unfinished, {}
@@ -83,17 +84,31 @@ class Service:
             self._waiting.discard(arrivals)
             timer.cancel()
             watch.cancel()
-            starting.cancel()
+            if starting is not None:
+                starting.cancel()
             for task in started.values():
                 task.cancel()
 
-    async def _start(
+    def _start(
         self, groups: Sequence[Group], started: dict[int, asyncio.Task[ScoredGroup]], arrivals: asyncio.Queue[Arrival]
-    ) -> None:
-        for i, group in enumerate(groups):
-            await turns().take()
-            started[i] = asyncio.create_task(self._runner.score(group))
-            started[i].add_done_callback(lambda _, i=i: arrivals.put_nowait(i))
+    ) -> asyncio.Task[None] | None:
+        """Start as many groups as there is time for, and return the task that starts the others."""
+        turn = turns()
+
+        def start(i: int) -> None:
+            started[i] = asyncio.create_task(self._runner.score(groups[i]))
+            started[i].add_done_callback(lambda _: arrivals.put_nowait(i))
+
+        async def start_others(first: int) -> None:
+            for i in range(first, len(groups)):
+                await turn.take()
+                start(i)
+
+        for i in range(len(groups)):
+            if turn.over:
+                return asyncio.create_task(start_others(i))
+            start(i)
+        return None
 
     def _count(self, group: Group, outcome: ScoredGroup | Failure) -> ScoredGroup | Failure:
         scores = outcome.scores if isinstance(outcome, ScoredGroup) else [Score(None, failure=outcome)] * len(group.samples)
