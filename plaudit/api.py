@@ -201,7 +201,7 @@ def sample(
 
         from plaudit.loops.sample import sample_table
 
-        return sample_table(settings, sources, arguments, folder)
+        return sample_table(settings, sources, arguments)
 
 
 def _prompt_sources(prompts: Any, folder: Path) -> list[Source]:

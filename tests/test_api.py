@@ -21,13 +21,16 @@ from plaudit.plugins import load_attribute
 from plaudit.rewards.functions.callables import code_digest, reward_entries
 from support.paths import REPOSITORY
 from support.rows import arithmetic_rows
+from support.servers import stand_in_judge
 
 
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     notebook = {"__name__": "__main__"}
-    for block in re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs/python_api.md").read_text("utf-8"), re.M | re.S):
-        exec(block, notebook)
+    with stand_in_judge() as url:
+        page = (REPOSITORY / "docs/python_api.md").read_text("utf-8").replace("http://127.0.0.1:8000", url)
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+            exec(block, notebook)
     run, out = notebook["run"], capsys.readouterr().out
     assert run.metrics.column("step").to_pylist() == [0, 1, 2]
     assert {"parts/right", "parts/digits", "parts/shortest", "parts/length"} <= set(run.metrics.column_names)
@@ -40,6 +43,8 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert "plaudit.rl(): optim.learning_rate is not a setting. Did you mean optim.lr?" in out
     assert "plaudit.rl(): batch_size is not a setting. Did you mean train.prompts_per_step?" in out
     assert "'reward': 2.0" in out
+    assert "[0.9, 0.2]" in out
+    assert "exploit: many_guesses" in out
 
     # The run as it is, resumed with a function whose code has changed.
     exec("def digits(completions): return [0.0 for _ in completions]", notebook)

@@ -88,7 +88,7 @@ HELP = [
     (("score",), ["Score saved responses", "Run the same command again to resume", "--details", "--out", "ground_truth"]),
     (("merge",), ["Merge a LoRA adapter into its base model", "--out", "--dtype"]),
     (("recipes",), ["List the recipes that ship with plaudit", "current folder"]),
-    (("ask",), ["Ask a model a question", "--temperature", "--rewards", "--truth", "--system", "--seed"]),
+    (("ask",), ["Ask a model a question", "--temperature", "--rewards", "--ground-truth", "--system", "--seed"]),
     (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
     (
         ("serve",),
@@ -587,6 +587,15 @@ def test_prepare_makes_a_model_that_transformers_can_load(tmp_path, plaudit, row
     assert (model.config.model_type, model.config.hidden_size, model.config.num_hidden_layers) == ("qwen3", 32, 1)
     assert len(tokenizer) <= 300
     assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+
+
+def test_prepare_makes_a_tiny_model_of_pairs(tmp_path, plaudit):
+    pairs = [{"prompt": "What is 2 + 2?", "chosen": "Four, surely.", "rejected": "Nobody knows."}] * 9
+    rows = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    arguments = ["--hidden-size", "32", "--layers", "1", "--vocabulary", "300"]
+    assert plaudit("prepare", "tiny-model", rows, "--out", tmp_path / "model", *arguments).code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(tokenizer.encode("Nobody")) < len("Nobody")  # its text was in the training rows
 
 
 def test_prepare_does_not_overwrite_files(tmp_path, plaudit, rows_file):

@@ -844,7 +844,7 @@ def test_names_from_other_trainers_suggest_ours(error_for, given, ours):
 @pytest.mark.parametrize("name", ["per_device_train_batch_size", "train.gradient_accumulation_steps"])
 def test_a_batch_that_is_counted_differently_elsewhere_is_explained(error_for, name):
     message = error_for(MINIMAL, f"{name}=4")
-    assert "Did you mean train.rows_per_step? It is the whole batch of an update" in message and message.count("Did you mean") == 1
+    assert "Did you mean train.rows_per_step? It is the whole batch of an update" in message
 
 
 @pytest.mark.parametrize(

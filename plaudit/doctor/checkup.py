@@ -16,6 +16,7 @@ from rich.text import Text
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.pairs import Preference, read_pairs
+from plaudit.data.row_ids import name_sources
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.doctor import memory, preferences, rewards, rows
 from plaudit.doctor.compatibility import PolicyContext, check_compatibility, check_lengths
@@ -143,7 +144,8 @@ class _Checkup:
             yield from self._prompts(recipe, part, sources, max_rows)
 
     def _prompts(self, recipe: RLRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
-        prompts = list(islice((prompt for source in sources for prompt in read_prompts(source)), max_rows or None))
+        named = zip(sources, name_sources(sources), strict=True)
+        prompts = list(islice((prompt for source, name in named for prompt in read_prompts(source, name)), max_rows or None))
         template, limit = self.template, recipe.data.max_prompt_tokens
         if template is None:
             yield "✓", f"{part}: {len(prompts):,} prompts read, but not rendered for lack of a chat template"
