@@ -34,7 +34,7 @@ from plaudit.options import (
     split_overrides,
 )
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import ModelSettings, SampleSettings
+from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.serving.cli import serve
 
 app = typer.Typer(
@@ -367,6 +367,13 @@ def doctor(
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
     loaded, sources = load_checked(recipe, overrides, None)
+
+    from plaudit.rewards.judges.model_rewards import find_model_rewards
+
+    if isinstance(loaded.recipe, ScoreRecipe) and not any(map(find_model_rewards, loaded.recipe.rewards)):
+        from plaudit.doctor.rewards import check_rules
+
+        raise typer.Exit(0 if check_rules(loaded) else 1)
 
     from plaudit.doctor.checkup import run_checkup
 

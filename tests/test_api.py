@@ -1,5 +1,6 @@
 """The Python API: the documentation's page as it is, recipes from Python, rows and functions as inputs, run folders to read."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import plaudit
+from plaudit.api import _contents
 from plaudit.config import read_draft
 from plaudit.data.in_memory import rows_file
 from plaudit.data.rows import read_rows
@@ -326,6 +328,31 @@ def test_rows_of_every_kind_become_files(tmp_path):
         assert list(read_rows(tmp_path / file.name)) == rows
     assert rows_file(rows, "train", "").name == rows_file(list(rows), "train", "").name
     assert rows_file(rows[:1], "train", "").name != rows_file(rows, "train", "").name
+
+
+@pytest.mark.parametrize("changed", ["adapter_model.safetensors", "adapter_config.json", "base/model.safetensors"])
+def test_the_automatic_run_name_follows_the_content_of_an_adapter(tmp_path, changed):
+    adapter, base = tmp_path / "adapter", tmp_path / "adapter/base"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(b"base")
+    (adapter / "adapter_model.safetensors").write_bytes(b"adapter")
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    before = _contents({"model": {"path": str(adapter)}})
+    assert _contents({"model": {"path": str(adapter)}}) == before
+    (adapter / changed).write_text(json.dumps({**config, "r": 16}))
+    assert _contents({"model": {"path": str(adapter)}}) != before
+
+
+def test_the_file_of_a_data_set_is_named_after_its_rows():
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    name = rows_file(rows, "train", "").name
+    assert rows_file(rows.map(lambda row: {"prompt": row["prompt"]}), "train", "").name == name  # made differently, the same rows
+    for changed in (rows.map(lambda row: {"prompt": row["prompt"] + "?"}), rows.select([1, 0]), rows.select([0])):
+        assert rows_file(changed, "train", "").name != name
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ _WHOLE_BATCH = (
     "It is the whole batch of an update, not a part of it: per_device_train_batch_size × gradient_accumulation_steps × devices "
     "(for RL, of prompts: divided by num_generations). train.tokens_per_micro_batch limits what is on the device at once."
 )
-NOTES = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), _WHOLE_BATCH)
+NOTES: dict[str, str] = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), _WHOLE_BATCH)
 """Where a value cannot simply be copied: how the two settings differ."""
 
 OTHER_NAMES_IN_REWARDS = {

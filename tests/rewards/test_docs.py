@@ -177,7 +177,7 @@ def test_the_stand_in_judge_refuses_calls_without_its_key(monkeypatch):
         with Scorer([reward]) as scorer:
             assert scorer.score([row])[0]["reward"] == 9
         monkeypatch.setenv("STAND_IN_KEY", "wrong")
-        with Scorer([reward]) as scorer, pytest.raises(PlauditError, match="401.*STAND_IN_KEY"):
+        with Scorer([reward]) as scorer, pytest.raises(PlauditError, match=r"401.*STAND_IN_KEY"):
             scorer.score([row])
 
 
