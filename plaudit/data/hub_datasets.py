@@ -91,10 +91,8 @@ def _require_cached_revision(splits: Any, repository: str, revision: str, proble
     stands for is known to the hub alone."""
     cached = {Path(file["filename"]).parent.name for split in splits.values() for file in split.cache_files}
     if cached != {revision}:
-        found = (
-            f"which has {' and '.join(f'{repository}@{commit}' for commit in sorted(cached))}" if cached else "or not by that name"
-        )
-        raise DataError(f"there is no file {repository} here, and {problem}; revision {revision} is not in the cache, {found}")
+        found = f", which has {' and '.join(f'{repository}@{commit}' for commit in sorted(cached))}" if cached else ""
+        raise DataError(f"there is no file {repository} here, and {problem}; revision {revision} is not in the cache{found}")
 
 
 @contextmanager
