@@ -277,7 +277,7 @@ def system(request, monkeypatch) -> str:
     """The guard as on this system, and as on one that can neither adopt orphans nor look at children without reaping them."""
     if request.param == "without subreapers":
         less = "from plaudit.rewards.functions import guard; guard.prctl = lambda *_: False; import os; vars(os).pop('waitid', 0); "
-        monkeypatch.setattr(process, "PROGRAM", process.PROGRAM.replace("main(*", less + "main(*"))
+        monkeypatch.setattr(process, "PROGRAM", process.PROGRAM.replace("main(", f"{less}main("))
     return request.param
 
 

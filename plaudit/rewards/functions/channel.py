@@ -17,7 +17,9 @@ What it cannot rule out: code inside the process that searches its descriptors (
 key from the connection and signs an answer itself; a thread that is left running and looks at the moment an answer is signed; code
 that replaces the function, or this module, in memory. No secret is safe from code in the same process. Such code sets scores of its
 own process only, which the function decides anyway, and a key that was taken is missing when this module needs it, so the worker is
-killed at the next answer. Code that must not decide a score, such as programs written by the policy, needs a process of its own.
+killed at the next answer. Nor is this a defence against the system's own means, debuggers and `/proc/PID/mem`, by which a program
+can get at all others of the same user. Code that must not decide a score, such as programs written by the policy, needs a process,
+better a container, of its own.
 
 Only the standard library is imported, because this file is loaded in every worker.
 """

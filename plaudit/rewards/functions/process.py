@@ -22,8 +22,11 @@ from typing import Any
 from plaudit.host import describe_exit
 from plaudit.rewards.functions import channel, guard
 
-PROGRAM = "import sys; sys.path[:] = {path!r}; from plaudit.rewards.functions.guard import main; main(*map(int, sys.argv[1:]))"
-"""What a worker runs: with our search path, and without our main module."""
+PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from plaudit.rewards.functions.guard import main; main(*map(int, sys.argv[2:]))"
+)
+"""What guard and worker run: this plaudit, without our main module."""
+PLAUDIT = Path(__file__).parents[3]
 OUTPUT_BYTES = 8192
 """How much of a process's latest output is kept."""
 GRACE_S = 2.0
@@ -58,8 +61,8 @@ class WorkerProcess:
         with theirs, guards:
             try:
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-P", "-c", PROGRAM.format(path=[str(entry) for entry in sys.path]),
-                     *map(str, (theirs.fileno(), guards.fileno(), limit))],
+                    # -P: files in this folder must not shadow modules of the same name.
+                    [sys.executable, "-P", "-c", PROGRAM, str(PLAUDIT), *map(str, (theirs.fileno(), guards.fileno(), limit))],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0, process_group=0,
                     pass_fds=(theirs.fileno(), guards.fileno()), env={"OMP_NUM_THREADS": "1", **os.environ, guard.MARK: self._mark},
                 )  # fmt: skip

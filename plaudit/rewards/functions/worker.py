@@ -30,7 +30,9 @@ def work(channel: int) -> None:
     del sys.argv[1:]  # ours
     parent = WorkerEnd(channel)
     _report_crashes()
-    code = Code(parent.receive())
+    start = parent.receive()
+    sys.path[:] = start["sys_path"]
+    code = Code(start)
     problem = code.load()
     parent.answer(problem or {"ready": True})
     if problem is not None:

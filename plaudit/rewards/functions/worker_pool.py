@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import pickle
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -95,7 +96,7 @@ class WorkerPool:
             problem = "is a folder; name a Python file in it." if folder else f"does not exist.{nearest_path(self._path)}"
             raise RecipeError(f"reward '{self._label}': {self._path} {problem}")
         self._loop = asyncio.get_running_loop()
-        start = pickle.dumps({**asdict(self._code), "path": str(self._program)})
+        start = pickle.dumps({**asdict(self._code), "path": str(self._program), "sys_path": sys.path})
         loaded: list[Future[None]] = [Future() for _ in range(self._count)]
         for index, future in enumerate(loaded):
             future.set_running_or_notify_cancel()  # a waiter that is cancelled does not stop the start
