@@ -22,9 +22,12 @@ from typing import Any
 from plaudit.host import describe_exit
 from plaudit.rewards.functions import channel, guard
 
-PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from plaudit.rewards.functions.guard import main; main(*map(int, sys.argv[2:]))"
-)
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from plaudit.rewards.functions.guard import main
+main(*map(int, sys.argv[2:]))
+"""
 """What guard and worker run: this plaudit, without our main module."""
 PLAUDIT = Path(__file__).parents[3]
 OUTPUT_BYTES = 8192
@@ -72,8 +75,8 @@ class WorkerProcess:
                 raise
         assert self._guard.stdout is not None
         self._pipe = self._guard.stdout
-        for descriptor in (self._channel.fileno(), self._pipe.fileno()):
-            os.set_blocking(descriptor, False)
+        self._channel.setblocking(False)
+        os.set_blocking(self._pipe.fileno(), False)
         self._poll = select.poll()  # select.select is limited to 1024 open files
         for source in (self._channel, self._control, self._pipe):
             self._poll.register(source, select.POLLIN)
