@@ -1,0 +1,155 @@
+"""Keys and passwords, removed from everything that plaudit writes, prints or passes on.
+
+Known secrets are removed by value: those of environment variables that a recipe names (`credential`), and of all whose name says
+that they hold one. Servers and libraries repeat a key in other forms too, so each value is also searched for percent-encoded,
+escaped as in JSON, Python and HTML, and in base64 at any offset (`Authorization: Basic …` encodes `user:password`). Strings that
+look like keys of well-known services, passwords in URLs, and keys in their queries are removed without being known.
+
+Text has to be redacted before it is shortened: half a key does not look like one.
+"""
+
+import base64
+import html
+import json
+import os
+import re
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+_SECRETS = (
+    r"(api|access|secret|private)[-_]?keys?|(api|auth|access|hf|secret|bearer)[-_]?tokens?|secrets?|passwords?|passwd|credentials?"
+)
+SECRET_NAME = re.compile(f"({_SECRETS})$", re.IGNORECASE)
+"""Names of settings that would hold a secret. Not every token is one: stop_token is not."""
+# In the environment, any token or key counts as a secret: redacting too much does no harm there.
+SECRET_VARIABLE = re.compile(f"({_SECRETS}|tokens?|(^|_)keys?)$", re.IGNORECASE)
+MIN_LENGTH, MIN_NAMED_LENGTH = 8, 4
+"""Of a secret: shorter values are also words. A variable that a recipe names holds one for certain."""
+MIN_BASE64 = 8
+"""Characters of base64 that are enough to recognise a secret."""
+
+# Formats of well-known services' keys, for keys that are not in the environment. Names such as
+# hf-internal-testing/tiny-random-llama must not match.
+_KEY_SHAPE = re.compile(r"\b(?:sk|pk|xoxb)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|\b(?:hf|ghp|gho)_[A-Za-z0-9]{16,}", re.ASCII)
+_KEY_STARTS = ("sk-", "sk_", "pk-", "pk_", "xoxb-", "xoxb_", "hf_", "ghp_", "gho_")
+_IN_URL = re.compile(
+    r"(?<=://)[^/\s:@]+:[^/\s]+(?=@)"  # user:password@
+    r"|(?<=p://)[^/\s:@?]+(?=@)|(?<=ps://)[^/\s:@?]+(?=@)"  # key@, in http and https
+    r"|(?<=[?&;])(?P<name>[\w.-]{0,40}?(?:key|token|secret|password|passwd|credential|signature|sig|auth)s?)=[^&;\s#\"'<>]{4,}",
+    re.ASCII | re.IGNORECASE,
+)
+_BASE64 = string.ascii_letters + string.digits + "+/_-"
+_named: set[str] = set()
+
+
+def keep_secret(variable: str) -> None:
+    """Treat the value of this environment variable as a secret, whatever the variable is called."""
+    _named.add(variable)
+
+
+def redact(text: str) -> str:
+    """The text without secrets: `$NAME` for the value of a variable, `[secret]` for others."""
+    return _redact(text, _forms(_known()))
+
+
+def redact_all(value: Any) -> Any:
+    """A value as in JSON, its keys and strings redacted."""
+    forms = _forms(_known())
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return _redact(value, forms)
+        if isinstance(value, Mapping):
+            return {walk(key): walk(inner) for key, inner in value.items()}
+        return [walk(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    return walk(value)
+
+
+def _redact(text: str, forms: "Forms") -> str:
+    for form, shown in forms.text:
+        if form in text:
+            text = text.replace(form, shown)
+    for form, shown in forms.base64:
+        if form in text:
+            text = _without_base64(text, form, shown)
+    if any(start in text for start in _KEY_STARTS):
+        text = _KEY_SHAPE.sub("[secret]", text)
+    if "://" in text or "?" in text:
+        text = _IN_URL.sub(lambda found: f"{found['name']}=[secret]" if found["name"] else "[secret]", text)
+    return text
+
+
+# Known secrets -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What to search for, and what to write instead. Longest first: a secret may begin with another one, and its tail must go
+    too."""
+
+    text: list[tuple[str, str]]
+    base64: list[tuple[str, str]]
+    """Within a run of base64, which is replaced as a whole."""
+
+
+def _known() -> tuple[tuple[str, str], ...]:
+    """Variables that hold secrets, and their values."""
+    return tuple((name, value) for name, value in os.environ.items() if _is_secret(name, len(value)))
+
+
+def _is_secret(variable: str, length: int) -> bool:
+    return length >= MIN_NAMED_LENGTH and (variable in _named or (length >= MIN_LENGTH and _sounds_secret(variable)))
+
+
+@lru_cache(maxsize=4096)
+def _sounds_secret(variable: str) -> bool:
+    return SECRET_VARIABLE.search(variable) is not None
+
+
+@lru_cache(maxsize=16)
+def _forms(known: tuple[tuple[str, str], ...]) -> Forms:
+    text = {form: f"${name}" for name, value in known for form in _as_text(value)}
+    encoded = {form: f"${name}" for name, value in known for form in _as_base64(value)}
+    return Forms(_longest_first(text), _longest_first(encoded))
+
+
+def _longest_first(forms: dict[str, str]) -> list[tuple[str, str]]:
+    return sorted(forms.items(), key=lambda item: -len(item[0]))
+
+
+def _as_text(value: str) -> Iterator[str]:
+    yield value
+    # A variable may hold bytes that are not UTF-8, as unpaired surrogates.
+    for encoded in (quote(value, safe="", errors="replace"), quote(value, errors="replace"), quote_plus(value, errors="replace")):
+        yield encoded
+        yield re.sub("%..", lambda found: found[0].lower(), encoded)
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield repr(value)[1:-1]
+    yield html.escape(value)
+
+
+def _as_base64(value: str) -> Iterator[str]:
+    """The characters that it alone determines, with 0, 1 or 2 bytes before it in a triple."""
+    data = value.encode(errors="replace")
+    for before in range(3):
+        first, last = -(-before * 8 // 6), (before + len(data)) * 8 // 6
+        encoded = base64.b64encode(bytes(before) + data).decode()[first:last]
+        if len(encoded) >= MIN_BASE64:
+            yield encoded
+            yield encoded.replace("+", "-").replace("/", "_")
+
+
+def _without_base64(text: str, form: str, shown: str) -> str:
+    """Each run of base64 that contains the form is replaced as a whole: its ends hold the first and the last bits."""
+    parts, end = [], 0
+    while (at := text.find(form, end)) >= 0:
+        parts += [text[end:at].rstrip(_BASE64), shown]
+        rest = text[at + len(form) :]
+        end = len(text) - len(rest.lstrip(_BASE64).lstrip("="))
+    return "".join([*parts, text[end:]])
