@@ -10,7 +10,6 @@ Text has to be redacted before it is shortened: half a key does not look like on
 
 import base64
 import html
-import json
 import os
 import re
 import string
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import unquote
 
 _SECRETS = (
     r"(api|access|secret|private)[-_]?keys?|(api|auth|access|hf|secret|bearer)[-_]?tokens?|secrets?|passwords?|passwd|credentials?"
@@ -42,6 +41,7 @@ _IN_URL = re.compile(
     r"|(?<=[?&;])(?P<name>[\w.-]{0,40}?(?:key|token|secret|password|passwd|credential|signature|sig|auth)s?)=[^&;\s#\"'<>]{4,}",
     re.ASCII | re.IGNORECASE,
 )
+_CODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2}))")
 _BASE64 = string.ascii_letters + string.digits + "+/_-"
 _named: set[str] = set()
 
@@ -53,16 +53,16 @@ def keep_secret(variable: str) -> None:
 
 def redact(text: str) -> str:
     """The text without secrets: `$NAME` for the value of a variable, `[secret]` for others."""
-    return _redact(text, _forms(_known()))
+    return _redact(text, _known())
 
 
 def redact_all(value: Any) -> Any:
     """A value as in JSON, its keys and strings redacted."""
-    forms = _forms(_known())
+    known = _known()
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
-            return _redact(value, forms)
+            return _redact(value, known)
         if isinstance(value, Mapping):
             return {walk(key): walk(inner) for key, inner in value.items()}
         return [walk(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -70,13 +70,18 @@ def redact_all(value: Any) -> Any:
     return walk(value)
 
 
-def _redact(text: str, forms: "Forms") -> str:
-    for form, shown in forms.text:
-        if form in text:
-            text = text.replace(form, shown)
-    for form, shown in forms.base64:
-        if form in text:
-            text = _without_base64(text, form, shown)
+def _redact(text: str, known: "Known") -> str:
+    for value, shown in known.values:
+        if value in text:
+            text = text.replace(value, shown)
+    if known.values and ("%" in text or "\\" in text or "&" in text):
+        plain = _unescape(text)
+        for value, shown in known.values:
+            if _without_backslashes(value) in plain or _unescape(value) in plain:
+                text = _escaped(value).sub(lambda _, shown=shown: shown, text)
+    for encoded, shown in known.base64:
+        if encoded in text:
+            text = _without_base64(text, encoded, shown)
     if any(start in text for start in _KEY_STARTS):
         text = _KEY_SHAPE.sub("[secret]", text)
     if "://" in text or "?" in text:
@@ -88,18 +93,17 @@ def _redact(text: str, forms: "Forms") -> str:
 
 
 @dataclass(frozen=True)
-class Forms:
+class Known:
     """What to search for, and what to write instead. Longest first: a secret may begin with another one, and its tail must go
     too."""
 
-    text: list[tuple[str, str]]
+    values: list[tuple[str, str]]
     base64: list[tuple[str, str]]
     """Within a run of base64, which is replaced as a whole."""
 
 
-def _known() -> tuple[tuple[str, str], ...]:
-    """Variables that hold secrets, and their values."""
-    return tuple((name, value) for name, value in os.environ.items() if _is_secret(name, len(value)))
+def _known() -> Known:
+    return _of(tuple((name, value) for name, value in os.environ.items() if _is_secret(name, len(value))))
 
 
 def _is_secret(variable: str, length: int) -> bool:
@@ -112,26 +116,46 @@ def _sounds_secret(variable: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _forms(known: tuple[tuple[str, str], ...]) -> Forms:
-    text = {form: f"${name}" for name, value in known for form in _as_text(value)}
-    encoded = {form: f"${name}" for name, value in known for form in _as_base64(value)}
-    return Forms(_longest_first(text), _longest_first(encoded))
+def _of(variables: tuple[tuple[str, str], ...]) -> Known:
+    values = {value: f"${name}" for name, value in variables}
+    encoded = {form: f"${name}" for name, value in variables for form in _as_base64(value)}
+    return Known(*(sorted(forms.items(), key=lambda item: -len(item[0])) for forms in (values, encoded)))
 
 
-def _longest_first(forms: dict[str, str]) -> list[tuple[str, str]]:
-    return sorted(forms.items(), key=lambda item: -len(item[0]))
+# Escaped secrets -----------------------------------------------------------------------------------------------------
 
 
-def _as_text(value: str) -> Iterator[str]:
-    yield value
-    # A variable may hold bytes that are not UTF-8, as unpaired surrogates.
-    for encoded in (quote(value, safe="", errors="replace"), quote(value, errors="replace"), quote_plus(value, errors="replace")):
-        yield encoded
-        yield re.sub("%..", lambda found: found[0].lower(), encoded)
-    yield json.dumps(value)[1:-1]
-    yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield repr(value)[1:-1]
-    yield html.escape(value)
+def _unescape(text: str) -> str:
+    """Without percent-encoding, entities of HTML and escapes of JSON and Python, in any mixture. A quick search: if a secret is in
+    here, `_escaped` finds its place in the text."""
+    text = html.unescape(unquote(text, errors="replace"))
+    text = _CODE.sub(lambda found: chr(int(found[1] or found[2], 16)), text)
+    return _without_backslashes(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+def _without_backslashes(text: str) -> str:
+    return text.replace("\\", "").replace("+", " ")
+
+
+@lru_cache(maxsize=256)
+def _escaped(value: str) -> re.Pattern[str]:
+    """The value with each of its characters as it is, or escaped in one of those ways, once or repeatedly."""
+    return re.compile("".join(f"(?:{'|'.join(_spellings(letter))})" for letter in value))
+
+
+def _spellings(letter: str) -> Iterator[str]:
+    backslashes = r"\\{0,16}"
+    yield rf"{backslashes}{re.escape(letter)}" if letter != "\\" else r"\\{1,32}"
+    data, halves = letter.encode(errors="replace"), letter.encode("utf-16-be", "surrogatepass")
+    yield "(?i:" + "".join(f"%{byte:02x}" for byte in data) + ")"
+    yield "(?i:" + "".join(rf"{backslashes}\\u{halves[i : i + 2].hex()}" for i in range(0, len(halves), 2)) + ")"
+    if ord(letter) < 256:
+        yield rf"(?i:{backslashes}\\x{ord(letter):02x})"
+    yield f"(?i:&#0{{0,4}}{ord(letter)};|&#x0{{0,4}}{ord(letter):x};)"
+    if (entity := html.escape(letter)) != letter:
+        yield re.escape(entity)
+    if letter == " ":
+        yield r"\+"
 
 
 def _as_base64(value: str) -> Iterator[str]:
@@ -145,11 +169,10 @@ def _as_base64(value: str) -> Iterator[str]:
             yield encoded.replace("+", "-").replace("/", "_")
 
 
-def _without_base64(text: str, form: str, shown: str) -> str:
-    """Each run of base64 that contains the form is replaced as a whole: its ends hold the first and the last bits."""
+def _without_base64(text: str, encoded: str, shown: str) -> str:
+    """Each run of base64 that contains the secret is replaced as a whole: its ends hold the first and the last bits."""
     parts, end = [], 0
-    while (at := text.find(form, end)) >= 0:
+    while (at := text.find(encoded, end)) >= 0:
         parts += [text[end:at].rstrip(_BASE64), shown]
-        rest = text[at + len(form) :]
-        end = len(text) - len(rest.lstrip(_BASE64).lstrip("="))
+        end = len(text) - len(text[at + len(encoded) :].lstrip(_BASE64).lstrip("="))
     return "".join([*parts, text[end:]])

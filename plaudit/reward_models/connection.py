@@ -249,16 +249,15 @@ class Connection:
         beginning: what is quoted of it."""
         is_error = response.status != 200
         limit = min(MAX_ERROR_BYTES, self.limits.max_answer_bytes) if is_error else self.limits.max_answer_bytes
-        size, chunks = 0, []
+        body = bytearray()
         async for chunk in response.content.iter_any():
-            size += len(chunk)
-            chunks.append(chunk)
-            if size > limit:
+            body += chunk
+            if len(body) > limit:
                 response.close()  # and its connection: the rest is never read
                 if is_error:
-                    return _whole_words(b"".join(chunks)[:limit])
+                    return _whole_words(bytes(body[:limit]))
                 raise TooLarge
-        return b"".join(chunks)
+        return bytes(body)
 
     def _too_large(self) -> Fault:
         limit = f"limits.max_answer_bytes, {self.limits.max_answer_bytes:,}"
@@ -308,13 +307,14 @@ def fault_of(error: Exception, limit_s: float, limits: ModelLimits = ModelLimits
             why = error.os_error.strerror or error.os_error
             return Fault("refused", f"nothing listens there ({why}). Is the server still running? If not, see its log.")
         case aiohttp.ClientPayloadError() if "content-encoding" in str(error).lower():
-            return Fault("garbage", f"its compression cannot be read ({_shorten(str(error))}).", temporary=False)
+            return Fault("garbage", "its compression cannot be read.", temporary=False)
         case aiohttp.ClientPayloadError():
             return Fault("half", "the connection was closed in the middle of the response. See the server's log.")
         case aiohttp.ServerDisconnectedError() | OSError():
             return Fault("reset", "the connection was closed before the response. See the server's log.")
         case _:
-            return Fault("garbage", f"not an HTTP response ({type(error).__name__}: {_shorten(str(error))}).")
+            # Its text quotes what was sent, cut anywhere: it may end with half a key.
+            return Fault("garbage", f"not an HTTP response ({type(error).__name__}).")
 
 
 def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
