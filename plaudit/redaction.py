@@ -26,8 +26,8 @@ SECRET_NAME = re.compile(f"({_SECRETS})$", re.IGNORECASE)
 """Names of settings that would hold a secret. Not every token is one: stop_token is not."""
 # In the environment, any token or key counts as a secret: redacting too much does no harm there.
 SECRET_VARIABLE = re.compile(f"({_SECRETS}|tokens?|(^|_)keys?)$", re.IGNORECASE)
-MIN_LENGTH, MIN_NAMED_LENGTH = 8, 4
-"""Of a secret: shorter values are also words. A variable that a recipe names holds one for certain."""
+MIN_LENGTH, MIN_NAMED_LENGTH = 8, 6
+"""Of a secret: shorter values are also words (EMPTY, for a server without keys). A variable that a recipe names holds a key."""
 MIN_BASE64 = 8
 """Characters of base64 that are enough to recognise a secret."""
 
@@ -103,22 +103,21 @@ class Known:
 
 
 def _known() -> Known:
-    return _of(tuple((name, value) for name, value in os.environ.items() if _is_secret(name, len(value))))
-
-
-def _is_secret(variable: str, length: int) -> bool:
-    return length >= MIN_NAMED_LENGTH and (variable in _named or (length >= MIN_LENGTH and _sounds_secret(variable)))
-
-
-@lru_cache(maxsize=4096)
-def _sounds_secret(variable: str) -> bool:
-    return SECRET_VARIABLE.search(variable) is not None
+    """Of the environment as it is now. Reading all of it would take longer than the search in a short text."""
+    names = _secret_names(tuple(os.environ), len(_named))
+    return _of(tuple((name, value) for name in names if (value := os.environ.get(name))), len(_named))
 
 
 @lru_cache(maxsize=16)
-def _of(variables: tuple[tuple[str, str], ...]) -> Known:
-    values = {value: f"${name}" for name, value in variables}
-    encoded = {form: f"${name}" for name, value in variables for form in _as_base64(value)}
+def _secret_names(variables: tuple[str, ...], num_named: int) -> list[str]:
+    return [name for name in variables if name in _named or SECRET_VARIABLE.search(name)]
+
+
+@lru_cache(maxsize=16)
+def _of(variables: tuple[tuple[str, str], ...], num_named: int) -> Known:
+    secrets = [(name, value) for name, value in variables if len(value) >= (MIN_NAMED_LENGTH if name in _named else MIN_LENGTH)]
+    values = {value: f"${name}" for name, value in secrets}
+    encoded = {form: f"${name}" for name, value in secrets for form in _as_base64(value)}
     return Known(*(sorted(forms.items(), key=lambda item: -len(item[0])) for forms in (values, encoded)))
 
 
