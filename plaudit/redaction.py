@@ -57,12 +57,12 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """A value as in JSON, its keys and strings redacted."""
+    """A value as in JSON, its keys and strings redacted. Unpaired surrogates in them, which no file can hold, become '?'."""
     known = _known()
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
-            return _redact(value, known)
+            return _redact(value.encode(errors="replace").decode(), known)
         if isinstance(value, Mapping):
             return {walk(key): walk(inner) for key, inner in value.items()}
         return [walk(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -18,12 +18,13 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import aiohttp
+from yarl import URL
 
 from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
@@ -57,6 +58,13 @@ class TooLarge(Exception):
 
 class TooLong(Exception):
     """The server reports that the prompt does not fit into its context."""
+
+
+class NoCookies(aiohttp.DummyCookieJar):
+    """Does not even parse them: aiohttp logs those that it cannot."""
+
+    def update_cookies_from_headers(self, headers: Sequence[str], response_url: URL) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ class Connection:
             headers=headers,
             # limit=0: `_slots` is the limit. A lower one here would make calls wait while their time limit runs.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ttl_dns_cache=60),
-            cookie_jar=aiohttp.DummyCookieJar(),
+            cookie_jar=NoCookies(),
             # Looking up a proxy takes as long as the rest of a call, and local servers are not behind one.
             trust_env=not all(_is_local(replica) for replica in self.replicas.all),
         )
@@ -375,7 +383,7 @@ def _retry_after(value: str | None) -> float:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError, TypeError):
         return 0.0
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plaudit.errors import PlauditError, RecipeError, did_you_mean
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.redaction import redact
+from plaudit.redaction import redact, redact_all
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
 from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong, key_hint
@@ -352,7 +352,7 @@ def _answer(answer: Any, choice: Any, text: Any) -> Answer:
         raise Garbage("the response contains no text")
     usage = answer.get("usage") or {}
     return Answer(
-        redact(text),  # it may be quoted in a prompt for another server
+        redact_all(text),  # it may be quoted in a prompt for another server
         prompt_tokens=_count_of(usage, "prompt_tokens"),
         new_tokens=_count_of(usage, "completion_tokens"),
         truncated=choice.get("finish_reason") == "length",

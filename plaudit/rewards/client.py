@@ -215,7 +215,10 @@ def _checked(score: Score, text: str) -> Score:
         return score
     view = text if score.view is None else score.view
     if score.parts or score.trace:  # both may hold what a judge wrote, and judges repeat keys
-        score = dataclasses.replace(score, parts=redact_all(score.parts), trace=redact_all(score.trace))
+        try:
+            score = dataclasses.replace(score, parts=redact_all(score.parts), trace=redact_all(score.trace))
+        except RecursionError:
+            return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
     if score.failure is not None:
         return dataclasses.replace(score, value=None, view=view)
     try:

@@ -8,12 +8,14 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.report.samples import write_samples
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams, Usage
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.rewards.runner import RewardRunner
@@ -282,6 +284,28 @@ def test_odd_numbers_written_by_a_judge_are_unreadable(written):
     assert (good.value, also_good.value) == (8.0, 8.0)
     assert odd.failure is not None
     assert odd.failure.cause == "unparsable"
+
+
+def test_an_unpaired_surrogate_does_not_stop_a_run(tmp_path):
+    """In the text, and in the name of a part: no file could hold it."""
+    said = chat('half \ud800 {"score": 8, "\\ud800": 1}')
+    with RawServer(answers([response(said)])) as server, RewardRunner([reward_on(server, kind="judge", parser="json")]) as runner:
+        scored = runner.collect([group("fine")])
+    [score] = scored[0].scores
+    assert (score.value, score.parts["judge/?"]) == (8.0, 1.0)
+    write_samples(tmp_path / "samples.parquet", scored)
+    assert "half ?" in pq.read_table(tmp_path / "samples.parquet").to_pylist()[0]["trace/judge"]
+
+
+WAITS = ["inf", "nan", "-5", "1e999", "Mon, 01 Jan 0001 00:00:00 GMT", "Mon, 01 Jan 99999 00:00:00 GMT", "x" * 5000]
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait[:20])
+def test_an_odd_retry_after_fails_its_call(wait):
+    with RawServer(answers([response("busy", "503 Busy", f"Retry-After: {wait}\r\n")])) as server:
+        answer, _ = ask(server)
+    assert answer.failure is not None
+    assert answer.failure.cause == "http"
 
 
 def test_a_sound_server_is_read():

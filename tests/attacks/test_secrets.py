@@ -169,9 +169,9 @@ def test_a_key_in_another_setting_is_refused(key, tmp_path):
 
 def echo(status: str, body: Any) -> bytes:
     """A response with the key in its headers too."""
-    return response(
-        body, status, f"X-Key: {KEY}\r\nLocation: http://{quote(KEY, safe='')}@h/?key={KEY}\r\nWWW-Authenticate: {KEY}\r\n"
-    )
+    address = f"http://{quote(KEY, safe='')}@h/?key={KEY}"
+    headers = {"X-Key": KEY, "WWW-Authenticate": KEY, "Location": address, "Set-Cookie": f"a,{KEY}={KEY}; {KEY}"}
+    return response(body, status, "".join(f"{name}: {value}\r\n" for name, value in headers.items()))
 
 
 def ask(server: RawServer, **limits: Any) -> Answer:
