@@ -12,13 +12,12 @@ from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.command_help import VerbGroup, examples
 from plaudit.config import load
-from plaudit.errors import Interrupted, PlauditError, nearest_path
+from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings
-from plaudit.redaction import redact
 from plaudit.serving.cli import serve
 
 app = typer.Typer(

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.text import Text
 
-from plaudit.redaction import redact
+from plaudit.errors import redact
 
 Finding = tuple[str, str]
 """A mark (✓, ! or ✗) and the message."""

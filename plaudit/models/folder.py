@@ -8,10 +8,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_tokenizer
-from plaudit.errors import RecipeError
+from plaudit.errors import RecipeError, redact
 from plaudit.hub import model_folder
 from plaudit.lora_folder import WEIGHTS, LoraFolder, read_lora_folder
-from plaudit.redaction import redact
 
 INDEX = "model.safetensors.index.json"
 # Share of tokens that may differ between the policy's tokenizer and that of a model that reads the policy's tokens: reserved slots
