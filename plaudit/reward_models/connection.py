@@ -268,10 +268,9 @@ class Connection:
         return bytes(body)
 
     def _too_large(self) -> Fault:
-        limit = f"limits.max_answer_bytes, {self.limits.max_answer_bytes:,}"
-        return Fault(
-            "too_large", f"the response exceeds {limit}. Is this the right server? If so, raise the limit.", temporary=False
-        )
+        limit = self.limits.max_answer_bytes
+        message = f"the response exceeds limits.max_answer_bytes, {limit:,}. Is this the right server? If so, raise the limit."
+        return Fault("too_large", message, temporary=False)
 
     def _unauthorised(self, status: int, raw: bytes) -> Fault:
         message = _message(raw)
