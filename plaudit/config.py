@@ -22,7 +22,7 @@ from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.recipe import STAGES, Recipe
 from plaudit.redaction import SECRET_NAME, redact
 from plaudit.shipped import find_shipped
-from plaudit.suggestions import Place, dotted, suggest
+from plaudit.suggestions import Place, describe_other_file, dotted, show_form, suggest
 
 COMMAND_LINE = "command line"
 MAX_DEPTH = 20
@@ -184,6 +184,8 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
+    if path.is_file() and (other := describe_other_file(path)):
+        raise RecipeError(other)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -400,6 +402,8 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
                 given, hint = item["input"], ""
                 if kind == "literal_error" and isinstance(given, str):
                     hint = did_you_mean(given, re.findall(r"'([^']*)'", context["expected"]), cutoff=0.4)
+                elif kind in ("model_type", "model_attributes_type") or place == ("rewards",):
+                    hint = show_form(place, given, list(fields))
                 yield f"{where} should be {_wanted(item)}, not {_shown(given)}.{hint}"
 
 

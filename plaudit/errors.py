@@ -61,12 +61,22 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
     return f" Did you mean {near}?" if near else ""
 
 
+SIMILAR_STEMS = 0.65
+"""Of two file names without their endings: `sft` and `stf` are similar, `train` and `val` are not."""
+
+
 def nearest_path(path: Path) -> str:
     """' Did you mean …?' with the most similar name in the same folder; else where a relative path was looked for."""
     parent = path.parent
     is_folder = os.path.isdir(parent)  # unlike Path.is_dir, False for text that is too long for a path
-    # Compare names only: paths below a long folder name all look alike.
-    near = nearest(path.name, [child.name for child in parent.iterdir()]) if is_folder else None
+    # Compare names only: paths below a long folder name all look alike, and so do short names with the same ending.
+    stem = path.stem.lower()
+    similar = [
+        child.name
+        for child in (parent.iterdir() if is_folder else ())
+        if difflib.SequenceMatcher(None, stem, child.stem.lower()).ratio() >= SIMILAR_STEMS
+    ]
+    near = nearest(path.name, similar)
     if near:
         return f" Did you mean {parent / near}?"
     missing = "" if is_folder else f" There is no folder {parent} either."
