@@ -18,8 +18,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from plaudit import plugins
-from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest_path, redact
+from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.recipe import STAGES, Recipe
+from plaudit.redaction import SECRET_NAME, redact
 from plaudit.shipped import find_shipped
 from plaudit.suggestions import Place, describe_other_file, dotted, show_form, suggest
 
@@ -70,6 +71,7 @@ class Draft:
             recipe = _validated(tree, recipe_class, sources, self._in_file, self.overridden_by)
         except ValidationError as error:
             raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
+        _refuse_secrets(tree, (), sources, path)  # again: now the variables that hold keys are known
         return LoadedRecipe(recipe, path, sources, self.overridden_by)
 
 

@@ -10,19 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_SECRETS = (
-    r"(api|access|secret|private)[-_]?keys?|(api|auth|access|hf|secret|bearer)[-_]?tokens?|secrets?|passwords?|passwd|credentials?"
-)
-SECRET_NAME = re.compile(f"({_SECRETS})$", re.IGNORECASE)
-"""Names of settings that would hold a secret. Not every token is one: stop_token is not."""
-# In the environment, any token or key counts as a secret: redacting too much does no harm there.
-SECRET_VARIABLE = re.compile(f"({_SECRETS}|tokens?|(^|_)keys?)$", re.IGNORECASE)
-# Formats of well-known services' keys, for keys that are not in the environment. Names such as
-# hf-internal-testing/tiny-random-llama must not match.
-SECRET_SHAPE = re.compile(
-    r"\b(?:sk|pk|xoxb)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|\b(?:hf|ghp|gho)_[A-Za-z0-9]{16,}"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
+from plaudit.redaction import redact
 
 
 class PlauditError(ValueError):
@@ -93,15 +81,6 @@ def nearest_path(path: Path) -> str:
         return f" Did you mean {parent / near}?"
     missing = "" if is_folder else f" There is no folder {parent} either."
     return missing if path.is_absolute() else f"{missing} (Paths are relative to the current folder, {Path.cwd()}.)"
-
-
-def redact(text: str) -> str:
-    """Remove secrets: values of environment variables with secret names, and strings that look like keys."""
-    # Longest first: a secret may begin with another one, and its tail must go too.
-    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
-        if SECRET_VARIABLE.search(name) and len(value) >= 8:
-            text = text.replace(value, f"${name}")
-    return SECRET_SHAPE.sub("[secret]", text)
 
 
 def install_extra(name: str) -> str:

@@ -12,6 +12,7 @@ from support.paths import REPOSITORY, TESTS
 
 # From the bottom up; packages on one line do not import each other.
 LEVELS = [
+    ["redaction"],
     ["errors"],
     ["host", "shipped", "threads", "hub"],
     ["lora_folder"],
