@@ -6,7 +6,7 @@ A run that was killed and resumed scores only what is missing. Failures are not 
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +83,7 @@ class ScoreCache:
             )
 
     def close(self) -> None:
-        """An empty cache leaves no file."""
-        empty = False
-        with suppress(sqlite3.Error):  # locked, or damaged: then it stays
-            empty = self._database.execute("select 1 from scores limit 1").fetchone() is None
         self._database.close()
-        if empty:
-            self.file.unlink(missing_ok=True)
 
 
 def _dumps(score: Score) -> str:
