@@ -73,8 +73,7 @@ HOSTILE = dedent("""
         return 6.0
     def act_answer_twice():
         def write(number, text, send=channel.write):
-            send(number, text)
-            return send(number, text)
+            return send(number, bytes(text) * 2)  # at once, so that both are there when the next call is made
         channel.write = write
         return 5.0
 
