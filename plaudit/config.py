@@ -18,10 +18,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from plaudit import plugins
-from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest_path, redact
+from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.recipe import STAGES, Recipe
+from plaudit.redaction import SECRET_NAME, redact
 from plaudit.shipped import find_shipped
-from plaudit.suggestions import Place, dotted, suggest
+from plaudit.suggestions import Place, describe_other_file, dotted, show_form, suggest
 
 COMMAND_LINE = "command line"
 MAX_DEPTH = 20
@@ -70,6 +71,7 @@ class Draft:
             recipe = _validated(tree, recipe_class, sources, self._in_file, self.overridden_by)
         except ValidationError as error:
             raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
+        _refuse_secrets(tree, (), sources, path)  # again: now the variables that hold keys are known
         return LoadedRecipe(recipe, path, sources, self.overridden_by)
 
 
@@ -182,6 +184,8 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
+    if path.is_file() and (other := describe_other_file(path)):
+        raise RecipeError(other)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -398,6 +402,8 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
                 given, hint = item["input"], ""
                 if kind == "literal_error" and isinstance(given, str):
                     hint = did_you_mean(given, re.findall(r"'([^']*)'", context["expected"]), cutoff=0.4)
+                elif kind in ("model_type", "model_attributes_type") or place == ("rewards",):
+                    hint = show_form(place, given, list(fields))
                 yield f"{where} should be {_wanted(item)}, not {_shown(given)}.{hint}"
 
 

@@ -74,9 +74,18 @@ def open_resumable(
         _lock(file, out)  # before reading: a line that another process is writing would look cut short
         inputs, may_change = json.loads(json.dumps([inputs, may_change or {}], default=str))
         rows.done = _done(out, inputs, may_change or {}, verb)
-        yield rows
+        try:
+            yield rows
+        finally:
+            if not os.fstat(rows.file.fileno()).st_size:  # stopped before the first row: it was opened only for its lock
+                for leftover in (out, _inputs_file(out)):
+                    leftover.unlink(missing_ok=True)
     finally:
         rows.file.close()
+
+
+def _inputs_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.inputs.json")
 
 
 def _open(path: Path, mode: str) -> TextIO:
@@ -100,7 +109,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _done(out: Path, inputs: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
     """Ids of the rows the output already has; a last line that was cut short is removed."""
-    inputs_file = out.with_name(f"{out.name}.inputs.json")
+    inputs_file = _inputs_file(out)
     try:
         if not out.stat().st_size:
             write_atomic(inputs_file, json.dumps(inputs | may_change, indent=1))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from plaudit.redaction import redact
+
 if TYPE_CHECKING:
     import torch
 
@@ -97,6 +99,9 @@ class Failure:
     cause: str
     """One word for counting: timeout, exception, not_a_number, died, …"""
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", redact(self.message))  # messages end up in samples, logs and bug reports
 
 
 @dataclass(frozen=True)

@@ -333,11 +333,14 @@ def test_another_file_under_the_same_data_set_name_is_refused(tmp_path, recipe):
         train_sft(file)
 
 
-def test_a_run_that_never_started_may_be_replaced(tmp_path, recipe, plaudit):
-    """The bad row was fixed, so the data has changed, but nothing had been trained yet."""
-    rows = write_jsonl(tmp_path / "rows.jsonl", [*arithmetic_rows(20), {"messages": []}])
+def test_a_run_that_never_started_may_be_replaced(tmp_path, recipe, plaudit, monkeypatch):
+    """It was killed as it read its rows, which have changed since; nothing had been trained yet."""
+    long = {"messages": [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [*arithmetic_rows(20), long])
     file = recipe(rows=rows, run={"max_steps": 2})
-    code, _, err = plaudit("sft", file)
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_remove_unused", lambda *_: None)
+        code, _, err = plaudit("sft", file, "data.too_long=error")
     assert code == 2
     assert "row 21" in err
     assert (tmp_path / "run/run.json").exists()

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
+from plaudit.host import return_freed_memory
 from plaudit.hub import model_folder
 from plaudit.lora_folder import read_lora_folder
 from plaudit.models import attention
@@ -126,6 +127,7 @@ def load_pretrained(
 
     `dtype`: None for the one it was saved in. `new`: name prefixes of weights that may be missing; the caller initialises them.
     `config`: overrides for the model's config."""
+    return_freed_memory()
     lora = read_lora_folder(path)
     if lora is not None:
         head = ("score.",) if lora.scores else ()

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from plaudit.files import text_digest
+from plaudit.redaction import redact_all
 from plaudit.reward_models.backend import may_be_retried
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, failed, last_line
@@ -253,6 +254,11 @@ def _checked(score: Score, text: str) -> Score:
     if score is DECLINED or (score.failure is None and score.view is not None and _is_plain(score)):
         return score
     view = text if score.view is None else score.view
+    if score.parts or score.trace:  # both may hold what a judge wrote, and judges repeat keys
+        try:
+            score = dataclasses.replace(score, parts=redact_all(score.parts), trace=redact_all(score.trace))
+        except RecursionError:
+            return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
     if score.failure is not None:
         return dataclasses.replace(score, value=None, view=view)
     try:
