@@ -273,11 +273,7 @@ def _checked(score: Score, text: str) -> Score:
 
 
 def _is_plain(score: Score) -> bool:
-    """Value and parts are finite floats already, and no value is −0.0: nothing to convert."""
+    """A finite float, not −0.0, and nothing besides it: nothing to convert, and nothing to redact."""
     value = score.value
-    return (
-        type(value) is float
-        and math.isfinite(value)
-        and (value != 0.0 or math.copysign(1.0, value) > 0.0)
-        and all(type(part) is float and math.isfinite(part) for part in score.parts.values())
-    )
+    plain_value = type(value) is float and math.isfinite(value) and (value != 0.0 or math.copysign(1.0, value) > 0.0)
+    return plain_value and not score.parts and not score.trace

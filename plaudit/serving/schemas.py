@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 MAX_DEPTH = 64
@@ -65,7 +65,14 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-ResponseText = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_no_unpaired_surrogates)]
+def _not_too_long(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise PydanticCustomError("too_long", "Input should have at most {limit} characters", {"limit": MAX_TEXT})
+    return text
+
+
+# Not Field(max_length=…): it would report an unpaired surrogate as a string that is no string.
+ResponseText = Annotated[Text, AfterValidator(_not_too_long), WithJsonSchema({"type": "string", "maxLength": MAX_TEXT})]
 
 
 class Response(StrictModel):

@@ -65,7 +65,7 @@ def test_calls_end_while_rules_compute():
 
 def test_calls_end_while_one_large_group_is_scored():
     large, small = group(*["a"] * 600), group("b", id="small")
-    with RewardRunner([Slow(when={"id": "p"}), Called(when={"id": "small"})]) as runner:
+    with RewardRunner([Slow(when={"id": ("p",)}), Called(when={"id": ("small",)})]) as runner:
         large_score = runner.run(runner.score(large))
         runner.run(runner.score(small)).result()
         assert not large_score.done()
