@@ -34,6 +34,14 @@ def raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_file_limit() -> int | None:
+    """How many files this process may have open; None for any number."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def use_huge_pages() -> None:
     """Let torch ask Linux for huge pages, unless the user has chosen: memory that is taken anew for each tensor costs a page fault
     for every page. torch reads this when it allocates its first tensor."""
