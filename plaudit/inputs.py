@@ -1,6 +1,5 @@
 """A recipe and the files it names, checked before anything heavy is imported."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
+from plaudit.model_files import require_config, require_weights
 from plaudit.recipe import (
     DPORecipe,
     ModelSettings,
@@ -111,10 +111,10 @@ def require_causal_model(path: str, setting: str, reason: str) -> None:
     """Refuse a reward model, which would fail late with an error about weights, or (with tied embeddings) not at all."""
     lora = read_lora_folder(path)
     try:
-        config = json.loads((model_folder(path if lora is None else lora.base, weights=False) / "config.json").read_text("utf-8"))
-        kind = next(iter(config.get("architectures") or ()), "")
-    except (OSError, ValueError, AttributeError):
-        return  # damaged: reported when it is loaded
+        config = require_config(model_folder(path if lora is None else lora.base, weights=False))
+    except PlauditError as error:
+        raise PlauditError(f"{setting}: {error}") from None
+    kind = next(iter(config.get("architectures") or ()), "")
     if kind.endswith("ForSequenceClassification") or (lora is not None and lora.scores):
         what = kind if lora is None else "a LoRA adapter with a score head"
         raise PlauditError(
@@ -150,7 +150,14 @@ def _require_config(path: str, setting: str) -> None:
         lora = read_lora_folder(model)
     except PlauditError as error:
         raise PlauditError(f"{setting}: {error}") from None
-    if lora is None and model.exists() and not (model / "config.json").is_file():
+    folder = model if lora is None else Path(lora.base)
+    if (folder / "config.json").is_file():  # here, rather than on the hub
+        try:
+            require_config(folder)
+            require_weights(folder)
+        except PlauditError as error:
+            raise PlauditError(f"{setting}: {error}") from None
+    elif lora is None and model.exists():
         inside = model / "model"
         near = f". Did you mean {inside}?" if (inside / "config.json").is_file() or is_lora_folder(inside) else ""
         raise PlauditError(f"{setting}: {model} is not a model in Hugging Face format: it has no config.json{near}")

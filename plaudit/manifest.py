@@ -5,7 +5,7 @@
     crc32(file) = CRC-32 of the CRC-32s of its blocks, in order      (blocks are read and summed in parallel)
 
 Against accidents (a flipped bit, a file copied halfway), not against forgery. CRC-32 finds every change within 32 bits of a block
-and every pair of flipped bits; of other damage it misses one in four billion. It is five to eight times as fast as hashlib's digests.
+and every pair of flipped bits; of other damage it misses one in four billion. It is five to eight times as fast as hashlib's.
 Whoever writes some of the files computes their entries (`describe_files`); one process collects them and writes the manifest.
 """
 

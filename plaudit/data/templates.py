@@ -27,6 +27,7 @@ from plaudit.data.conversations import REASONING
 from plaudit.errors import DataError, RecipeError, nearest_path
 from plaudit.hub import model_folder
 from plaudit.lora_folder import with_tokenizer
+from plaudit.model_files import require_config
 from plaudit.recipe import ModelSettings
 from plaudit.types import Conversation, Example, Message
 
@@ -242,9 +243,11 @@ class ChatTemplate:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     folder = model_folder(with_tokenizer(path), weights=False)
+    if (folder / "config.json").is_file():  # transformers reads it too
+        require_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files: tokenizers raises nothing more specific
         raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
 
 
