@@ -24,6 +24,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from plaudit.data.conversations import REASONING
+from plaudit.data.rendering import render_chat
 from plaudit.errors import DataError, RecipeError, nearest_path
 from plaudit.hub import model_folder
 from plaudit.lora_folder import with_tokenizer
@@ -96,13 +97,8 @@ class ChatTemplate:
     # Rendering
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
-        text: str = self.tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
-            [self._fold_reasoning(m) for m in messages],
-            tools=tools,
-            chat_template=self.text,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-        )
+        folded = [self._fold_reasoning(m) for m in messages]
+        text = render_chat(self.tokenizer, self.text, folded, tools, generation_prompt=generation_prompt)
         return text.replace(HIDDEN_THINK, "<think>").replace(HIDDEN_END_THINK, "</think>")
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
