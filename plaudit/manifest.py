@@ -73,6 +73,9 @@ def find_damage(folder: Path, *, content: bool) -> str | None:
             return f"{name} is missing"
         if (found := (folder / name).stat().st_size) != size:
             return f"{name} has {found:,} bytes instead of {size:,}"
+    unlisted = [name for name in files_in(folder) if name.endswith(".safetensors") and name not in expected]
+    if unlisted:  # it would be loaded with the others
+        return f"{unlisted[0]} is not in {MANIFEST}"
     if content:
         try:
             now = describe_files(folder, expected)

@@ -23,6 +23,7 @@ import jinja2
 import jinja2.ext
 import jinja2.parser
 import jinja2.visitor
+import numpy as np
 from jinja2 import nodes
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,7 +52,8 @@ def render_chat(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """The text of a conversation, as `tokenizer.apply_chat_template(…, tokenize=False)` returns it; or OutOfBounds."""
+    """The text of a conversation, as `tokenizer.apply_chat_template(…, tokenize=False)` returns it. Raises OutOfBounds, or
+    what a template that does not fit the messages raises: TemplateError, TypeError, ValueError or RecursionError."""
     chat = [_with_reasoning(message) for message in _plain(messages)]
     try:
         compiled = _compile(template)
@@ -60,6 +62,8 @@ def render_chat(
             return compiled.render(messages=chat, **with_tokens, **tokenizer.special_tokens_map)
     except (OutOfBounds, OverflowError, MemoryError) as error:
         raise OutOfBounds(f"the template of {tokenizer.name_or_path} is out of bounds: {error or 'no memory'}") from None
+    except (ArithmeticError, LookupError, AttributeError) as error:  # of an expression that does not fit the messages
+        raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value))
-    return _plain(value.item()) if type(value).__module__ == "numpy" and hasattr(value, "item") else f"<{type(value).__name__}>"
+    return _plain(value.item()) if isinstance(value, np.generic) else f"<{type(value).__name__}>"
 
 
 # Budget --------------------------------------------------------------------------------------------------------------
@@ -90,12 +94,11 @@ class _Budget:
     """What one rendering may still use, for the thread that renders."""
 
     def __enter__(self) -> None:
-        self.outer = getattr(_ACTIVE, "budget", None)
         self.work, self.output, self.charges, self.began = 0.0, 0, 0, time.thread_time()
         _ACTIVE.budget = self
 
     def __exit__(self, *_: object) -> None:
-        _ACTIVE.budget = self.outer
+        del _ACTIVE.budget
 
 
 def _charge(work: float) -> None:

@@ -113,6 +113,11 @@ def test_a_state_that_does_not_belong_to_its_folder_falls_back(run):
     assert "state.json: it is not that of step 4" in warning
 
 
+def test_weights_that_the_manifest_does_not_list_are_not_loaded(run):
+    shutil.copy(run / LAST / "trainer/00000.safetensors", run / LAST / "trainer/00001.safetensors")
+    assert find_damage(run / LAST, content=True) == "trainer/00001.safetensors is not in manifest.json"
+
+
 def test_a_damaged_newer_checkpoint_does_not_push_out_the_intact_one(run):
     flip_bit(run / LAST / "trainer/00000.safetensors", 999, 0)
     find_checkpoint(run / "checkpoints")

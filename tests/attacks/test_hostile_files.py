@@ -4,6 +4,7 @@ import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_aliases_still_work(tmp_path, tiny_model, rows_file):
     file.write_text(
         f"model: {{path: {tiny_model}}}\ndata: {{train: &rows {rows_file}, val: *rows}}\nrun: {{dir: {tmp_path}/run}}\n"
     )
-    recipe = load(file, stage="sft").recipe
+    recipe: Any = load(file, stage="sft").recipe
     assert recipe.data.val == recipe.data.train
 
 
@@ -133,6 +134,14 @@ def test_a_template_is_rendered_within_bounds(tiny_model, kind):
     assert isinstance(caught.value, RENDER_ERRORS)
     if isinstance(caught.value, OutOfBounds):
         assert str(tiny_model) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{{ 1 / 0 }}", "{{ [][0].x.y }}", "{{ 'a'.index('b') }}", "{{ {}['a']['b'] }}", "{{ '%d' % 'a' }}", "{{ {[]: 1} }}"]
+)
+def test_a_wrong_expression_is_an_error_of_the_template(tiny_model, wrong):
+    with pytest.raises(RENDER_ERRORS):
+        render_chat(load_tokenizer(str(tiny_model)), wrong, [{"role": "user", "content": "?"}])
 
 
 @pytest.mark.parametrize("kind", ["a long text", "loops in loops", "a recursive macro"])

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,8 +222,8 @@ def test_the_hubs_links_to_its_blobs_are_followed(tmp_path, model):
 @pytest.mark.parametrize("value", ["eager", "sdpa", "kernels-community/flash-attn"])
 def test_a_config_does_not_choose_the_attention(model, name, value):
     """Another one would let packed sequences attend to each other, and `org/name` would be downloaded code."""
-    model = loaded(change(model, **{name: value}))
-    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {NAME}
+    modules: list[Any] = list(loaded(change(model, **{name: value})).modules())
+    assert {module.config._attn_implementation for module in modules if hasattr(module, "config")} == {NAME}
 
 
 def test_code_in_a_model_folder_is_not_run_unless_trusted(tmp_path, model):
