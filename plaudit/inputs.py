@@ -9,7 +9,7 @@ from plaudit.data.conversations import Source, resolve_sources
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
-from plaudit.model_files import require_config, require_weights
+from plaudit.model_files import require_config
 from plaudit.recipe import (
     DPORecipe,
     ModelSettings,
@@ -112,8 +112,8 @@ def require_causal_model(path: str, setting: str, reason: str) -> None:
     lora = read_lora_folder(path)
     try:
         config = require_config(model_folder(path if lora is None else lora.base, weights=False))
-    except PlauditError as error:
-        raise PlauditError(f"{setting}: {error}") from None
+    except PlauditError:
+        return  # damaged: reported when it is loaded
     kind = next(iter(config.get("architectures") or ()), "")
     if kind.endswith("ForSequenceClassification") or (lora is not None and lora.scores):
         what = kind if lora is None else "a LoRA adapter with a score head"
@@ -150,14 +150,7 @@ def _require_config(path: str, setting: str) -> None:
         lora = read_lora_folder(model)
     except PlauditError as error:
         raise PlauditError(f"{setting}: {error}") from None
-    folder = model if lora is None else Path(lora.base)
-    if (folder / "config.json").is_file():  # here, rather than on the hub
-        try:
-            require_config(folder)
-            require_weights(folder)
-        except PlauditError as error:
-            raise PlauditError(f"{setting}: {error}") from None
-    elif lora is None and model.exists():
+    if lora is None and model.exists() and not (model / "config.json").is_file():
         inside = model / "model"
         near = f". Did you mean {inside}?" if (inside / "config.json").is_file() or is_lora_folder(inside) else ""
         raise PlauditError(f"{setting}: {model} is not a model in Hugging Face format: it has no config.json{near}")
