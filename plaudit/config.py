@@ -27,6 +27,8 @@ from plaudit.suggestions import Place, describe_other_file, dotted, show_form, s
 COMMAND_LINE = "command line"
 MAX_DEPTH = 20
 """Of sections and lists in each other."""
+MAX_BYTES, MAX_VALUES = 256_000, 10_000
+"""Of a recipe. A few lines of aliases of aliases could stand for billions of values."""
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -147,7 +149,9 @@ def _compose(text: str) -> yaml.Node | None:
     """The text as nodes, or a RecursionError: raised before the stack is full, since code that runs then (the garbage collector's)
     can fail anywhere."""
     depth = 0
-    for event in yaml.parse(text, Loader=CoreLoader):
+    for number, event in enumerate(yaml.parse(text, Loader=CoreLoader)):
+        if number > 4 * MAX_VALUES:
+            raise yaml.YAMLError(f"more than {MAX_VALUES:,} values")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise RecursionError
@@ -159,6 +163,8 @@ def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) 
         return f"{file}:{node.start_mark.line + 1}" if file else COMMAND_LINE
 
     sources[place] = at(node)
+    if len(sources) > MAX_VALUES:
+        raise RecipeError(f"{at(node)}: with its aliases (`*name`) written out, this recipe has more than {MAX_VALUES:,} values")
     kind = node.tag.rsplit(":", 1)[-1]
     if kind not in ("null", "bool", "int", "float", "str", "map", "seq"):
         raise RecipeError(f"{at(node)}: {dotted(place)}: the YAML tag {kind} has no meaning in a recipe")
@@ -187,11 +193,15 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     if path.is_file() and (other := describe_other_file(path)):
         raise RecipeError(other)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode("utf-8") if len(content) <= MAX_BYTES else ""
     except FileNotFoundError:
         raise RecipeError(f"{path} does not exist.{nearest_path(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise RecipeError(f"{path} is not a recipe: it has more than {MAX_BYTES // 1000} kB")
     try:
         node = _compose(text)
     except yaml.YAMLError as error:

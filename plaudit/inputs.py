@@ -1,6 +1,5 @@
 """A recipe and the files it names, checked before anything heavy is imported."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -13,6 +12,7 @@ from plaudit.data.pairs import read_pairs
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
+from plaudit.model_files import require_config
 from plaudit.recipe import (
     DPORecipe,
     ModelSettings,
@@ -140,10 +140,10 @@ def require_causal_model(path: str, setting: str, reason: str) -> None:
     """Refuse a reward model, which would fail late with an error about weights, or (with tied embeddings) not at all."""
     lora = read_lora_folder(path)
     try:
-        config = json.loads((model_folder(path if lora is None else lora.base, weights=False) / "config.json").read_text("utf-8"))
-        kind = next(iter(config.get("architectures") or ()), "")
-    except (OSError, ValueError, AttributeError):
+        config = require_config(model_folder(path if lora is None else lora.base, weights=False))
+    except PlauditError:
         return  # damaged: reported when it is loaded
+    kind = next(iter(config.get("architectures") or ()), "")
     if kind.endswith("ForSequenceClassification") or (lora is not None and lora.scores):
         what = kind if lora is None else "a LoRA adapter with a score head"
         raise PlauditError(

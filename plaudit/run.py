@@ -221,13 +221,13 @@ class Run:
         if warnings and checkpoint is None:
             raise RunError("\n".join([*warnings, "No checkpoint is left to resume from. To start over, delete them."]))
         for warning in warnings:
-            print_line(f"{warning}; falling back to the one before", "yellow")
+            print_line(f"{warning}; resuming from the one before it", "yellow")
         step = -1
         if checkpoint is not None:
             owner.load_state(checkpoint.folder, checkpoint.state)
             for name, each in self._stateful.items():
                 each.load_state(checkpoint.state.get(name, {}))
-            self.best, self.unvalidated = checkpoint.state["best"], checkpoint.state.get("unvalidated")
+            self.best, self.unvalidated = checkpoint.state.get("best"), checkpoint.state.get("unvalidated")
             step, self._saved = checkpoint.step, (checkpoint.step, self.best, self.unvalidated)
             print_line(f"resuming from {checkpoint.folder}")
         self._record_threads(resumed=checkpoint is not None)

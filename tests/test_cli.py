@@ -321,9 +321,9 @@ def test_wrong_usage_is_explained(tmp_path, monkeypatch, plaudit, arguments, mes
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda model: (model / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json cannot be read: it is not JSON"),
         (lambda model: (model / "tokenizer.json").write_text("{"), "no tokenizer could be loaded from"),
-        (lambda model: (model / "model.safetensors").unlink(), "no model could be loaded from"),
+        (lambda model: (model / "model.safetensors").unlink(), "incomplete weights: model.safetensors missing"),
         (lambda model: os.truncate(model / "model.safetensors", 9999), "no model could be loaded from"),
         (lambda model: (model / "chat_template.jinja").write_text("{% if"), "the chat template cannot render a user"),
     ],

@@ -14,8 +14,8 @@ from support.paths import REPOSITORY, TESTS
 LEVELS = [
     ["redaction"],
     ["errors"],
-    ["host", "shipped", "threads", "hub"],
-    ["lora_folder"],
+    ["host", "shipped", "threads", "hub", "json_files"],
+    ["lora_folder", "manifest", "model_files"],
     ["types", "files", "seeding", "plugins", "command_help"],
     ["input_files"],
     ["objectives"],

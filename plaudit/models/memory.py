@@ -23,10 +23,8 @@ to peaks (bench/memory_plan.py, bench/gpu_sft.py): 7 to Qwen2.5's shapes of 0.5B
 7B there, 12 and 16 to SmolLM2-135M's shape on CPUs. The share of head norms (Qwen3) is derived, not measured.
 """
 
-import json
 import math
 import re
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +36,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import with_weights
-from plaudit.models.folder import INDEX, read_config
+from plaudit.model_files import require_weights, tensor_shapes
+from plaudit.models.folder import read_config
 from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.scalar import TOKENS_PER_PASS
@@ -317,26 +316,8 @@ def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
     path = with_weights(path)
     folder = Path(path)
     if folder.is_dir():
-        return sum(_parameters_of_file(file) for file in _weight_files(folder))
+        return sum(math.prod(shape) for file in require_weights(folder) for shape in tensor_shapes(file).values())
     config = read_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())
-
-
-def _weight_files(folder: Path) -> Sequence[Path]:
-    index = folder / INDEX
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
-    return [folder / "model.safetensors"]
-
-
-def _parameters_of_file(file: Path) -> int:
-    """A safetensors file starts with the length of its header, which is JSON."""
-    try:
-        with file.open("rb") as opened:
-            [length] = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(min(length, 2**27)))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise RecipeError(f"{file}: its weights cannot be read: {error}") from None

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from plaudit.data.pack import pack, split_by_tokens
+from plaudit.data.rendering import render_chat
 from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
 from plaudit.errors import DataError, RecipeError
 from plaudit.hub import model_folder
@@ -188,8 +189,7 @@ class Transcript:
             )
 
     def render(self, messages: Sequence[Message]) -> str:
-        text: Any = self.tokenizer.apply_chat_template(list(messages), chat_template=self.template, tokenize=False)
-        return text
+        return render_chat(self.tokenizer, self.template, messages)
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         ids: Any = self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]

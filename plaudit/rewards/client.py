@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from plaudit.files import text_digest
 from plaudit.redaction import redact_all
@@ -24,7 +25,7 @@ from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, failed, last_line
 from plaudit.rewards.turns import turns
 from plaudit.rewards.view import see
-from plaudit.types import DECLINED, Failure, Group, Sample, Score
+from plaudit.types import DECLINED, LARGEST_REWARD, Failure, Group, Sample, Score
 
 NOT_SCORED = Score(None)
 """The reward does not apply to the sample."""
@@ -261,19 +262,26 @@ def _checked(score: Score, text: str) -> Score:
             return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
     if score.failure is not None:
         return dataclasses.replace(score, value=None, view=view)
-    try:
-        value = math.nan if score.value is None or isinstance(score.value, str) else float(score.value)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
+    value = math.nan if score.value is None or isinstance(score.value, str) else _as_float(score.value)
+    if not abs(value) <= LARGEST_REWARD:
         failure = Failure("not_a_number", f"the value is {score.value!r:.100}")
+        if math.isfinite(value):
+            failure = Failure("too_large", f"the value is {value:g}; rewards are within ±{LARGEST_REWARD:g}")
         return dataclasses.replace(score, value=None, failure=failure, view=view)
-    parts = {name: float(part) for name, part in score.parts.items() if math.isfinite(part)}
+    parts = {name: number for name, part in score.parts.items() if abs(number := _as_float(part)) <= LARGEST_REWARD}
     return dataclasses.replace(score, value=value + 0.0, parts=parts, view=view)  # −0.0 becomes 0.0
 
 
 def _is_plain(score: Score) -> bool:
-    """A finite float, not −0.0, and nothing besides it: nothing to convert, and nothing to redact."""
+    """A float within bounds, not −0.0, and nothing besides it: nothing to convert, and nothing to redact."""
     value = score.value
-    plain_value = type(value) is float and math.isfinite(value) and (value != 0.0 or math.copysign(1.0, value) > 0.0)
+    plain_value = type(value) is float and abs(value) <= LARGEST_REWARD and (value != 0.0 or math.copysign(1.0, value) > 0.0)
     return plain_value and not score.parts and not score.trace
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is no number, and for an integer beyond all floats."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
