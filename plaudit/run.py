@@ -40,13 +40,14 @@ from plaudit.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from plaudit.config import COMMAND_LINE, LoadedRecipe
+from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, PlauditError, RunError, StopRequested, TrainingStopped, redact
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
 from plaudit.recipe import ScoreRecipe
+from plaudit.recipe_file import COMMAND_LINE
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples

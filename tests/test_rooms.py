@@ -21,6 +21,7 @@ LEVELS = [
     ["objectives"],
     ["recipe"],
     ["suggestions"],
+    ["recipe_file"],
     ["config"],
     ["explain"],
     ["data", "models"],

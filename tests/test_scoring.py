@@ -167,7 +167,8 @@ def test_an_error_before_the_first_row_leaves_no_output(plaudit, files):
     code, _, err = score(plaudit, files)
     assert code == 2
     assert "rows.jsonl: row 1: has no response (found: prompt, answer)." in err
-    assert not list(files.glob("out.jsonl")) and not list(files.glob("out.jsonl.inputs*"))
+    assert not list(files.glob("out.jsonl"))
+    assert not list(files.glob("out.jsonl.inputs*"))
 
 
 def test_score_resumes_after_a_truncated_line(plaudit, files):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from plaudit.config import MAX_BYTES, MAX_VALUES, load
+from plaudit.config import load
 from plaudit.data.rendering import OutOfBounds, render_chat
 from plaudit.data.templates import RENDER_ERRORS, load_tokenizer
 from plaudit.errors import RecipeError
+from plaudit.recipe_file import MAX_BYTES, MAX_VALUES
 from support.damage import DAMAGES
 from support.recipes import exact_metrics, rl_recipe, sft_recipe, write_recipe
 
