@@ -37,14 +37,15 @@ from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
+from plaudit.seeding import stable_seed
 from plaudit.types import Group, Prompt, Sample, Score
 
 LONGEST_ANSWER = 1000
 """Longer answers (in characters) are only compared as text: real answers are short."""
 LONGEST_READ = 4000
 """Longer answers are not parsed at all."""
-Comparisons = dict[tuple[str, str], asyncio.Future[Answer]]
-"""By answer and reference."""
+Comparisons = dict[tuple[str, str, int], asyncio.Future[Answer]]
+"""By answer, reference and the key of the row's random points."""
 WORKER = Path(__file__).with_name("maths") / "worker.py"
 
 
@@ -58,6 +59,8 @@ class Math(Reward):
     """The final answer equals the reference, mathematically."""
     tolerance: NonNegativeFloat = 0.0
     """Relative tolerance for numbers, as a share of the reference; 0: exact equality."""
+    strict: bool = False
+    """Lists only in the reference's order, no labels that it does not have, no exact value for a rounded reference."""
     limits: MathLimits = MathLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 2
@@ -73,7 +76,8 @@ class Math(Reward):
 class LiveMath(LiveReward[Math]):
     def __init__(self, settings: Math):
         super().__init__(settings)
-        code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth"), arguments={"tolerance": settings.tolerance})
+        arguments = {"tolerance": settings.tolerance, "strict": settings.strict}
+        code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth", "key"), arguments=arguments)
         self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.limits.timeout_s)
 
     async def open(self) -> None:
@@ -100,16 +104,17 @@ class LiveMath(LiveReward[Math]):
         answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
         if not answer:
             return Score(0.0, malformed=True, view=sample.text, trace={"answer": "none found" if not found else "too long"})
-        verdicts = [compare_plainly(answer, truth, self.settings.tolerance) for truth in truths]
+        verdicts = [compare_plainly(answer, truth, self.settings.tolerance, self.settings.strict) for truth in truths]
         if any(verdicts) or None not in verdicts or len(answer) > LONGEST_ANSWER:
             return Score(float(any(verdicts)), view=sample.text, trace={"answer": answer[:LONGEST_ANSWER]})
         undecided = [truth for truth, verdict in zip(truths, verdicts, strict=True) if verdict is None]
-        return [self._compare(answer, truth, comparisons) for truth in undecided]
+        key = stable_seed("math points", self.seed, prompt.id)
+        return [self._compare(answer, truth, key, comparisons) for truth in undecided]
 
-    def _compare(self, answer: str, truth: str, comparisons: Comparisons) -> asyncio.Future[Answer]:
-        if (answer, truth) not in comparisons:
-            comparisons[answer, truth] = self._workers.call("compare", solution_str=answer, ground_truth=truth)
-        return comparisons[answer, truth]
+    def _compare(self, answer: str, truth: str, key: int, comparisons: Comparisons) -> asyncio.Future[Answer]:
+        if (answer, truth, key) not in comparisons:
+            comparisons[answer, truth, key] = self._workers.call("compare", solution_str=answer, ground_truth=truth, key=key)
+        return comparisons[answer, truth, key]
 
 
 def references(truth: Any) -> tuple[str, ...]:

@@ -81,11 +81,11 @@ WRONG = [
 ]  # fmt: skip
 
 
-def is_right(truth: str, answer: str, tolerance: float = 0.0) -> bool:
+def is_right(truth: str, answer: str, tolerance: float = 0.0, strict: bool = False, key: int = 7) -> bool:
     """The reward's verdict, without its worker processes."""
     [reference], answer = references(truth), normalise(answer)
-    plainly = compare_plainly(answer, reference, tolerance)
-    return plainly if plainly is not None else bool(math_worker.compare(answer, reference, tolerance)["score"])
+    plainly = compare_plainly(answer, reference, tolerance, strict)
+    return plainly if plainly is not None else bool(math_worker.compare(answer, reference, key, tolerance, strict)["score"])
 
 
 @pytest.mark.parametrize(("truth", "answer"), RIGHT)

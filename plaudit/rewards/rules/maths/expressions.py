@@ -25,7 +25,7 @@ class Unreadable(Exception):
     """Not a formula, or not one that this parser supports."""
 
 
-_TOKEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\S)", re.A)
+_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w^.])|\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\*\*|\S)", re.A)
 _GREEK = frozenset(
     re.findall(
         r"\w+",
@@ -63,8 +63,10 @@ def read_expression(text: str) -> Tree:
 
 def _tokens(text: str) -> Iterator[str]:
     """Numbers, commands, single letters and signs. Words become commands if they name a function, else letters if short."""
+    if re.search(r"\*\*[^+,]*\*\*", text):
+        raise Unreadable("a power of a power")
     for found in _TOKEN.finditer(text):
-        token = found[1]
+        token = "^" if found[1] == "**" else found[1]
         if not (token[0].isalpha() and len(token) > 1):
             yield token
         elif token.lower() in FUNCTIONS:
@@ -170,6 +172,8 @@ class _Reader:
         ahead = self.tokens[self.at : self.at + 7]
         if len(ahead) == 7 and ahead[0] == "\\frac" and (ahead[1], ahead[3], ahead[4], ahead[6]) == ("{", "}", "{", "}"):
             above, below, used = ahead[2], ahead[5], 7
+        elif len(ahead) >= 2 and ahead[0] == "\\frac" and re.fullmatch(r"[1-9]{2}", ahead[1]):
+            above, below, used = ahead[1][0], ahead[1][1], 2
         elif len(ahead) >= 3 and ahead[1] == "/" and ahead[0].isdecimal():
             above, below, used = ahead[0], ahead[2], 3
         else:
@@ -229,6 +233,11 @@ class _Reader:
     def number(self, token: str) -> Tree:
         if len(token) > MOST_DIGITS or token == ".":
             raise Unreadable("too many digits, or none")
+        if "e" in token.lower():
+            digits, exponent = token.lower().split("e")
+            if abs(int(exponent)) > MOST_DIGITS:
+                raise Unreadable("too many digits")
+            return ("num", Fraction(digits) * Fraction(10) ** int(exponent))
         value = Fraction(token.rstrip("."))
         if "." in token and self.token == "\\overline" and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
             digits = self.tokens[self.at + 2] if self.at + 2 < len(self.tokens) else ""
