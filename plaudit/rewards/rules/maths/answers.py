@@ -163,7 +163,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
     (re.compile(r"(?<=\d)\s?(?:\^\s?)?{?\s?\\(?:text|mathrm|textrm)\s?{\s?(st|nd|rd|th)\s?}\s?}?"), r"\1"),
     (re.compile(r"(?<=\d)\s?\^\s?{\s?(st|nd|rd|th)\s?}"), r"\1"),
-    (re.compile(r"(?:^|(?<=[\s=(]))~\s?(?=[-\d.\\$])"), r"\\approx "),
+    (re.compile(r"^\s?~|(?<=[\s=(])~\s?(?=[-\d.$])"), r"\\approx "),
     (re.compile(r"(?<=})\.(?=\s?[\])])"), ""),
     (re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
     (re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
@@ -197,8 +197,14 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 ]  # fmt: skip
 
 
+_REWRITES_WITHOUT_COMMANDS = [rewrite for rewrite in _REWRITES if not rewrite[0].pattern.startswith("\\\\")]
+_SIMPLE = re.compile(r"[-+]?\d[\d,.]*", re.A)
+
+
 def normalise(text: str) -> str:
     """The answer in canonical spelling: Unicode as LaTeX, one name per command, no spacing commands, no decoration."""
+    if _SIMPLE.fullmatch(text):
+        return text.rstrip(".,")
     for pattern, replacement in _EATEN:
         text = pattern.sub(replacement, text)
     text = _plain_markup(text.strip())
@@ -208,7 +214,7 @@ def normalise(text: str) -> str:
     text = text.translate(_TRANSLATE)
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix, \\ ends a row
-    for pattern, replacement in _REWRITES:
+    for pattern, replacement in _REWRITES if "\\" in text else _REWRITES_WITHOUT_COMMANDS:
         text = pattern.sub(replacement, text)
     text = _without_stray_braces(text).strip().rstrip(".,;: ").strip()
     return text[1:].lstrip() if text.startswith("= ") else text
@@ -246,7 +252,7 @@ _FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?{{\s?(-?{_INTEGER})\s?}}\s?{{\s?({_
 _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
-_CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?(?!\s*[\^+*/=!_<>]|\s*-(?!\d))\s*(.*)", re.S)
 
 
 def plain_number(text: str) -> Fraction | None:

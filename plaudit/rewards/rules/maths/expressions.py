@@ -46,7 +46,7 @@ _UNKNOWN_FUNCTIONS = frozenset("fghFG")
 """Letters that denote a function before a bracket; any other letter is a factor."""
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _NAMED = frozenset(["\\overline", "\\overrightarrow", "\\widehat", "\\bar", "\\tilde", "\\text"])
-_WORDS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
+CONSTANTS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
 
 
 def read_expression(text: str) -> Tree:
@@ -71,8 +71,8 @@ def _tokens(text: str) -> Iterator[str]:
             yield token
         elif token.lower() in FUNCTIONS:
             yield "\\" + token.lower()
-        elif token in _WORDS:
-            yield _WORDS[token]
+        elif token in CONSTANTS:
+            yield CONSTANTS[token]
         else:
             # 'xy' and 'ABC' are products or names; 'dollars' is not.
             if len(token) > 4 or (len(token) > 2 and not token.isupper() and not set(token) <= set("abcdknmpqrtuvwxyz")):
@@ -341,9 +341,14 @@ _ATOMS: dict[str, Callable[[_Reader], Tree]] = {
 
 
 def symbols(tree: Tree) -> frozenset[str]:
-    if tree[0] == "sym":
-        return frozenset([tree[1]])
-    return frozenset().union(*(symbols(part) for part in tree[1:] if isinstance(part, tuple)))
+    found, left = set(), [tree]
+    while left:
+        part = left.pop()
+        if part[0] == "sym":
+            found.add(part[1])
+        else:
+            left += [one for one in part[1:] if isinstance(one, tuple)]
+    return frozenset(found)
 
 
 def rename(tree: Tree, old: str, new: str) -> Tree:

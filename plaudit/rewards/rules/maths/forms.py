@@ -27,6 +27,8 @@ from plaudit.rewards.rules.maths.splitting import balanced, split
 from plaudit.rewards.rules.maths.units import Unit, split_unit
 
 MOST_ITEMS = 100
+LONGEST = 2000
+"""Longer answers, in characters, are not read."""
 _JOINTS = {",", ";", "or", "and", "\\text{or}", "\\text{and}", "\\lor", "\\land", "\\cup"}
 _NAME = re.compile(r"\\?[A-Za-z]+'?(?:_(?:{[^{}]*(?:{[^{}]*})?[^{}]*}|\w))?(?:\\text\s*{[^{}]*})?")
 _FUNCTION = re.compile(r"({?\\?[A-Za-z]}?(?:_\w)?)\s*\(\s*(\\?[A-Za-z]+)\s*\)")
@@ -43,6 +45,8 @@ _DECIMAL = re.compile(r"-?\d*\.(\d+)", re.A)
 
 def read_answer(text: str) -> Answer:
     """The form of a normalised answer, and the domains stated with it; raises Unreadable."""
+    if len(text) > LONGEST:
+        raise Unreadable("too long")
     text, domains = split_domains(without_prose(text))
     form = read_form(text)
     if isinstance(form, Many) and form.kind == "list":
@@ -93,6 +97,7 @@ def _join_regions(items: list[Form], joints: list[str]) -> Form:
     regions = [item for item in items if isinstance(item, Region)]
     names = {region.variable for region in regions}
     if set(joints) <= {"or", "\\lor", ","} and {"or", "\\lor"} & set(joints):
+        names |= {item.name for item in items if isinstance(item, Value)}
         if len(names) > 1:
             raise Unreadable("regions of several variables")
         return union([as_region(item) for item in items])

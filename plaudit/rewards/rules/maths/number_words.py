@@ -37,7 +37,7 @@ def number_in_words(text: str) -> Fraction | None:
     if not words or len(words) > 6 or not words[-1].isalpha():
         return None
     if words[-3:] == ["and", "a", "half"]:
-        whole = number_in_words(" ".join(words[:-3]))
+        whole = _counted(words[:-3])
         return None if whole is None or whole.denominator > 1 else whole + Fraction(1, 2)
     if words == ["half"]:
         return Fraction(1, 2)

@@ -8,7 +8,7 @@ k + 1.
 from fractions import Fraction
 
 from plaudit.rewards.rules.maths.expressions import Tree, exact, rename, symbols
-from plaudit.rewards.rules.maths.shapes import Answer, Form, map_trees, symbols_of, trees_of
+from plaudit.rewards.rules.maths.shapes import Answer, Form, map_trees, trees_of
 
 _INTEGERS = frozenset(["k", "n", "m", "l", "j", "z", "N", "K"])
 _CONSTANTS = frozenset(["C", "c", "K", "C_1", "c_1"])
@@ -17,8 +17,9 @@ _INTEGRATED = frozenset(["x", "y", "t", "u", "s", "theta"])
 
 def with_same_letter(truth: Answer, answer: Answer) -> Form:
     """The answer's form with its free letter named as the reference's; unchanged if that is not clearly the same letter."""
-    wanted = symbols_of(truth.form) - symbols_of(answer.form)
-    given = symbols_of(answer.form) - symbols_of(truth.form)
+    if not truth.symbols or truth.symbols == answer.symbols:
+        return answer.form
+    wanted, given = truth.symbols - answer.symbols, answer.symbols - truth.symbols
     if len(wanted) != 1 or len(given) != 1:
         return answer.form
     [old], [new] = given, wanted

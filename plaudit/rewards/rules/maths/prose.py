@@ -28,7 +28,7 @@ _OPERATIONS = frozenset(
         r"\S+",
         "plus minus times negative squared cubed factorial point over divided multiplied root power powers reciprocal inverse "
         "twice thrice double doubled triple tripled modulo mod remainder squares cubes percent-of to of or and x any all some "
-        "if when where with every only is are for maybe perhaps possibly either infinity unknown undefined",
+        "if when where with every only is are for maybe perhaps possibly either unknown undefined",
     )
 )
 CHANGES_MEANING = NEGATIONS | (COMPARISONS - {"minimum", "maximum"}) | _OPERATIONS

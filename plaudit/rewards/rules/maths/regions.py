@@ -94,6 +94,8 @@ def _merged(region: Region) -> Region:
             parts.append(part)
         elif _later_end((part.high, part.high_closed), (last.high, last.high_closed)) > 0:
             parts[-1] = replace(last, high=part.high, high_closed=part.high_closed)
+        else:
+            raise Unreadable("a part of another part")  # 'x > 3 or x = 977' is a guess more
     return replace(region, parts=tuple(parts))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from plaudit.rewards.rules.maths.expressions import Tree, symbols
 from plaudit.rewards.rules.maths.units import NO_UNIT, Unit
@@ -83,6 +84,10 @@ class Answer:
     form: Form
     domains: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def symbols(self) -> frozenset[str]:
+        return frozenset().union(*map(symbols, trees_of(self.form)))
+
 
 def map_trees(form: Form, change: Callable[[Tree], Tree]) -> Form:
     """The form with every formula in it changed."""
@@ -104,15 +109,16 @@ def map_trees(form: Form, change: Callable[[Tree], Tree]) -> Form:
 
 def trees_of(form: Form) -> list[Tree]:
     """Every formula of a form."""
-    found: list[Tree] = []
+    match form:
+        case Value():
+            return [form.tree, *form.others, *([] if form.rough is None else [form.rough])]
+        case Many():
+            return [tree for item in form.items for tree in trees_of(item)]
+        case Region():
+            return [tree for part in form.parts for tree in (part.low, part.high)]
+        case Relation():
+            return [form.left, form.right]
+        case Chain():
+            return list(form.trees)
+    return []
 
-    def collect(tree: Tree) -> Tree:
-        found.append(tree)
-        return tree
-
-    map_trees(form, collect)
-    return found
-
-
-def symbols_of(form: Form) -> frozenset[str]:
-    return frozenset().union(*map(symbols, trees_of(form)))

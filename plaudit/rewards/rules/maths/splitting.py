@@ -9,7 +9,9 @@ _TEXT_JOINTS = re.compile(r"\\text\s*{\s*(or|and|if and only if|where)\s*}")
 
 def split(text: str, at: set[str]) -> tuple[list[str], list[str]]:
     """The pieces between separators outside brackets, and the separators."""
-    text = _TEXT_JOINTS.sub(r" \1 ", text)
+    text = _TEXT_JOINTS.sub(r" \1 ", text) if "\\text" in text else text
+    if not any(separator in text for separator in at):
+        return ([text.strip()] if text.strip() else []), []
     pieces, joints, start, depth, end = [], [], 0, 0, 0
     for found in _PIECES.finditer(text):
         piece = found[0]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from plaudit.rewards.rules.maths.expressions import FUNCTIONS, Unreadable
+from plaudit.rewards.rules.maths.expressions import CONSTANTS, FUNCTIONS, Unreadable
 from plaudit.rewards.rules.maths.number_words import multiplier
 from plaudit.rewards.rules.maths.prose import CHANGES_MEANING
 
@@ -124,7 +124,7 @@ def _unit_words(found: re.Match[str], rest: str) -> list[str]:
         word = found["word"].rstrip(".").lower()
         if before.endswith(("\\", "_")):
             return []
-        if word in FUNCTIONS or (len(word) < 4 and not _known(word)) or (len(word) == 1 and not before.rstrip().endswith("/")):
+        if word in FUNCTIONS or word in CONSTANTS or (len(word) < 4 and not _known(word)) or (len(word) == 1 and not before.rstrip().endswith("/")):
             return []  # 'x', 'ab' and 'sin' are no units
         words = [word]
     else:

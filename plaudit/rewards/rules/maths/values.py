@@ -6,6 +6,7 @@ does not know: they are drawn from a key, which is a hash of the run's seed and 
 """
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import mpmath
@@ -20,7 +21,11 @@ CLOSE = mpmath.mpf(10) ** -45
 """Difference between 60-digit numbers that rounding can explain."""
 LARGEST = mpmath.mpf(10) ** 40
 """Beyond this, 60 digits cannot show whether two numbers are equal."""
-POINTS = 8
+SMALLEST = mpmath.mpf(10) ** -30
+"""A smaller number could be lost in a sum without a trace: formulas that contain one are not compared at that point."""
+NOISE = mpmath.mpf(10) ** -40
+"""What is left of a 0 that was computed with 60 digits, as sin π, is smaller than this."""
+POINTS = 6
 FEWEST_POINTS = 4
 """Formulas that are undefined at most points must agree at this many."""
 SCALES = ((1, 4), (-4, -1), (0, 1), (-1, 0), (4, 20), (-20, -4), (20, 10**4), (-(10**4), -20))
@@ -77,18 +82,17 @@ def same_relation(a: Relation, b: Relation, key: int) -> bool:
     return a.sign in ("=", "!=") or (abs(mpmath.im(ratio)) < CLOSE and mpmath.re(ratio) > 0)
 
 
-def _points(a: Tree, b: Tree, key: int) -> list[dict[str, Any]]:
+def _points(a: Tree, b: Tree, key: int) -> Iterator[dict[str, Any]]:
     names = sorted(symbols(a) | symbols(b))
     if not names:
-        return [{}]
+        yield {}
+        return
     draw = random.Random(key)
     whole = {name for name in names if _is_exponent_of_minus_one(a, name) or _is_exponent_of_minus_one(b, name)}
-    points = []
     for attempt in range(TRIES):
         low, high = SCALES[attempt % len(SCALES)]
         place = {name: low + (high - low) * mpmath.mpf(draw.randrange(1, 10**18)) / 10**18 for name in names}
-        points.append(place | {name: mpmath.mpf(draw.randrange(1, 60)) for name in whole})
-    return points
+        yield place | {name: mpmath.mpf(draw.randrange(1, 60)) for name in whole}
 
 
 def _is_exponent_of_minus_one(tree: Tree, name: str) -> bool:
@@ -119,7 +123,7 @@ def number(tree: Tree, point: dict[str, Any]) -> Any:
 def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
     match tree:
         case ("num", value):
-            return mpmath.mpf(value.numerator) / value.denominator
+            return _not_lost(mpmath.mpf(value.numerator) / value.denominator)
         case ("sym", name):
             return point[name]
         case ("const", name):
@@ -129,9 +133,11 @@ def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
         case ("add", a, b):
             return _evaluate(a, point) + _evaluate(b, point)
         case ("mul", a, b):
-            return _evaluate(a, point) * _evaluate(b, point)
+            return _product(_evaluate(a, point), _evaluate(b, point))
         case ("div", a, b):
-            return _evaluate(a, point) / _evaluate(b, point)
+            above = _evaluate(a, point)
+            quotient = above / _evaluate(b, point)
+            return quotient if abs(above) < NOISE else _not_lost(quotient)
         case ("pow", a, b):
             return _power(_evaluate(a, point), _evaluate(b, point))
         case ("root", n, a):
@@ -150,7 +156,8 @@ def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
             x = _bounded(_evaluate(a, point))
             return mpmath.sin(x * 3 + ord(name)) + x * x / 7 + ord(name)
         case ("call", name, a):
-            return _FUNCTIONS[name](_bounded(_evaluate(a, point)))
+            value = _FUNCTIONS[name](_bounded(_evaluate(a, point)))
+            return _not_lost(value) if name == "exp" else value
     raise ValueError(tree[0])
 
 
@@ -163,7 +170,18 @@ def _bounded(value: Any, bound: float = 1e6) -> Any:
 def _power(base: Any, exponent: Any) -> Any:
     if abs(exponent) > 10_000 or abs(base) > LARGEST:
         raise ValueError("too large")
-    return mpmath.power(base, exponent)
+    return _not_lost(mpmath.power(base, exponent))
+
+
+def _product(a: Any, b: Any) -> Any:
+    product = a * b
+    return product if abs(a) < NOISE or abs(b) < NOISE else _not_lost(product)
+
+
+def _not_lost(value: Any) -> Any:
+    if value and abs(value) < SMALLEST:
+        raise ValueError("too small")
+    return value
 
 
 def _root(n: Any, value: Any) -> Any:
