@@ -76,7 +76,7 @@ def test_strict_is_a_setting():
 def test_an_answer_made_for_the_points_of_one_key_fails_with_another(monkeypatch):
     """With sin x in it, nothing is decided exactly: only points that the answer's author does not know keep it from passing."""
     monkeypatch.setattr(values, "same_quotient", lambda a, b: None)
-    known = list(values._points(read_expression("\\sin x"), read_expression("x"), 1))
+    known = [point for point, _ in values._points(read_expression("\\sin x"), read_expression("x"), 1)]
     roots = "".join(f"(x - {sympy.Rational(str(point['x']))})" for point in known[: values.POINTS])
     attack = read_expression(f"\\sin x + {roots} / 10^{{9}}")
     honest = read_expression("\\cos(\\frac{\\pi}{2} - x)")
@@ -145,7 +145,9 @@ def sympy_value(text: str, point: dict[str, sympy.Expr]) -> sympy.Expr | None:
         python = shorter
     python = re.sub(r"\\sqrt\{((?:[^{}]|\{[^{}]*\})*)\}", r"sqrt(\1)", python).replace("{", "(").replace("}", ")").replace("^", "**")
     python = re.sub(r"(?<![a-z])e\*\*", "E**", python)
-    if re.search(r"million|squared|not|,|\\pm|~", python):
+    if python.endswith(" million"):
+        python = f"({python.removesuffix(' million')})*10**6"
+    if re.search(r"squared|not|,|\\pm|~", python):
         return None
     python = re.sub(r"(?<=[\d)]) ?(?=[(A-Za-z])(?<!n\b)", "*", python)
     names = {name: getattr(sympy, name) for name in ("sin", "cos", "pi", "sqrt", "Abs", "E")}

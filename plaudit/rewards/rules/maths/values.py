@@ -25,12 +25,12 @@ SMALLEST = mpmath.mpf(10) ** -30
 """A smaller number could be lost in a sum without a trace: formulas that contain one are not compared at that point."""
 NOISE = mpmath.mpf(10) ** -40
 """What is left of a 0 that was computed with 60 digits, as sin π, is smaller than this."""
-POINTS = 6
+POINTS, POINTS_WITH_BRANCHES = 6, 24
 FEWEST_POINTS = 4
 """Formulas that are undefined at most points must agree at this many."""
 SCALES = ((1, 4), (-4, -1), (0, 1), (-1, 0), (4, 20), (-20, -4), (20, 10**4), (-(10**4), -20))
 """Ranges of the points, taken in turn: |x| is x on half of them, and max(0, 1 − |x|) is 0 on most."""
-TRIES = 3 * len(SCALES)
+TRIES = 80
 
 
 def equal(a: Tree, b: Tree, key: int) -> bool:
@@ -39,18 +39,25 @@ def equal(a: Tree, b: Tree, key: int) -> bool:
     x, y = exact(a), exact(b)
     if x is not None and y is not None:
         return x == y
-    if (symbols(a) or symbols(b)) and (decided := same_quotient(a, b)) is not None:
-        return decided
+    needed = POINTS
+    if symbols(a) or symbols(b):
+        if (decided := same_quotient(a, b)) is not None:
+            return decided
+        if (branches := _has_branches(a)) != _has_branches(b):
+            return False  # |f| is f wherever f is positive, which may be at every point
+        needed = POINTS_WITH_BRANCHES if branches else POINTS
     agreed = 0
-    for point in _points(a, b, key):
+    for point, mixed in _points(a, b, key):
         u, v = number(a, point), number(b, point)
         if u is None or v is None or (point and max(abs(u), abs(v)) > LARGEST):
             continue
+        if mixed and (mpmath.im(u) or mpmath.im(v)):
+            continue  # √x · √y is √(xy) only for x and y of the same sign
         size = max(abs(u), abs(v))
         if size > LARGEST or abs(u - v) > CLOSE * max(size, 1):
             return False
         agreed += 1
-        if agreed == POINTS or not point:
+        if agreed == needed or not point:
             return True
     return agreed >= FEWEST_POINTS
 
@@ -66,7 +73,7 @@ def same_relation(a: Relation, b: Relation, key: int) -> bool:
         ratio, undivided = exactly
         return a.sign == "=" or (undivided and (a.sign == "!=" or ratio > 0))
     ratio, agreed = None, 0
-    for point in _points(f, g, key):
+    for point, _ in _points(f, g, key):
         u, v = number(f, point), number(g, point)
         if u is None or v is None or abs(v) < CLOSE or abs(u) < CLOSE or max(abs(u), abs(v)) > LARGEST:
             continue
@@ -82,17 +89,35 @@ def same_relation(a: Relation, b: Relation, key: int) -> bool:
     return a.sign in ("=", "!=") or (abs(mpmath.im(ratio)) < CLOSE and mpmath.re(ratio) > 0)
 
 
-def _points(a: Tree, b: Tree, key: int) -> Iterator[dict[str, Any]]:
+def _points(a: Tree, b: Tree, key: int) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Values for the variables: all on one scale and of one sign, or, every other time, mixed."""
     names = sorted(symbols(a) | symbols(b))
     if not names:
-        yield {}
+        yield {}, False
         return
     draw = random.Random(key)
     whole = {name for name in names if _is_exponent_of_minus_one(a, name) or _is_exponent_of_minus_one(b, name)}
     for attempt in range(TRIES):
-        low, high = SCALES[attempt % len(SCALES)]
-        place = {name: low + (high - low) * mpmath.mpf(draw.randrange(1, 10**18)) / 10**18 for name in names}
-        yield place | {name: mpmath.mpf(draw.randrange(1, 60)) for name in whole}
+        mixed = len(names) > 1 and attempt % 2 == 1
+        point = {}
+        for name in names:
+            low, high = draw.choice(SCALES[:6]) if mixed else SCALES[(attempt if len(names) == 1 else attempt // 2) % len(SCALES)]
+            point[name] = low + (high - low) * mpmath.mpf(draw.randrange(1, 10**18)) / 10**18
+            if name in whole:
+                point[name] = mpmath.mpf(draw.randrange(1, 60))
+        yield point, mixed
+
+
+def _has_branches(tree: Tree) -> bool:
+    """Whether it contains |…|, ⌊…⌋, a root or an inverse function of a variable, which are other formulas on other ranges."""
+    match tree:
+        case ("call", "abs" | "floor" | "ceil", a) | ("root", _, a) if symbols(a):
+            return True
+        case ("call", str(name), a) if name.startswith("arc") and symbols(a):
+            return True
+        case ("pow", a, b) if symbols(tree) and (b[0] == "div" or exact(b) is not None) and getattr(exact(b), "denominator", 2) != 1:
+            return True
+    return any(_has_branches(part) for part in tree[1:] if isinstance(part, tuple))
 
 
 def _is_exponent_of_minus_one(tree: Tree, name: str) -> bool:
