@@ -2,11 +2,13 @@ r"""Right answers in other forms than the reference's, and wrong ones that look 
 
 import random
 import re
+from typing import Any
 
 import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sympy.parsing.sympy_parser import parse_expr
 
 from plaudit.rewards.rules.math import Math, references
 from plaudit.rewards.rules.maths import units, values
@@ -20,7 +22,11 @@ FEWEST = 12
 
 
 def pairs(table):
-    return [pytest.param(kind, truth, answer, id=f"{kind}: {truth} <- {answer}") for kind, rows in table.items() for truth, answer in rows]
+    return [
+        pytest.param(kind, truth, answer, id=f"{kind}: {truth} <- {answer}")
+        for kind, rows in table.items()
+        for truth, answer in rows
+    ]
 
 
 def as_found(kind: str, answer: str) -> str:
@@ -92,7 +98,9 @@ def test_points_depend_on_the_key_only():
     assert list(values._points(x, x, 5)) != list(values._points(x, x, 6))
 
 
-@pytest.mark.parametrize("tiny", ["10^{-60}", "e^{-200}", "\\pi^{-90}", "(10^{-20} \\pi)(10^{-20} \\pi)", "\\frac{\\pi}{10^{50}}", "\\sin(10^{-50})"])
+@pytest.mark.parametrize(
+    "tiny", ["10^{-60}", "e^{-200}", "\\pi^{-90}", "(10^{-20} \\pi)(10^{-20} \\pi)", "\\frac{\\pi}{10^{50}}", "\\sin(10^{-50})"]
+)
 def test_no_term_is_too_small_to_count(tiny):
     assert not is_right("\\sin x", f"\\sin x + {tiny}")
     assert not is_right("\\sqrt{2}", f"\\sqrt{{2}} + {tiny}")
@@ -107,7 +115,16 @@ def formula(draw: random.Random, depth: int) -> str:
         return draw.choice(["x", "y", "x", "2", "3", "5", "\\frac{1}{2}", "\\sqrt{2}", "\\pi"])
     a, b = formula(draw, depth - 1), formula(draw, draw.randrange(depth))
     return draw.choice(
-        [f"({a}) + ({b})", f"({a}) - ({b})", f"({a}) \\cdot ({b})", f"({a})^2", f"\\sin({a})", f"\\frac{{{a}}}{{{b}}}", f"-({a})", f"e^{{{a}}}"]
+        [
+            f"({a}) + ({b})",
+            f"({a}) - ({b})",
+            f"({a}) \\cdot ({b})",
+            f"({a})^2",
+            f"\\sin({a})",
+            f"\\frac{{{a}}}{{{b}}}",
+            f"-({a})",
+            f"e^{{{a}}}",
+        ]
     )
 
 
@@ -137,13 +154,15 @@ def mutated(draw: random.Random, text: str) -> str:
     return draw.choice(changes)(text)
 
 
-def sympy_value(text: str, point: dict[str, sympy.Expr]) -> sympy.Expr | None:
+def sympy_value(text: str, point: dict[str, Any]) -> Any:
     """The value of a formula at a point by sympy, from its own text and without the rule's parser; None if it is no formula."""
     python = text.replace("\\cdot", "*").replace("\\sin", "sin").replace("\\cos", "cos").replace("\\pi", "pi")
     python = re.sub(r"\|(.*)\|", r"Abs(\1)", python)
     while (shorter := re.sub(r"\\frac\{((?:[^{}]|\{[^{}]*\})*)\}\{((?:[^{}]|\{[^{}]*\})*)\}", r"((\1)/(\2))", python)) != python:
         python = shorter
-    python = re.sub(r"\\sqrt\{((?:[^{}]|\{[^{}]*\})*)\}", r"sqrt(\1)", python).replace("{", "(").replace("}", ")").replace("^", "**")
+    python = (
+        re.sub(r"\\sqrt\{((?:[^{}]|\{[^{}]*\})*)\}", r"sqrt(\1)", python).replace("{", "(").replace("}", ")").replace("^", "**")
+    )
     python = re.sub(r"(?<![a-z])e\*\*", "E**", python)
     if python.endswith(" million"):
         python = f"({python.removesuffix(' million')})*10**6"
@@ -151,7 +170,7 @@ def sympy_value(text: str, point: dict[str, sympy.Expr]) -> sympy.Expr | None:
         return None
     python = re.sub(r"(?<=[\d)]) ?(?=[(A-Za-z])(?<!n\b)", "*", python)
     names = {name: getattr(sympy, name) for name in ("sin", "cos", "pi", "sqrt", "Abs", "E")}
-    return sympy.N(sympy.sympify(python, locals={**names, **point}), 80)
+    return sympy.N(parse_expr(python, {**names, **point}), 80)
 
 
 def differs(truth: str, answer: str, draw: random.Random) -> bool | None:
@@ -213,14 +232,17 @@ def test_number_words_multiply(n, word):
 
 SIZE = 20_000
 HOSTILE = [
-    "1" + "\\text{a}/" * (SIZE // 9) + "!", "1" + "\\text{a} " * (SIZE // 9) + "!", "1 " + "a " * (SIZE // 2) + "!", "1" + " cm" * (SIZE // 3),
-    "1" + "\\text{cm}^2/" * (SIZE // 12), "\\text " * (SIZE // 6), "5 " * (SIZE // 2), "a" * SIZE, "a " * (SIZE // 2) + "!", "a-" * (SIZE // 2),
-    "a' " * (SIZE // 3) + "1", "the " * (SIZE // 4) + "is", "for all " * (SIZE // 8), "\\forall " * (SIZE // 8) + "!", ", where " * (SIZE // 8),
-    "<sup>" * (SIZE // 5), "<sup>1</sup>" * (SIZE // 12), "&lt;" * (SIZE // 4), "$" + "1$ $" * (SIZE // 4), "$" * SIZE, "①" * SIZE,
-    "①, " * (SIZE // 3), "~" * SIZE, "**" * (SIZE // 2), "2**" * (SIZE // 3) + "2", "1e9" * (SIZE // 3), "maximum: " * (SIZE // 9) + "1",
-    "a: " * (SIZE // 3), "1 < " * (SIZE // 4) + "2", "x = " * (SIZE // 4) + "2", "\\{1\\} - " * (SIZE // 8), "\\pm 1, " * (SIZE // 8), "(\\pm 1," * 2000,
-    "twenty-" * (SIZE // 7) + "one", "one and " * (SIZE // 8) + "a half", " " * SIZE + "1", "1" + " " * SIZE + "cm", "(A) " * (SIZE // 4), "1:" * (SIZE // 2),
-    "x_{" * (SIZE // 3), "1,000" * (SIZE // 5), "1 000" * (SIZE // 5), "\\frac{1}{2}" * (SIZE // 11), "or " * (SIZE // 3), "[" * SIZE, "1." * (SIZE // 2),
+    "1" + "\\text{a}/" * (SIZE // 9) + "!", "1" + "\\text{a} " * (SIZE // 9) + "!", "1 " + "a " * (SIZE // 2) + "!",
+    "1" + " cm" * (SIZE // 3), "1" + "\\text{cm}^2/" * (SIZE // 12), "\\text " * (SIZE // 6), "5 " * (SIZE // 2), "a" * SIZE,
+    "a " * (SIZE // 2) + "!", "a-" * (SIZE // 2), "a' " * (SIZE // 3) + "1", "the " * (SIZE // 4) + "is",
+    "for all " * (SIZE // 8), "\\forall " * (SIZE // 8) + "!", ", where " * (SIZE // 8), "<sup>" * (SIZE // 5),
+    "<sup>1</sup>" * (SIZE // 12), "&lt;" * (SIZE // 4), "$" + "1$ $" * (SIZE // 4), "$" * SIZE, "①" * SIZE, "①, " * (SIZE // 3),
+    "~" * SIZE, "**" * (SIZE // 2), "2**" * (SIZE // 3) + "2", "1e9" * (SIZE // 3), "maximum: " * (SIZE // 9) + "1",
+    "a: " * (SIZE // 3), "1 < " * (SIZE // 4) + "2", "x = " * (SIZE // 4) + "2", "\\{1\\} - " * (SIZE // 8),
+    "\\pm 1, " * (SIZE // 8), "(\\pm 1," * 2000, "twenty-" * (SIZE // 7) + "one", "one and " * (SIZE // 8) + "a half",
+    " " * SIZE + "1", "1" + " " * SIZE + "cm", "(A) " * (SIZE // 4), "1:" * (SIZE // 2), "x_{" * (SIZE // 3),
+    "1,000" * (SIZE // 5), "1 000" * (SIZE // 5), "\\frac{1}{2}" * (SIZE // 11), "or " * (SIZE // 3), "[" * SIZE,
+    "1." * (SIZE // 2),
 ]  # fmt: skip
 
 

@@ -121,4 +121,3 @@ def trees_of(form: Form) -> list[Tree]:
         case Chain():
             return list(form.trees)
     return []
-

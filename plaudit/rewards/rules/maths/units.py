@@ -124,7 +124,12 @@ def _unit_words(found: re.Match[str], rest: str) -> list[str]:
         word = found["word"].rstrip(".").lower()
         if before.endswith(("\\", "_")):
             return []
-        if word in FUNCTIONS or word in CONSTANTS or (len(word) < 4 and not _known(word)) or (len(word) == 1 and not before.rstrip().endswith("/")):
+        if (
+            word in FUNCTIONS
+            or word in CONSTANTS
+            or (len(word) < 4 and not _known(word))
+            or (len(word) == 1 and not before.rstrip().endswith("/"))
+        ):
             return []  # 'x', 'ab' and 'sin' are no units
         words = [word]
     else:

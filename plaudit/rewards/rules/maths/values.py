@@ -115,7 +115,9 @@ def _has_branches(tree: Tree) -> bool:
             return True
         case ("call", str(name), a) if name.startswith("arc") and symbols(a):
             return True
-        case ("pow", a, b) if symbols(tree) and (b[0] == "div" or exact(b) is not None) and getattr(exact(b), "denominator", 2) != 1:
+        case ("pow", a, b) if (
+            symbols(tree) and (b[0] == "div" or exact(b) is not None) and getattr(exact(b), "denominator", 2) != 1
+        ):
             return True
     return any(_has_branches(part) for part in tree[1:] if isinstance(part, tuple))
 
