@@ -6,20 +6,28 @@ processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wr
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
+    30.52               1587/52 (unless `strict`)                 30.519, 1588/52
     50\%                50, 0.5, 1/2                              5, 50 cm
-    50                  50\%, 50 cm, x = 50                       0.5
+    50                  50\%, 50 cm, 50 apples, x = 50            0.5, 50 million, 50 squared, 50 wrong
     0.5                 50\%, \frac{5}{10}                        50, 0.5\%
     5 cm                5, 5 centimeters                          5 m, 50 mm (no conversions)
     45°                 45, \pi/4                                 45 for a reference of \pi/4
     x = 5               5, 2x = 10                                y = 5
-    f(x) = x^2          f(t) = t^2, y = x^2, x^2                  g(x) = x^2
+    xy = 6              y = 6/x, 6/x                              6/t, x(xy - 6) = 0
+    f(x) = x^2          f(t) = t^2, y = x^2, x^2 for all real x   g(x) = x^2, x^2 for all x > 1
+    k\pi                n\pi                                      n for a reference of k
     2, -8               -8 or 2, \{2, -8\}, x = 2 or x = -8       2, (2, -8)
+    1, 3                Maximum: 3, Minimum: 1 (unless `strict`)  Maximum: 1, Minimum: 3
     (1, 2)              (x, y) = (1, 2), x = 1, y = 2             (2, 1), [1, 2], 1, 2
     (0, 2)              0 < x < 2                                 0 \le x < 2
     A                   (A), A. 5 cm                              B, a, A or B
-    Possible            possible.                                 Yes
+    Team A              team A                                    team
+    Possible            possible.                                 Yes, -Possible
 
-Differs from math-verify: names, units and brackets are parsed, formulas are compared by value at random points, nothing is rounded.
+`maths/forms.py` has the order in which an answer is taken apart; every step has a file of its own there.
+
+Differs from math-verify: names, units and brackets are parsed, formulas are compared by value, exactly or
+at points drawn from the run's seed and the row, no answer is rounded.
 Differs from verl, where an answer that takes too long silently scores 0: here it is malformed, and the trace gives the reason.
 """
 

@@ -26,7 +26,7 @@ class Unreadable(Exception):
 
 
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w^.])|\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\*\*|\S)", re.A)
-_GREEK = frozenset(
+GREEK = frozenset(
     re.findall(
         r"\w+",
         "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi varphi chi psi "
@@ -145,7 +145,7 @@ class _Reader:
         if token == "|":
             return not self.bars  # inside bars, a bar closes them
         if token[0] == "\\":
-            return token in _OPENING or token in _NAMED or token[1:] in _GREEK | FUNCTIONS or token in _ATOMS
+            return token in _OPENING or token in _NAMED or token[1:] in GREEK | FUNCTIONS or token in _ATOMS
         return (token.isascii() and token.isalnum()) or token[0] in _DIGITS or token in "([{"
 
     def power(self) -> Tree:
@@ -220,7 +220,7 @@ class _Reader:
             return self.number(token)
         if token.isascii() and token.isalpha():
             return self.symbol(token)
-        if token[1:] in _GREEK:
+        if token[1:] in GREEK:
             return self.symbol(token[1:])
         if token[1:] in _EVALUATED:
             return self.function(token[1:])

@@ -39,9 +39,9 @@ _COUNTED = frozenset(
         "race game match round point goal win loss player team member person people man men woman women child children kid boy "
         "girl student teacher friend family worker employee customer guest visitor passenger voter candidate cat dog cow horse "
         "sheep goat pig chicken duck rabbit bird fish bee ant animal tree flower plant rose seed leaf branch garden field acre "
-        "step stair mark question problem answer solution way method case time number integer digit element term root vertex "
-        "edge side face angle diagonal triangle square circle rectangle cube pattern path route arrangement permutation "
-        "combination subset triple outcome set group row column cell item object shift day night morning hour minute job task "
+        "step stair mark question problem answer solution way method case time number integer digit element terms roots vertex "
+        "edge side face angle diagonal triangle squares circle rectangle cubes pattern path route arrangement permutation "
+        "combination subset triples outcome set group row column cell item object shift day night morning hour minute job task "
         "call message vote song movie photo picture video file gallon cup tablespoon teaspoon pound adult share part portion "
         "serving batch load gift present prize medal award place rank grade level degree",
     )

@@ -22,7 +22,7 @@ sys.path[:] = [folder for folder in sys.path if folder != str(Path(__file__).res
 import math_verify  # noqa: E402 (here and not where it is used: a call has a time limit)
 
 from plaudit.rewards.rules.maths.answers import split_choice  # noqa: E402
-from plaudit.rewards.rules.maths.expressions import Unreadable  # noqa: E402
+from plaudit.rewards.rules.maths.expressions import FUNCTIONS, GREEK, Unreadable  # noqa: E402
 from plaudit.rewards.rules.maths.forms import read_answer  # noqa: E402
 from plaudit.rewards.rules.maths.sameness import Comparison  # noqa: E402
 from plaudit.rewards.rules.maths.shapes import Answer  # noqa: E402
@@ -46,7 +46,7 @@ def _compare(solution_str: str, ground_truth: str, comparison: Comparison) -> di
         answer = None
     if truth is not None and answer is not None:
         return {"score": float(comparison.same_answer(truth, answer)), "by": "form"}
-    if _is_formula(ground_truth) and _is_formula(solution_str):
+    if _OPERATORS.search(ground_truth + solution_str) and _is_formula(ground_truth) and _is_formula(solution_str):
         return {"score": float(_math_verify(ground_truth, solution_str)), "by": "math_verify"}
     return {"score": 0.0, "by": "text"}
 
@@ -64,14 +64,23 @@ def _reference(text: str) -> Answer | None:
 _FORMULA = re.compile(r"[\w\s\\{}()\[\]^+\-*/=|,.]{1,200}", re.A)
 _LONG_NUMBER = re.compile(r"\d{6}|\^\s*{?\s*\(?\d{4}|\^\s*[({][^)}]*\^|\^[^^]*\^[^^]*\^|!|\*\*")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|equiv|approx|sim)(?![a-zA-Z])|(?<!_{\w)=|[\d})]\s*_|\\text")
+_OPERATORS = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|partial)(?![a-zA-Z])")
+"""What the parsers here do not read, and math-verify does."""
+_COMMANDS = (
+    frozenset(re.findall(r"\w+", "sum prod int lim max min gcd lcm det partial frac sqrt binom pi infty cdot times to"))
+    | FUNCTIONS
+    | GREEK
+)
 
 
 def _is_formula(text: str) -> bool:
     """Whether math-verify may compare the text. No prose; nothing huge, since sympy evaluates powers and factorials while parsing;
-    no relation, which it would solve for minutes or accept for shared solutions alone; no \\text or numeric base: it drops both."""
+    no relation, which it would solve for minutes or accept for shared solutions alone; no \\text, numeric base or command that it
+    might drop."""
     bare = re.sub(r"\\[a-zA-Z]+", " ", text)
     return (
         bool(_FORMULA.fullmatch(text))
+        and set(re.findall(r"\\([a-zA-Z]+)", text)) <= _COMMANDS
         and not re.search(r"[A-Za-z]{3}", bare)
         and not (_LONG_NUMBER.search(text) or _RELATION.search(text))
     )
