@@ -68,6 +68,8 @@ def same_relation(a: Relation, b: Relation, key: int) -> bool:
     f, g = (("add", one.left, ("neg", one.right)) for one in (a, b))
     if a.sign != b.sign or symbols(f) != symbols(g):
         return False
+    if not symbols(f):
+        return equal(a.left, b.left, key) and equal(a.right, b.right, key)  # all true statements are proportional
     exactly = ratio_of_equations(f, g)
     if exactly is not None:
         ratio, undivided = exactly
