@@ -161,6 +161,7 @@ WRONG: dict[str, list[Pair]] = {
         ("3", "No number is equal to 3 except this"), ("3", "The answer is 3 or 4"), ("3", "The opposite of the result is 3"),
     ],
     "articles and letters": [
+        ("A", "\\text{(A)} - 3"), ("B", "(B)^2 + 1"),
         ("Option A", "Option"), ("Team A", "team"), ("34", "3 4"), ("Option A", "Option B"), ("Plan A", "A plan"),
         ("3400", "3 4 0 0"), ("vitamin A", "vitamin"), ("a b", "b"), ("Group A", "the group"), ("12", "1 2"), ("1000", "1 00 0"),
         ("A", "an"), ("Box A", "a box"), ("A circle", "circles"), ("Class A", "Class a b"), ("345", "3 45"),
@@ -184,6 +185,7 @@ WRONG: dict[str, list[Pair]] = {
         ("1,3", "1 \\text{ or } 3 \\text{ or } 5"),
     ],
     "labels": [
+        ("(1, 2)", "(y, x) = (1, 2)"), ("3", "Error: 3"),
         ("1,3", "Minimum: 3, Maximum: 1"), ("1,3", "Minimum: 1, Maximum: 2"),
         ("Maximum: 3, Minimum: 1", "Maximum: 1, Minimum: 3"), ("Tom: 3, Ann: 5", "Tom: 5, Ann: 3"), ("3", "Minus: 3"),
         ("3", "Not: 3"), ("3", "Twice: 3"), ("3", "Half: 3"), ("3", "minus = 3"), ("x = 1, y = 2", "x = 2, y = 1"),
@@ -206,6 +208,7 @@ WRONG: dict[str, list[Pair]] = {
         ("k\\pi", "k"), ("a\\pi", "b\\pi"), ("2^n", "2^k"), ("\\frac{n\\pi}{4}", "\\frac{\\pi}{4n}"),
     ],
     "for all": [
+        ("3", "f(x) = 3 \\text{ for some } x"),
         ("f(x)=1", "f(x) = 1 \\text{ for all } x > 5"), ("f(x)=1", "f(x) = x \\text{ for all } x \\in \\mathbb{R}"),
         ("f(x) = 1", "f(x) = 1 \\text{ for some } x > 0"),
         ("f(x) = 0 \\text{ for all } x \\in \\mathbb{Z}", "f(x) = 0 \\text{ for all } x \\in \\mathbb{R}"),
@@ -221,6 +224,7 @@ WRONG: dict[str, list[Pair]] = {
         ("2", "2 seconds and a half"),
     ],
     "rounding": [
+        ("2.50", "\\frac{2503}{1000}"), ("30.52", "\\frac{30519}{1000}"),
         ("30.52", "\\frac{1588}{52}"), ("\\frac{600}{7}", "85.71"), ("6.01", "6\\frac{1}{64}"), ("6.67\\%", "\\frac{1}{8}"),
         ("0.5", "\\frac{9}{20}"), ("1/3", "0.333"), ("6.67", "20:7"), ("30.52", "30.519"), ("30.52", "30.5"), ("0.33", "1/3"),
         ("300", "299.94"), ("3.14", "3.1416"), ("3", "\\pi"), ("6.67 \\text{ cm}", "\\frac{20}{3} \\text{ m}"),

@@ -51,7 +51,8 @@ def find_answer(response: str) -> str | None:
     if phrase is not None:
         before = text[: phrase.start()]
         sentence = before[max(before.rfind(mark) for mark in (". ", "! ", "? ", "\n")) + 1 :]
-        if denies(f"{sentence} {phrase[0]}"):
+        ends = _SENTENCE_END.search(text, phrase.end())
+        if denies(f"{sentence} {phrase[0]}") or (ends or text.rstrip()[-1:])[0] == "?":
             return _whole_line(text)  # 'it is not true that the answer is 3'
         rest = text[phrase.end() :].strip(" \t*:")
         line = next((line for line in rest.splitlines() if line.strip(" *\t$")), "")
@@ -252,7 +253,8 @@ _FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?{{\s?(-?{_INTEGER})\s?}}\s?{{\s?({_
 _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
-_CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?(?!\s*[\^+*/=!_<>]|\s*-(?!\d))\s*(.*)", re.S)
+_CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_OPERATOR = re.compile(r"[}\s]*(?:[\^+*/=!_<>]|-(?!\d))")
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -290,7 +292,7 @@ def _is_article(word: str, at: int, count: int) -> bool:
 def split_choice(text: str) -> tuple[str, str]:
     """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', '\\text{A}'; no letter if two are named: 'A or B'."""
     found = _CHOICE.fullmatch(text)
-    if found is None or re.search(r"\b[A-J]\b|\bor\b", found[2]):
+    if found is None or _OPERATOR.match(found[2]) or re.search(r"\b[A-J]\b|\bor\b", found[2]):
         return "", text
     return found[1], found[2].strip()
 

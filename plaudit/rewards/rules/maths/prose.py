@@ -7,20 +7,22 @@ k\pi, \text{ where } k \text{ is an integer} → k\pi, {k: Z}
 
 import re
 
+from plaudit.rewards.rules.maths.number_words import multiplier
+
 NEGATIONS = frozenset(
     re.findall(
         r"\S+",
-        "not no never none nor neither cannot can't isn't aren't wasn't weren't don't doesn't didn't won't wouldn't couldn't "
-        "shouldn't ain't n't without except but unlike wrong false incorrect untrue mistaken impossible opposite anything "
-        "everything other different instead",
+        "not no never nope nobody hardly barely unlikely doubt deny denies error mistake none nor neither cannot can't isn't "
+        "aren't wasn't weren't don't doesn't didn't won't wouldn't couldn't shouldn't ain't n't without except but unlike wrong "
+        "false incorrect untrue mistaken impossible opposite anything everything other different instead",
     )
 )
 COMPARISONS = frozenset(
     re.findall(
         r"\S+",
-        "less more fewer greater smaller larger bigger higher lower than least most minimum maximum about approximately approx "
-        "nearly almost roughly around close near below above under over beyond between up until within exceeding exceeds exceed "
-        "beneath",
+        "bound bounds less more fewer greater smaller larger bigger higher lower than least most minimum maximum about "
+        "approximately approx nearly almost roughly around close near below above under over beyond between up until within "
+        "exceeding exceeds exceed beneath",
     )
 )
 _OPERATIONS = frozenset(
@@ -30,6 +32,9 @@ _OPERATIONS = frozenset(
         "twice thrice double doubled triple tripled modulo mod remainder squares cubes percent-of to of or and x any all some "
         "if when where with every only is are for maybe perhaps possibly either unknown undefined",
     )
+)
+_CHANGES_NUMBERS = _OPERATIONS - frozenset(
+    re.findall(r"\w+", "to of or and x any all some if when where with every only is are for")
 )
 CHANGES_MEANING = NEGATIONS | (COMPARISONS - {"minimum", "maximum"}) | _OPERATIONS
 """After a number, these words make it another one, or none."""
@@ -64,6 +69,9 @@ _CLAUSE = re.compile(r"[,;:]|\b(?:so|then|thus|hence|therefore|because|since)\b"
 def qualifies(before: str, after: str = "") -> bool:
     """Whether the words before or after a number, in its clause, deny it or compare something with it: 'it is certainly not 3'."""
     clause = _CLAUSE.split(before[-300:])[-1]
+    following = re.match(r"\W*([A-Za-z]+)", after)
+    if "?" in after[-3:] or (following and (multiplier(following[1]) is not None or following[1].lower() in _CHANGES_NUMBERS)):
+        return True  # '3 million', '3 squared'
     return bool(words_of(clause.replace("’", "'") + " " + after[:100]) & (NEGATIONS | COMPARISONS)) or clause.rstrip().endswith(
         ("~", "<", ">", "≈")
     )
@@ -102,6 +110,8 @@ def split_domains(text: str) -> tuple[str, dict[str, str]]:
 
     def take(found: re.Match[str]) -> str:
         said = _domain(found[1])
+        if said is not None and "some" in found[0] and said[1] != "Z":
+            said = None  # 'f(x) = 3 for some x' says less than 'f(x) = 3'
         if said is None or domains.get(said[0], said[1]) != said[1] or not found.start():
             return found[0]
         domains[said[0]] = said[1]

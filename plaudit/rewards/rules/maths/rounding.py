@@ -8,6 +8,7 @@ import re
 from fractions import Fraction
 
 FEWEST_DIGITS = 3
+LARGEST_DENOMINATOR = 40
 _ROUNDED = re.compile(r"-?0*(\d*)\.(\d+)", re.A)
 
 
@@ -19,8 +20,18 @@ def half_a_digit(value: Fraction, decimals: int | None) -> Fraction | None:
     return Fraction(1, 2 * 10**decimals) if digits >= FEWEST_DIGITS else None
 
 
+def is_a_decimal(value: Fraction) -> bool:
+    """30519/1000 is a decimal number in disguise; 27/8 is not."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1 and value.denominator > LARGEST_DENOMINATOR
+
+
 def rounds_to_reference(answer: str, value: Fraction, truth: str, reference: Fraction) -> bool:
     """For plain numbers, as texts and values."""
     found = _ROUNDED.fullmatch(truth.replace(",", ""))
     allowed = half_a_digit(reference, len(found[2])) if found else None
-    return allowed is not None and "." not in answer and ("/" in answer or "frac" in answer) and abs(value - reference) <= allowed
+    written_exactly = "." not in answer and ("/" in answer or "frac" in answer) and not is_a_decimal(value)
+    return allowed is not None and written_exactly and abs(value - reference) <= allowed

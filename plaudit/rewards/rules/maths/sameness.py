@@ -10,7 +10,7 @@ from plaudit.rewards.rules.maths.expressions import Tree, exact, rename, symbols
 from plaudit.rewards.rules.maths.labels import is_label
 from plaudit.rewards.rules.maths.parameters import with_same_letter
 from plaudit.rewards.rules.maths.regions import open_interval
-from plaudit.rewards.rules.maths.rounding import half_a_digit
+from plaudit.rewards.rules.maths.rounding import half_a_digit, is_a_decimal
 from plaudit.rewards.rules.maths.shapes import Answer, Chain, Form, Many, Member, Part, Region, Relation, Value
 from plaudit.rewards.rules.maths.units import SHORT, Unit
 from plaudit.rewards.rules.maths.values import equal, number, rounds_to, same_relation, within
@@ -115,6 +115,9 @@ class Comparison:
         a, b = truth.unit.name, answer_unit.name
         if value is None or allowed is None or symbols(answer) or answer_unit.unknown or (a and b and a != b) or "deg" in (a, b):
             return False
+        given = exact(answer)
+        if given is not None and is_a_decimal(given):
+            return False
         as_percent: Tree = ("mul", answer, ("num", Fraction(100)))
         return within(answer, value, allowed) or (a == "%" and not b and within(as_percent, value, allowed))
 
@@ -150,6 +153,8 @@ class Comparison:
             return self.same_list(truth, answer, *named)
         if kinds == {"tuple"} and all(named) and named[0] == named[1]:
             return self.same_any_order(truth.items, answer.items)  # (x, y) = (1, 2) is (y, x) = (2, 1)
+        if kinds == {"tuple"} and not named[0] and named[1] and not _in_order(answer):
+            return False  # (y, x) = (1, 2) is (2, 1)
         if kinds == {"tuple", "list"} and any(named):
             return self.same_in_order(truth.items, answer.items)
         return len(kinds) == 1 and self.same_in_order(truth.items, answer.items)
@@ -250,6 +255,12 @@ def _names(form: Many) -> tuple[str, ...] | None:
     """The names in 'x = 2, y = 3', sorted; None if all are the same name, or some item has none."""
     names = [re.sub(r"_?\d+$", "", item.name) if isinstance(item, Value) else "" for item in form.items]
     return tuple(sorted(names)) if all(names) and len(set(names)) > 1 else None
+
+
+def _in_order(form: Many) -> bool:
+    """(x, y), (a, b, c): the names are in the order of the alphabet, or are no letters."""
+    names = [item.name for item in form.items if isinstance(item, Value)]
+    return names == sorted(names) or any(len(name) > 1 for name in names)
 
 
 def _with_letter(tree: Tree, unit: Unit, other: Tree) -> tuple[Tree, Unit]:
