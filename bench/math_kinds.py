@@ -22,6 +22,7 @@ from support.math_answers import RIGHT, WHOLE_RESPONSES, WRONG  # noqa: E402
 
 Row = tuple[str, str, str, bool]
 """Kind, reference, response, and whether it is right."""
+Grader = Callable[[list[Row]], list[bool]]
 PRIME = """
 import json, logging, sys
 from verl.utils.reward_score import prime_math
@@ -54,7 +55,7 @@ def by_math_verify(rows: list[Row]) -> list[bool]:
     return [bool(math_verify.verify(one, math_verify.parse(response))) for one, (_, _, response, _) in zip(gold, rows, strict=True)]
 
 
-def by_prime(python: Path) -> Callable[[list[Row]], list[bool]]:
+def by_prime(python: Path) -> Grader:
     def score(rows: list[Row]) -> list[bool]:
         asked = json.dumps([(truth, response) for _, truth, response, _ in rows])
         done = subprocess.run([python, "-c", PRIME], input=asked, stdout=subprocess.PIPE, text=True, check=True)
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print what plaudit misjudges")
     args = parser.parse_args()
     rows = list(answers())
-    graders = {"plaudit": by_plaudit, "math-verify": by_math_verify}
+    graders: dict[str, Grader] = {"plaudit": by_plaudit, "math-verify": by_math_verify}
     if (python := args.verl / "bin/python").exists():
         graders["PRIME (verl)"] = by_prime(python)
     verdicts = {name: grader(rows) for name, grader in graders.items()}

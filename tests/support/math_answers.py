@@ -152,6 +152,9 @@ WRONG: dict[str, list[Pair]] = {
         ("log x", "-log x"), ("yes", "-yes"), ("ab cd", "ab - cd"),
     ],
     "negations and comparisons": [
+        ("3", "I doubt that it is $3$"), ("3", "Nobody would ever say $3$"), ("3", "Is the answer really 3?"),
+        ("3", "Answer: 3? No."), ("3", "An upper bound for it is 3"), ("3", "The number that we want is 3 squared"),
+        ("3", "It will be 3 million"), ("3", "The result isn’t 3"),
         ("3", "It is certainly not 3"), ("3", "It is less than 3"), ("3", "It is anything but 3"), ("3", "~3"),
         ("3", "The answer is ~3"), ("3", "It can't be 3"), ("3", "We know that it is at least 3"), ("3", "The wrong answer is 3"),
         ("3", "It is not true that the answer is 3"), ("3", "The answer is not 3"), ("3", "The answer is anything but 3"),
