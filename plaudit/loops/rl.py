@@ -64,7 +64,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     code = [file for reward in recipe.rewards for file in reward.files] + recipe.rollout.files
     with (
         Run(loaded, files, template, _inputs(recipe), code=code, best="val/reward", higher_is_better=True) as run,
-        RewardRunner(recipe.rewards, cache=run.folder / "scores.sqlite", repeatable=recipe.run.deterministic) as rewards,
+        RewardRunner(
+            recipe.rewards, cache=run.folder / "scores.sqlite", repeatable=recipe.run.deterministic, seed=recipe.seed
+        ) as rewards,
         ExitStack() as stack,
     ):
         # Build
@@ -146,7 +148,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     prompts = _val_prompts(sources["val"], template, recipe)
     policy = load_policy(recipe.model, template, world.device)
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
-    with RewardRunner(recipe.rewards) as rewards, closing(build_engine(setup)) as engine:
+    with RewardRunner(recipe.rewards, seed=recipe.seed) as rewards, closing(build_engine(setup)) as engine:
         engine.sync(0, Weights(policy.model))
         return validate(engine, rewards, recipe, prompts, Activity(), step=0)[1]
 

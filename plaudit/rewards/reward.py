@@ -8,6 +8,7 @@ score: a stated value and `malformed`. The reward's own fault (a timeout, an exc
 the recipe decides what happens to the sample.
 """
 
+import secrets
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ class Reward(RewardSettings, ABC):
 
 
 S = TypeVar("S", bound=Reward)
+_PROCESS_SECRET = secrets.token_hex(16)
 
 
 class LiveReward(ABC, Generic[S]):
@@ -63,6 +65,14 @@ class LiveReward(ABC, Generic[S]):
 
     def __init__(self, settings: S):
         self.settings = settings
+        self.seed: int | str = _PROCESS_SECRET
+        """For what a reward draws at random: the run's seed; outside of runs, a secret of this process."""
+
+    def use_seed(self, seed: int) -> None:
+        """Draw from this seed from now on; so do the rewards it is composed of."""
+        self.seed = seed
+        for live in self.inner.values():
+            live.use_seed(seed)
 
     @property
     def inner(self) -> "dict[str, LiveReward[Any]]":

@@ -59,11 +59,16 @@ class RewardRunner:
         cache: Path | None = None,
         tolerant: bool = False,
         repeatable: bool = False,
+        seed: int | None = None,
     ):
         """`rewards`: settings, or live rewards that the caller built. `cache`: a file to cache scores in. `tolerant`: no failure
         rate is too high; only `on_failure: stop` and a rejected key stop.
-        `repeatable`: a group's scores have the same bits, whatever else is scored."""
+        `repeatable`: a group's scores have the same bits, whatever else is scored. `seed`: the run's, for rewards that draw
+        something at random."""
         self.live = [reward if isinstance(reward, LiveReward) else build(reward) for reward in rewards]
+        if seed is not None:
+            for live in self.live:
+                live.use_seed(seed)
         self.rewards: list[Reward] = [live.settings for live in self.live]
         self.waited_s = 0.0
         """How long the last `collect` waited for scores after the last group was sampled."""

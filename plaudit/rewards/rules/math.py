@@ -6,20 +6,28 @@ processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wr
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
+    30.52               1587/52 (unless `strict`)                 30.519, 1588/52
     50\%                50, 0.5, 1/2                              5, 50 cm
-    50                  50\%, 50 cm, x = 50                       0.5
+    50                  50\%, 50 cm, 50 apples, x = 50            0.5, 50 million, 50 squared, 50 wrong
     0.5                 50\%, \frac{5}{10}                        50, 0.5\%
     5 cm                5, 5 centimeters                          5 m, 50 mm (no conversions)
     45°                 45, \pi/4                                 45 for a reference of \pi/4
     x = 5               5, 2x = 10                                y = 5
-    f(x) = x^2          f(t) = t^2, y = x^2, x^2                  g(x) = x^2
+    xy = 6              y = 6/x, 6/x                              6/t, x(xy - 6) = 0
+    f(x) = x^2          f(t) = t^2, y = x^2, x^2 for all real x   g(x) = x^2, x^2 for all x > 1
+    k\pi                n\pi                                      n for a reference of k
     2, -8               -8 or 2, \{2, -8\}, x = 2 or x = -8       2, (2, -8)
+    1, 3                Maximum: 3, Minimum: 1 (unless `strict`)  Maximum: 1, Minimum: 3
     (1, 2)              (x, y) = (1, 2), x = 1, y = 2             (2, 1), [1, 2], 1, 2
     (0, 2)              0 < x < 2                                 0 \le x < 2
     A                   (A), A. 5 cm                              B, a, A or B
-    Possible            possible.                                 Yes
+    Team A              team A                                    team
+    Possible            possible.                                 Yes, -Possible
 
-Differs from math-verify: names, units and brackets are parsed, formulas are compared by value at random points, nothing is rounded.
+`maths/forms.py` has the order in which an answer is taken apart; every step has a file of its own there.
+
+Differs from math-verify: names, units and brackets are parsed, formulas are compared by value, exactly or
+at points drawn from the run's seed and the row, no answer is rounded.
 Differs from verl, where an answer that takes too long silently scores 0: here it is malformed, and the trace gives the reason.
 """
 
@@ -37,14 +45,15 @@ from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
+from plaudit.seeding import stable_seed
 from plaudit.types import Group, Prompt, Sample, Score
 
 LONGEST_ANSWER = 1000
 """Longer answers (in characters) are only compared as text: real answers are short."""
 LONGEST_READ = 4000
 """Longer answers are not parsed at all."""
-Comparisons = dict[tuple[str, str], asyncio.Future[Answer]]
-"""By answer and reference."""
+Comparisons = dict[tuple[str, str, int], asyncio.Future[Answer]]
+"""By answer, reference and the key of the row's random points."""
 WORKER = Path(__file__).with_name("maths") / "worker.py"
 
 
@@ -60,6 +69,8 @@ class Math(Reward):
     """The final answer equals the reference, mathematically."""
     tolerance: NonNegativeFloat = 0.0
     """Relative tolerance for numbers, as a share of the reference; 0: exact equality."""
+    strict: bool = False
+    """Lists only in the reference's order, no labels that it does not have, no exact value for a rounded reference."""
     limits: MathLimits = MathLimits()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Concurrency, rates, time limits, retries, and when it is given up."""
     workers: PositiveInt = 2
@@ -75,7 +86,8 @@ class Math(Reward):
 class LiveMath(LiveReward[Math]):
     def __init__(self, settings: Math):
         super().__init__(settings)
-        code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth"), arguments={"tolerance": settings.tolerance})
+        arguments = {"tolerance": settings.tolerance, "strict": settings.strict}
+        code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth", "key"), arguments=arguments)
         limits = settings.limits
         self._workers = WorkerPool(
             code, settings.label, count=settings.workers, timeout_s=limits.timeout_s, memory_gb=limits.worker_memory_gb
@@ -105,16 +117,17 @@ class LiveMath(LiveReward[Math]):
         answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
         if not answer:
             return Score(0.0, malformed=True, view=sample.text, trace={"answer": "none found" if not found else "too long"})
-        verdicts = [compare_plainly(answer, truth, self.settings.tolerance) for truth in truths]
+        verdicts = [compare_plainly(answer, truth, self.settings.tolerance, self.settings.strict) for truth in truths]
         if any(verdicts) or None not in verdicts or len(answer) > LONGEST_ANSWER:
             return Score(float(any(verdicts)), view=sample.text, trace={"answer": answer[:LONGEST_ANSWER]})
         undecided = [truth for truth, verdict in zip(truths, verdicts, strict=True) if verdict is None]
-        return [self._compare(answer, truth, comparisons) for truth in undecided]
+        key = stable_seed("math points", self.seed, prompt.id)
+        return [self._compare(answer, truth, key, comparisons) for truth in undecided]
 
-    def _compare(self, answer: str, truth: str, comparisons: Comparisons) -> asyncio.Future[Answer]:
-        if (answer, truth) not in comparisons:
-            comparisons[answer, truth] = self._workers.call("compare", solution_str=answer, ground_truth=truth)
-        return comparisons[answer, truth]
+    def _compare(self, answer: str, truth: str, key: int, comparisons: Comparisons) -> asyncio.Future[Answer]:
+        if (answer, truth, key) not in comparisons:
+            comparisons[answer, truth, key] = self._workers.call("compare", solution_str=answer, ground_truth=truth, key=key)
+        return comparisons[answer, truth, key]
 
 
 def references(truth: Any) -> tuple[str, ...]:

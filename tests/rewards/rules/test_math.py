@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plaudit.rewards.functions.worker_pool import WorkerPool
+from plaudit.rewards.judges.cascade import Cascade
 from plaudit.rewards.rules.math import Math, MathLimits, references
-from plaudit.rewards.rules.maths import worker as math_worker
-from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
+from plaudit.rewards.rules.maths.answers import find_answer
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample, Score
+from support.math_answers import is_right
 
 NONE = np.zeros(0)
 
@@ -79,13 +82,6 @@ WRONG = [
     ("\\log x", "\\ln x"), ("21 \\text{r.} 42 \\text{c.}", "21 \\text{r.} 52 \\text{c.}"),
     ("(10-8) \\times 8 + 8 = 24", "8 \\times 3 = 24"),
 ]  # fmt: skip
-
-
-def is_right(truth: str, answer: str, tolerance: float = 0.0) -> bool:
-    """The reward's verdict, without its worker processes."""
-    [reference], answer = references(truth), normalise(answer)
-    plainly = compare_plainly(answer, reference, tolerance)
-    return plainly if plainly is not None else bool(math_worker.compare(answer, reference, tolerance)["score"])
 
 
 @pytest.mark.parametrize(("truth", "answer"), RIGHT)
@@ -180,6 +176,39 @@ def test_the_runner_opens_and_closes_the_reward():
     with RewardRunner([Math(kind="math", workers=1)]) as rewards:
         [scored] = rewards.collect([group("\\boxed{\\sqrt{16}}", "\\boxed{\\sqrt{17}}")])
     assert [score.value for score in scored.scores] == [1.0, 0.0]
+
+
+def test_points_are_drawn_from_the_seed_and_the_row(monkeypatch):
+    """The same run seed and row give the same key, another seed or row another; without a seed it is a secret of this process."""
+    keys: list[int] = []
+
+    def record(self: WorkerPool, function: str, **keywords: Any) -> asyncio.Future[Any]:
+        keys.append(keywords["key"])
+        done = asyncio.get_running_loop().create_future()
+        done.set_result({"value": 1.0})
+        return done
+
+    monkeypatch.setattr(WorkerPool, "call", record)
+
+    def key(row: str, seed: int | None) -> int:
+        live = Math(kind="math").build()
+        if seed is not None:
+            live.use_seed(seed)
+        sample = Sample(row, 0, NONE, "\\boxed{\\sin x}", "finished", NONE, NONE, 0)
+        asyncio.run(live.score([Group(Prompt(row, [], ground_truth="\\cos x"), NONE, (sample,))]))
+        return keys.pop()
+
+    assert key("a", 1) == key("a", 1)
+    assert len({key("a", 1), key("a", 2), key("b", 1), key("a", None)}) == 4
+    assert key("a", None) == key("a", None)
+
+
+def test_the_runner_passes_its_seed_on():
+    with RewardRunner([Math(kind="math", workers=1)], seed=3) as rewards:
+        assert [live.seed for live in rewards.live] == [3]
+    cascade = Cascade(kind="cascade", rule=Math(kind="math"), judge=Math(kind="math")).build()
+    cascade.use_seed(4)
+    assert [live.seed for live in cascade.inner.values()] == [4, 4]
 
 
 @pytest.mark.parametrize("truth", [4, 4.0, "4", ["5", "4"], np.array(["4"]), np.int64(4), "so it is \\boxed{4}", "2 + 2\n#### 4"])
@@ -309,7 +338,14 @@ def test_real_references(real_data):
     false_positives = []
     for truth in truths:
         changed = re.sub(r"\d(?=\D*$)", lambda digit: str((int(digit[0]) + 4) % 10), truth, count=1)
-        for wrong in (changed, f"{truth}, 977", f"{truth} \\text{{ or }} 977"):
+        for wrong in (
+            changed,
+            f"{truth}, 977",
+            f"{truth} \\text{{ or }} 977",
+            f"not {truth}",
+            f"{truth} squared",
+            f"{truth} million",
+        ):
             if wrong != truth and is_right(truth, wrong):
                 false_positives.append((truth, wrong))
     assert len(false_positives) <= 2, false_positives

@@ -3,9 +3,14 @@ r"""Extracting the answer from a response, normalising it, and comparing plain n
 All of it is string processing in-process, linear in the input; comparisons that need algebra are in `worker.py`.
 """
 
+import html
 import re
 from collections.abc import Callable
 from fractions import Fraction
+
+from plaudit.rewards.rules.maths.number_words import number_in_words, ordinal
+from plaudit.rewards.rules.maths.prose import denies, qualifies
+from plaudit.rewards.rules.maths.rounding import rounds_to_reference
 
 WINDOW = 20_000
 """Characters at the end of a response that are searched for its answer."""
@@ -44,6 +49,11 @@ def find_answer(response: str) -> str | None:
     for phrase in _PHRASE.finditer(text):  # noqa: B007 (the last one)
         pass
     if phrase is not None:
+        before = text[: phrase.start()]
+        sentence = before[max(before.rfind(mark) for mark in (". ", "! ", "? ", "\n")) + 1 :]
+        ends = _SENTENCE_END.search(text, phrase.end())
+        if denies(f"{sentence} {phrase[0]}") or (ends or text.rstrip()[-1:])[0] == "?":
+            return _whole_line(text)  # 'it is not true that the answer is 3'
         rest = text[phrase.end() :].strip(" \t*:")
         line = next((line for line in rest.splitlines() if line.strip(" *\t$")), "")
         if line.startswith("$$") or "\\[" in line[:3]:
@@ -51,6 +61,11 @@ def find_answer(response: str) -> str | None:
         return _expression(_SENTENCE_END.split(line, maxsplit=1)[0], short=LONGEST_LINE) or None
     lines = text.rstrip().rsplit("\n", 1)
     return _expression(lines[-1], short=LONGEST_LINE if len(lines[-1].split()) <= 3 else 0) or None
+
+
+def _whole_line(text: str) -> str | None:
+    """The last line as it is: an answer that the words around it deny."""
+    return text.rstrip().rsplit("\n", 1)[-1][-LONGEST_FORMULA:].strip() or None
 
 
 def _boxed(text: str) -> str | None:
@@ -97,6 +112,10 @@ def _expression(line: str, short: int) -> str:
         pieces = [(m.start(), m.end(), m[0]) for m in _NUMBERS.finditer(line)]
     if not pieces:
         return line if len(line) <= LONGEST_LINE else ""
+    last = pieces[-1]
+    start = max(line.rfind(mark, 0, last[0]) for mark in (". ", "! ", "? ")) + 1
+    if qualifies(line[start : last[0]], line[last[1] :]):
+        return line  # 'it is certainly not 3', 'less than 3'
     joined = [pieces[-1]]
     for piece in reversed(pieces[:-1]):
         between = line[piece[1] : joined[0][0]]
@@ -120,7 +139,7 @@ _UNICODE = {
     "｜": "|", "∣": "|", "’": "'", "‘": "'", "“": '"', "”": '"', "\u00a0": " ", "\u2009": " ", "α": r"\alpha ", "β": r"\beta ",
     "γ": r"\gamma ", "δ": r"\delta ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ",
     "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "∠": "", "△": "", "∆": "",
-    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ",
+    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "∀": r"\forall ", "∃": r"\exists ", "、": ", ", "∖": r"\setminus ",
 }  # fmt: skip
 _TRANSLATE = str.maketrans(_UNICODE)
 
@@ -132,12 +151,21 @@ _EATEN = [
     (re.compile(r"\n(?=eq?\b)"), r"\\n"),
     (re.compile(r"\n(?=arctan\b)"), r"\\"),
 ]
+_HTML = re.compile(r"<(su[bp])>([^<>]{1,100})</\1>", re.I)
+_CIRCLED = re.compile("[①-⑳](?:[\\s,]?[①-⑳])*")
+# '$8$, $4$' are formulas, '$8, $4' is money: a formula neither begins nor ends with a space or a separator.
+_FORMULAS = re.compile(r"(?<![\\$])\$(?![\s$])([^$]{1,2000}?)(?<![\s\\$,;-])\$(?![\d$])")
 # Applied in this order.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
     (re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])\.?"), " "),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
+    (re.compile(r"(?<=\d)\s?(?:\^\s?)?{?\s?\\(?:text|mathrm|textrm)\s?{\s?(st|nd|rd|th)\s?}\s?}?"), r"\1"),
+    (re.compile(r"(?<=\d)\s?\^\s?{\s?(st|nd|rd|th)\s?}"), r"\1"),
+    (re.compile(r"^\s?~|(?<=[\s=(])~\s?(?=[-\d.$])"), r"\\approx "),
+    (re.compile(r"(?<=})\.(?=\s?[\])])"), ""),
     (re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
     (re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
     (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
@@ -164,27 +192,42 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:angle|triangle)(?![a-zA-Z])"), ""),
     (re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
     (re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
-    (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|\*\*"), " "),
+    (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
     (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), ""),
     (re.compile(r"\s+"), " "),
 ]  # fmt: skip
 
 
+_REWRITES_WITHOUT_COMMANDS = [rewrite for rewrite in _REWRITES if not rewrite[0].pattern.startswith("\\\\")]
+_SIMPLE = re.compile(r"[-+]?\d[\d,.]*", re.A)
+
+
 def normalise(text: str) -> str:
     """The answer in canonical spelling: Unicode as LaTeX, one name per command, no spacing commands, no decoration."""
+    if _SIMPLE.fullmatch(text):
+        return text.rstrip(".,")
     for pattern, replacement in _EATEN:
         text = pattern.sub(replacement, text)
-    text = text.strip()
+    text = _plain_markup(text.strip())
     # '$763.89$' is a formula, '$763.89' is money.
     if text.count("$") - text.count("\\$") == 2 and text[0] == text[-1] == "$":
         text = text[1:-1]
     text = text.translate(_TRANSLATE)
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix, \\ ends a row
-    for pattern, replacement in _REWRITES:
+    for pattern, replacement in _REWRITES if "\\" in text else _REWRITES_WITHOUT_COMMANDS:
         text = pattern.sub(replacement, text)
     text = _without_stray_braces(text).strip().rstrip(".,;: ").strip()
     return text[1:].lstrip() if text.startswith("= ") else text
+
+
+def _plain_markup(text: str) -> str:
+    """Sub- and superscripts from HTML, numbers in circles, and formulas each in their own dollars, as LaTeX without them."""
+    if "<" in text or "&" in text:
+        text = _HTML.sub(lambda found: f"{'^' if found[1].lower() == 'sup' else '_'}{{{found[2]}}}", text)
+        text = html.unescape(text) if re.search(r"&(?:[a-z]{2,8}|#\d{1,5});", text) else text
+    text = _CIRCLED.sub(lambda found: ", ".join(str(ord(one) - ord("①") + 1) for one in found[0] if one >= "①"), text)
+    return _FORMULAS.sub(r"\1", text) if text.count("$") - text.count("\\$") > 1 else text
 
 
 def _without_stray_braces(text: str) -> str:
@@ -204,12 +247,14 @@ def _without_stray_braces(text: str) -> str:
 
 # Comparison without algebra -------------------------------------------------------------------------------------------
 
-_INTEGER = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,{MOST_DIGITS}}})"
+_INTEGER = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?: \d{{3}})+|\d{{1,{MOST_DIGITS}}})"
 _PLAIN = re.compile(rf"([-+]?)\s?({_INTEGER}(?:\.\d{{0,{MOST_DIGITS}}})?|\.\d{{1,{MOST_DIGITS}}})(?:\s?/\s?({_INTEGER}))?", re.A)
 _FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?{{\s?(-?{_INTEGER})\s?}}\s?{{\s?({_INTEGER})\s?}}", re.A)
 _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
-_WORDS = re.compile(r"(?:[^\W\d_]|[\s,.;:'\"!?-])+")
+_WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
+_WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
 _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_OPERATOR = re.compile(r"[}\s]*(?:[\^+*/=!_<>]|-(?!\d))")
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -217,44 +262,59 @@ def plain_number(text: str) -> Fraction | None:
     found = _PLAIN.fullmatch(text) or _FRACTION.fullmatch(text)
     if found is None:
         return None
-    numerator = Fraction(found[2].replace(",", ""))
-    denominator = Fraction((found[3] or "1").replace(",", ""))
+    numerator, denominator = (Fraction(re.sub("[, ]", "", digits or "1")) for digits in (found[2], found[3]))
     return None if denominator == 0 else (-1 if found[1] == "-" else 1) * numerator / denominator
 
 
 def key(text: str) -> str:
-    """A key shared by all spellings of the same text: case matters, white space and \\text do not."""
-    return re.sub(r"[\s$]+", "", _TEXT.sub(r"\1", text))
+    """A key shared by all spellings of the same text: case matters, \\text does not, nor white space, except between letters or
+    digits: '3 4' is not 34."""
+    text = re.sub(r"[\s$]+", " ", _TEXT.sub(r" \1 ", text)).strip()
+    return re.sub(r"(?<![^\W_]) | (?![^\W_])", "", text)
 
 
 def words(text: str) -> str:
-    """An answer in plain words, without case, articles and punctuation; empty if it is anything else."""
-    text = _TEXT.sub(r" \1 ", text)
-    if not _WORDS.fullmatch(text) or not re.search(r"[a-z]{3}|[A-Z][a-z]{2}", text):
+    """An answer in plain words, without case, articles and the final stop; empty if it is anything else: signs and operators, even
+    between letters, are no words ('-sin x')."""
+    text = " ".join(_TEXT.sub(r" \1 ", text).split())
+    if not _WORDS.fullmatch(text) or not re.search(r"[a-z]{3}|[A-Z][a-z]{2}", text) or text.endswith("!"):
         return ""
-    found = re.findall(r"[^\W\d_]+", text.casefold())
-    return " ".join(word for word in found if word not in ("the", "a", "an"))
+    found = re.findall(rf"{_WORD}|,", text.rstrip(".?"))
+    kept = [word for i, word in enumerate(found) if not _is_article(word, i, len(found))]
+    return re.sub(r"(?:,|\band\b|\s)*(?:,|\band\b)\s?", ", ", " ".join(kept).casefold().replace("-", " "))
+
+
+def _is_article(word: str, at: int, count: int) -> bool:
+    """'a' and 'A' are articles before another word only: 'Team A' has a name."""
+    return at < count - 1 and (word in ("the", "an", "a") or (at == 0 and word in ("The", "An", "A")))
 
 
 def split_choice(text: str) -> tuple[str, str]:
     """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', '\\text{A}'; no letter if two are named: 'A or B'."""
     found = _CHOICE.fullmatch(text)
-    if found is None or re.search(r"\b[A-J]\b|\bor\b", found[2]):
+    if found is None or _OPERATOR.match(found[2]) or re.search(r"\b[A-J]\b|\bor\b", found[2]):
         return "", text
     return found[1], found[2].strip()
 
 
-def compare_plainly(answer: str, truth: str, tolerance: float) -> bool | None:
+def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: bool = False) -> bool | None:
     """True or False, or None if plain comparison cannot decide. Both texts are normalised."""
     if key(answer) == key(truth):
         return True
-    said = words(truth)
-    if said and words(answer):
-        return words(answer) == said
+    said, wanted = words(answer), words(truth)
+    if said and wanted and (said == wanted or (_is_long(said) and _is_long(wanted))):
+        return said == wanted
     (letter, chosen), (right_letter, wanted) = split_choice(answer), split_choice(truth)
     if letter and right_letter and (letter != right_letter or not chosen or not wanted):
         return letter == right_letter
     a, b = plain_number(chosen), plain_number(wanted)
     if a is None or b is None:
         return None
-    return a == b or abs(a - b) <= Fraction(tolerance) * abs(b)
+    if a == b or abs(a - b) <= Fraction(tolerance) * abs(b):
+        return True
+    return not strict and rounds_to_reference(chosen, a, wanted, b)
+
+
+def _is_long(said: str) -> bool:
+    """A word that is no product of letters, and no number in words."""
+    return bool(re.search(r"\w{5}", said)) and number_in_words(said) is None and ordinal(said) is None

@@ -25,8 +25,8 @@ class Unreadable(Exception):
     """Not a formula, or not one that this parser supports."""
 
 
-_TOKEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\S)", re.A)
-_GREEK = frozenset(
+_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w^.])|\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\*\*|\S)", re.A)
+GREEK = frozenset(
     re.findall(
         r"\w+",
         "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi varphi chi psi "
@@ -46,7 +46,7 @@ _UNKNOWN_FUNCTIONS = frozenset("fghFG")
 """Letters that denote a function before a bracket; any other letter is a factor."""
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _NAMED = frozenset(["\\overline", "\\overrightarrow", "\\widehat", "\\bar", "\\tilde", "\\text"])
-_WORDS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
+CONSTANTS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
 
 
 def read_expression(text: str) -> Tree:
@@ -63,14 +63,16 @@ def read_expression(text: str) -> Tree:
 
 def _tokens(text: str) -> Iterator[str]:
     """Numbers, commands, single letters and signs. Words become commands if they name a function, else letters if short."""
+    if re.search(r"\*\*[^+,]*\*\*", text):
+        raise Unreadable("a power of a power")
     for found in _TOKEN.finditer(text):
-        token = found[1]
+        token = "^" if found[1] == "**" else found[1]
         if not (token[0].isalpha() and len(token) > 1):
             yield token
         elif token.lower() in FUNCTIONS:
             yield "\\" + token.lower()
-        elif token in _WORDS:
-            yield _WORDS[token]
+        elif token in CONSTANTS:
+            yield CONSTANTS[token]
         else:
             # 'xy' and 'ABC' are products or names; 'dollars' is not.
             if len(token) > 4 or (len(token) > 2 and not token.isupper() and not set(token) <= set("abcdknmpqrtuvwxyz")):
@@ -143,7 +145,7 @@ class _Reader:
         if token == "|":
             return not self.bars  # inside bars, a bar closes them
         if token[0] == "\\":
-            return token in _OPENING or token in _NAMED or token[1:] in _GREEK | FUNCTIONS or token in _ATOMS
+            return token in _OPENING or token in _NAMED or token[1:] in GREEK | FUNCTIONS or token in _ATOMS
         return (token.isascii() and token.isalnum()) or token[0] in _DIGITS or token in "([{"
 
     def power(self) -> Tree:
@@ -170,6 +172,8 @@ class _Reader:
         ahead = self.tokens[self.at : self.at + 7]
         if len(ahead) == 7 and ahead[0] == "\\frac" and (ahead[1], ahead[3], ahead[4], ahead[6]) == ("{", "}", "{", "}"):
             above, below, used = ahead[2], ahead[5], 7
+        elif len(ahead) >= 2 and ahead[0] == "\\frac" and re.fullmatch(r"[1-9]{2}", ahead[1]):
+            above, below, used = ahead[1][0], ahead[1][1], 2
         elif len(ahead) >= 3 and ahead[1] == "/" and ahead[0].isdecimal():
             above, below, used = ahead[0], ahead[2], 3
         else:
@@ -216,7 +220,7 @@ class _Reader:
             return self.number(token)
         if token.isascii() and token.isalpha():
             return self.symbol(token)
-        if token[1:] in _GREEK:
+        if token[1:] in GREEK:
             return self.symbol(token[1:])
         if token[1:] in _EVALUATED:
             return self.function(token[1:])
@@ -229,6 +233,11 @@ class _Reader:
     def number(self, token: str) -> Tree:
         if len(token) > MOST_DIGITS or token == ".":
             raise Unreadable("too many digits, or none")
+        if "e" in token.lower():
+            digits, exponent = token.lower().split("e")
+            if abs(int(exponent)) > MOST_DIGITS:
+                raise Unreadable("too many digits")
+            return ("num", Fraction(digits) * Fraction(10) ** int(exponent))
         value = Fraction(token.rstrip("."))
         if "." in token and self.token == "\\overline" and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
             digits = self.tokens[self.at + 2] if self.at + 2 < len(self.tokens) else ""
@@ -332,9 +341,14 @@ _ATOMS: dict[str, Callable[[_Reader], Tree]] = {
 
 
 def symbols(tree: Tree) -> frozenset[str]:
-    if tree[0] == "sym":
-        return frozenset([tree[1]])
-    return frozenset().union(*(symbols(part) for part in tree[1:] if isinstance(part, tuple)))
+    found, left = set(), [tree]
+    while left:
+        part = left.pop()
+        if part[0] == "sym":
+            found.add(part[1])
+        else:
+            left += [one for one in part[1:] if isinstance(one, tuple)]
+    return frozenset(found)
 
 
 def rename(tree: Tree, old: str, new: str) -> Tree:

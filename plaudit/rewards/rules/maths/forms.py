@@ -4,125 +4,118 @@ r"""Parsing an answer into its form: a value, a list, a tuple, a region of the r
 2, -8 ; 2 \text{ or } -8 ; \pm 3      Many('list'), in any order        \{2, -8\}  Many('set')
 (1, 2)                                 Many('tuple'), in this order; also the open interval
 [1, 2), x > 3, \{x | x < 1\}, \mathbb{R}   Region: intervals, ends open or closed; 'or' and \cup unite
-8x - 3y + 5 = 0                        Relation
+8x - 3y + 5 = 0                        Relation                          b < a < c  Chain
 2:1                                    Many('ratio')
+
+`read_answer` is the order of the stages: prose, domains, quantifiers, environments, lists, then item by item: labels, ±, relations,
+brackets, ratios, units, numbers in words, and last the formula itself.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fractions import Fraction
 
 from plaudit.rewards.rules.maths.answers import plain_number
 from plaudit.rewards.rules.maths.expressions import Tree, Unreadable, read_expression, symbols
-from plaudit.rewards.rules.maths.units import split_unit, without_prose
+from plaudit.rewards.rules.maths.labels import same_label, split_label
+from plaudit.rewards.rules.maths.number_words import number_in_words, ordinal
+from plaudit.rewards.rules.maths.prose import split_domains, without_prose
+from plaudit.rewards.rules.maths.regions import EVERYTHING, MINUS_OO, OO, as_region, intersection, union, without
+from plaudit.rewards.rules.maths.shapes import Answer, Chain, Form, Many, Member, Part, Region, Relation, Value
+from plaudit.rewards.rules.maths.splitting import balanced, split
+from plaudit.rewards.rules.maths.units import Unit, split_unit
 
 MOST_ITEMS = 100
-
-
-@dataclass(frozen=True)
-class Value:
-    tree: Tree
-    unit: str = ""
-    name: str = ""
-    """The left-hand side of the equals sign: 'x', 'AC', 'f(x)'."""
-    bound: str = ""
-    """The variable of a function: x in f(x)."""
-    others: tuple[Tree, ...] = ()
-    """In 'a = b = c', all but the last; all must agree."""
-    rough: Tree | None = None
-    """In 'a ≈ b', b."""
-
-
-@dataclass(frozen=True)
-class Many:
-    kind: str
-    items: tuple["Form", ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One interval of the real line."""
-
-    low: Tree
-    high: Tree
-    low_closed: bool
-    high_closed: bool
-
-
-@dataclass(frozen=True)
-class Region:
-    parts: tuple[Part, ...]
-    variable: str = ""
-
-
-@dataclass(frozen=True)
-class Relation:
-    """left ? right, where ? is =, <, ≤ or ≠ (> and ≥ are flipped)."""
-
-    sign: str
-    left: Tree
-    right: Tree
-
-
-@dataclass(frozen=True)
-class Member:
-    """'k ∈ ℤ': the domain of a parameter in an answer."""
-
-    name: str
-    of: str
-
-
-Form = Value | Many | Region | Relation | Member
-
-OO: Tree = ("const", "oo")
-MINUS_OO: Tree = ("neg", OO)
-_OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
-_PIECES = re.compile(r"\\[a-zA-Z]+|\\.|[a-zA-Z]+|.", re.S)
+LONGEST = 2000
+"""Longer answers, in characters, are not read."""
+_JOINTS = {",", ";", "or", "and", "\\text{or}", "\\text{and}", "\\lor", "\\land", "\\cup"}
 _NAME = re.compile(r"\\?[A-Za-z]+'?(?:_(?:{[^{}]*(?:{[^{}]*})?[^{}]*}|\w))?(?:\\text\s*{[^{}]*})?")
 _FUNCTION = re.compile(r"({?\\?[A-Za-z]}?(?:_\w)?)\s*\(\s*(\\?[A-Za-z]+)\s*\)")
 _FUNCTION_VALUE = re.compile(r"[A-Za-z]\s*\(\s*-?\d+\s*\)")
-_SET_NAME = re.compile(r"^[A-Z]\s*\\c[au]p\s*[A-Z]\s*=")
+_SET_NAME = re.compile(r"[A-Z]\s*\\c[au]p\s*[A-Z]\s*=")
 _POINT = re.compile(r"[A-Z]'?\s*(\(.*\))", re.S)
 _SEQUENCE = re.compile(r"([A-Za-z])_(?:{([a-z])}|([a-z]))")
+_FORALL = re.compile(r"\\(forall|exists)(?![a-zA-Z])([^,;:]*)[,;:](.*)", re.S)
+_MINUS_SET = re.compile(r"(?:(?<=\\})\s?-|\\(?:setminus|backslash)(?![a-zA-Z]))\s?(?=\\{)")
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\approx": "~", "\\in": "in"}
 _TURNED = {">": "<", ">=": "<="}
+_DECIMAL = re.compile(r"-?\d*\.(\d+)", re.A)
+
+
+def read_answer(text: str) -> Answer:
+    """The form of a normalised answer, and the domains stated with it; raises Unreadable."""
+    if len(text) > LONGEST:
+        raise Unreadable("too long")
+    text, domains = split_domains(without_prose(text))
+    form = read_form(text)
+    if isinstance(form, Many) and form.kind == "list":
+        for member in form.items:
+            if isinstance(member, Member) and domains.setdefault(member.name, member.of) != member.of:
+                raise Unreadable("two domains")
+        form = _flat_list([item for item in form.items if not isinstance(item, Member)] or form.items)
+    return Answer(form, domains)
 
 
 def read_form(text: str) -> Form:
-    """The form of a normalised answer; raises Unreadable."""
-    text = _SET_NAME.sub("", without_prose(text))
+    """The form of a text without prose; raises Unreadable."""
+    text = _SET_NAME.sub("", text, count=1) if _SET_NAME.match(text) else text
     if "\\begin" in text:
         return _matrix(text)
-    if "\\pm" in text or "\\mp" in text:
-        swapped = text.replace("\\mp", "\0").replace("\\pm", "\\mp").replace("\0", "\\pm")
-        both = [re.sub(r"\\pm", "+", re.sub(r"\\mp", "-", sign)) for sign in (text, swapped)]
-        return _flat_list([read_form(sign) for sign in both])
-    pieces, joints = _split(text, {",", ";", "or", "and", "\\text{or}", "\\text{and}", "\\lor", "\\land", "\\cup"})
+    if quantified := _FORALL.fullmatch(text):
+        # A statement of its own kind, which equals only one with the same condition.
+        return Many(quantified[1], (read_form(quantified[2].strip()), read_form(quantified[3].strip())))
+    pieces, joints = split(text, _JOINTS)
     if len(pieces) == 1 and not joints:
         return _read_item(pieces[0])
     if not 1 < len(pieces) <= MOST_ITEMS:
         raise Unreadable("no items, or too many")
     if all(joint == "," for joint in joints) and plain_number(text) is not None:
         return _read_item(text)  # 81,213
+    if (mixed := _mixed(pieces, joints)) is not None:
+        return mixed
     items = [_read_item(piece) for piece in pieces]
     if "\\cup" in joints:
         if set(joints) != {"\\cup"}:
             raise Unreadable("a union in a list")
-        return _union([_as_region(item) for item in items])
+        return union([as_region(item) for item in items])
     if any(isinstance(item, Region) for item in items):
         return _join_regions(items, joints)
     return _flat_list(items)
 
 
+def _mixed(pieces: list[str], joints: list[str]) -> Form | None:
+    """'2 and 1/2', '2 and a half': a number, not a list."""
+    if joints != ["and"] or not re.fullmatch(r"\d{1,12}|[a-z]+", pieces[0]):
+        return None
+    value = number_in_words(f"{pieces[0]} and {pieces[1]}")
+    return None if value is None else Value(("num", value))
+
+
 def _join_regions(items: list[Form], joints: list[str]) -> Form:
-    """'x < 1 or x > 3' is one region; 'x > 0 and x ≠ 1', or the same with a comma, is an intersection and stays a list."""
-    united = set(joints) <= {"or", ","} and "or" in joints
-    names = {item.variable for item in items if isinstance(item, Region)}
-    if united and len(names) == 1:
-        return _union([_as_region(item) for item in items])
-    if united:
-        raise Unreadable("regions of several variables")
+    """'x < 1 or x > 3' is one region; 'x > 0 and x ≠ 1', or the same with a comma, is the intersection; other lists stay lists."""
+    regions = [item for item in items if isinstance(item, Region)]
+    names = {region.variable for region in regions}
+    if set(joints) <= {"or", "\\lor", ","} and {"or", "\\lor"} & set(joints):
+        names |= {item.name for item in items if isinstance(item, Value)}
+        if len(names) > 1:
+            raise Unreadable("regions of several variables")
+        return union([as_region(item) for item in items])
+    excluded = any(_is_gap(region) for region in regions)
+    if len(regions) == len(items) and len(names) == 1 and (excluded or set(joints) <= {"and", "\\land"}):
+        try:
+            both = regions[0]
+            for region in regions[1:]:
+                both = intersection(both, region)
+            return both
+        except Unreadable:
+            pass
     return Many("list", tuple(items))
+
+
+def _is_gap(region: Region) -> bool:
+    """x ≠ 1."""
+    return len(region.parts) == 2 and region.parts[0].high == region.parts[1].low
 
 
 def _flat_list(items: Sequence[Form]) -> Form:
@@ -132,64 +125,52 @@ def _flat_list(items: Sequence[Form]) -> Form:
     return Many("list", tuple(flat)) if len(flat) > 1 else flat[0]
 
 
-def _union(regions: list[Region]) -> Region:
-    return Region(tuple(part for region in regions for part in region.parts), regions[0].variable)
-
-
-def _as_region(form: Form) -> Region:
-    if isinstance(form, Region):
-        return form
-    if isinstance(form, Many) and form.kind in ("set", "list"):
-        return _union([_as_region(item) for item in form.items])
-    interval = open_interval(form)
-    if interval is not None:
-        return interval
-    if isinstance(form, Value) and not form.unit and not form.others:
-        return Region((Part(form.tree, form.tree, True, True),), form.name)
-    raise Unreadable("no region")
-
-
-def open_interval(form: Form) -> Region | None:
-    """(1, 2) as an interval."""
-    if isinstance(form, Many) and form.kind == "tuple" and len(form.items) == 2:
-        low, high = form.items
-        if isinstance(low, Value) and isinstance(high, Value) and not (low.name or high.name or low.unit or high.unit):
-            return Region((Part(low.tree, high.tree, False, False),))
-    return None
-
-
-def _split(text: str, at: set[str]) -> tuple[list[str], list[str]]:
-    """The pieces between separators outside brackets, and the separators."""
-    text = re.sub(r"\\text\s*{\s*(or|and|if and only if|where)\s*}", r" \1 ", text)
-    pieces, joints, start, depth, end = [], [], 0, 0, 0
-    for found in _PIECES.finditer(text):
-        piece = found[0]
-        depth += (piece[-1] in _OPEN) - (piece[-1] in _CLOSE) if len(piece) == 1 or piece in ("\\{", "\\}") else 0
-        if depth <= 0 and piece in at and not (piece == "," and _is_thousands(text, found.start())):
-            pieces.append(text[start : found.start()].strip())
-            joints.append(piece)
-            start = found.end()
-        end = found.end()
-    pieces.append(text[start:end].strip())
-    # 'a, and b' is one joint.
-    kept = [(piece, joint) for piece, joint in zip(pieces, [*joints, ""], strict=True) if piece]
-    return [piece for piece, _ in kept], [joint for _, joint in kept[:-1]]
-
-
-def _is_thousands(text: str, comma: int) -> bool:
-    """A comma without a space between one to three digits and exactly three: 81,213. In brackets a comma always separates."""
-    return bool(
-        re.match(r",\d{3}(?![\d])", text[comma : comma + 5])
-        and re.search(r"(?<![\d.])(?:[1-9]\d{0,2}(?:,\d{3})*)$", text[:comma][-40:])
-    )
-
-
 # One item ------------------------------------------------------------------------------------------------------------
 
 
 def _read_item(text: str) -> Form:
     text = text.strip()
-    pieces, signs = _split(text, set(_RELATIONS))
+    label, text = split_label(text)
+    if "\\pm" in text or "\\mp" in text:
+        return _both_signs(text, label)
+    form = _read_unlabelled(text)
+    if not label:
+        return form
+    if not isinstance(form, Value) or form.name:
+        raise Unreadable("a label of what?")
+    return replace(form, name=label)
+
+
+def _both_signs(text: str, label: str) -> Form:
+    """1 ± √2 is two values, with the upper and the lower signs; (±1, ±2) is four points, one for every choice."""
+    bracketed = re.fullmatch(r"(\(|\\{)(.*)(\)|\\})", text, re.S)
+    if bracketed and balanced(bracketed[2]):
+        pieces, _ = split(bracketed[2], {",", ";"})
+        if len(pieces) > 1 and bracketed[1] == "(":
+            choices = [""]
+            for piece in pieces:
+                signs = _signs(piece)
+                choices = [f"{choice}, {sign}" if choice else sign for choice in choices for sign in signs]
+                if len(choices) > MOST_ITEMS:
+                    raise Unreadable("too many items")
+            return _flat_list([_read_unlabelled(f"({choice})") for choice in choices])
+        if len(pieces) > 1 or bracketed[1] == "\\{":
+            return Many("set", tuple(_read_unlabelled(sign) for piece in pieces for sign in _signs(piece)))
+    items = [_read_unlabelled(sign) for sign in _signs(text)]
+    return _flat_list([replace(item, name=label) if label and isinstance(item, Value) else item for item in items])
+
+
+def _signs(text: str) -> list[str]:
+    if "\\pm" not in text and "\\mp" not in text:
+        return [text]
+    swapped = text.replace("\\mp", "\0").replace("\\pm", "\\mp").replace("\0", "\\pm")
+    return [re.sub(r"\\pm", "+", re.sub(r"\\mp", "-", sign)) for sign in (text, swapped)]
+
+
+def _read_unlabelled(text: str) -> Form:
+    if difference := _MINUS_SET.search(text):
+        return without(as_region(_read_item(text[: difference.start()])), as_region(_read_item(text[difference.end() :])))
+    pieces, signs = split(text, set(_RELATIONS))
     if len(pieces) > 1 or (signs and pieces):
         return _relation(pieces, [_RELATIONS[sign] for sign in signs])
     point = _POINT.fullmatch(text)
@@ -197,36 +178,65 @@ def _read_item(text: str) -> Form:
     if bracketed is not None:
         return bracketed
     if re.fullmatch(r"\\mathbb{[RZNQC]}|\\emptyset", text):
-        return Region((Part(MINUS_OO, OO, False, False),)) if "R" in text else Value(("sym", text))
-    ratio, _ = _split(text, {":"})
+        return EVERYTHING if "R" in text else Value(("sym", text))
+    ratio, _ = split(text, {":"})
     if len(ratio) > 1:
         return Many("ratio", tuple(Value(read_expression(piece)) for piece in ratio))
-    rest, unit = split_unit(text)
-    return Value(read_expression(rest.replace(",", "") if plain_number(rest) is not None else rest), unit)
+    return _quantity(text)
+
+
+def _quantity(text: str) -> Value:
+    """A formula with its unit; a number in words."""
+    said = re.sub(r"\\text\s?{([^{}]*)}", r"\1", text).strip()
+    if (place := ordinal(said)) is not None:
+        return Value(("num", Fraction(place)), Unit("th"))
+    if (spelled := number_in_words(said)) is not None:
+        return Value(("num", spelled))
+    if said.lower() in ("infinity", "infinite", "infinitely many"):
+        return Value(OO)
+    rest, unit, factor = split_unit(text)
+    if (spelled := number_in_words(rest)) is not None:
+        return Value(("num", spelled * factor), unit)
+    tree = read_expression(re.sub(r"[,\s]", "", rest) if plain_number(rest) is not None else rest)
+    decimal = _DECIMAL.fullmatch(rest)
+    decimals = len(decimal[1]) if decimal else -1 if re.search(r"\.\d", rest) else None
+    return Value(tree if factor == 1 else ("mul", tree, ("num", factor)), unit, decimals=decimals if factor == 1 else None)
+
+
+def _formula(text: str) -> Tree:
+    """A formula whose unit does not matter, for it must have the value of another one that has it too."""
+    value = _quantity(text)
+    if value.unit.unknown:
+        raise Unreadable("an unknown unit")
+    return value.tree
 
 
 def _bracketed(text: str) -> Form | None:
     """A tuple, an interval or a set, if one pair of brackets encloses the entire text."""
-    if text[:1] == "{" and text[-1:] == "}" and re.search(r"[,|]", text) and _balanced(text[1:-1]):
+    if text[:1] == "{" and text[-1:] == "}" and re.search(r"[,|]", text) and balanced(text[1:-1]):
         text = f"\\{text[:-1]}\\}}"  # {0, 1} for \{0, 1\}
     opening = "\\{" if text.startswith("\\{") else text[:1]
     closing = "\\}" if text.endswith("\\}") else text[-1:]
     if opening not in ("(", "[", "\\{") or closing not in (")", "]", "\\}") or (opening == "\\{") != (closing == "\\}"):
         return None
     inside = text[len(opening) : len(text) - len(closing)]
-    if not _balanced(inside):
+    if not balanced(inside):
         return None
     if opening == "\\{":
-        builder, _ = _split(inside, {"|", ":"})
+        builder, _ = split(inside, {"|", ":"})
         if len(builder) == 2 and inside.count("|") <= 1:
             return _set_builder(*builder)
-    pieces, joints = _split(re.sub(r",(?=\d)", ", ", inside), {",", ";"})
-    if opening == "\\{":
-        return Many("set", tuple(map(_read_item, pieces)))
-    if len(pieces) < 2 or set(joints) - {",", ";"}:
-        return None
+    pieces, joints = split(re.sub(r",(?=\d)", ", ", inside), {",", ";"})
     if len(pieces) > MOST_ITEMS:
         raise Unreadable("too many items")
+    if opening == "\\{":
+        items = [_read_item(piece) for piece in pieces]
+        return Many(
+            "set",
+            tuple(one for item in items for one in (item.items if isinstance(item, Many) and item.kind == "list" else [item])),
+        )
+    if len(pieces) < 2 or set(joints) - {",", ";"}:
+        return None
     items = tuple(map(_read_item, pieces))
     if opening + closing == "()":
         return Many("tuple", items)
@@ -236,16 +246,6 @@ def _bracketed(text: str) -> Form | None:
     if not isinstance(low, Value) or not isinstance(high, Value):
         raise Unreadable("an interval of what?")
     return Region((Part(low.tree, high.tree, opening == "[", closing == "]"),))
-
-
-def _balanced(text: str) -> bool:
-    depth = 0
-    for found in _PIECES.finditer(text):
-        if len(found[0]) == 1 or found[0] in ("\\{", "\\}"):
-            depth += (found[0][-1] in _OPEN) - (found[0][-1] in _CLOSE)
-            if depth < 0:
-                return False
-    return depth == 0
 
 
 def _set_builder(element: str, condition: str) -> Form:
@@ -263,7 +263,7 @@ def _set_builder(element: str, condition: str) -> Form:
 
 
 def _matrix(text: str) -> Form:
-    found = re.fullmatch(r"(.*?=)?\s*\\begin\s*{([bp]?matrix|array)}(?:{[lcr|]*})?(.*)\\end\s*{\2}\s*", text, re.S)
+    found = re.fullmatch(r"([^\\]*=)?\s*\\begin\s*{([bp]?matrix|array)}(?:{[lcr|]*})?(.*)\\end\s*{\2}\s*", text, re.S)
     if found is None or "\\begin" in found[3]:
         raise Unreadable("an environment")
     rows = [row for row in re.split(r"\\\\", found[3]) if row.strip()]
@@ -287,16 +287,14 @@ def _relation(pieces: list[str], signs: list[str]) -> Form:
         return _equation(pieces, signs)
     if len(signs) == 1:
         return _inequality(pieces[0], signs[0], pieces[1])
-    if len(signs) == 2:
-        return _between(pieces, signs)
-    raise Unreadable("a chain of relations")
+    return _between(pieces, signs)
 
 
 def _membership(name: str, of: str) -> Form:
     if re.fullmatch(r"\\mathbb{[ZNQCR]}(?:\^[*+]|_\+)?", of) and of != r"\mathbb{R}":
-        return Member(name, of)
+        return Member(name.lstrip("\\"), of[8] + ("+" if of[-1] in "+*" else ""))
     form = read_form(of)
-    return replace(form, variable=name) if isinstance(form, Region) else replace(_as_region(form), variable=name)
+    return replace(form, variable=name) if isinstance(form, Region) else replace(as_region(form), variable=name)
 
 
 def _equation(pieces: list[str], signs: list[str]) -> Form:
@@ -304,10 +302,9 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
     name, bound = _named(pieces[0])
     if not name:
         left = pieces[0]
-        names = _bracketed(left) if left.startswith("(") else None
-        if isinstance(names, Many) and len(pieces) == 2:
-            return _assignments(names, read_form(pieces[1]))
-        tree = read_expression(split_unit(left)[0])
+        if left.startswith("(") and len(pieces) == 2 and balanced(left[1:-1]) and "," in left:
+            return _assignments(split(left[1:-1], {","})[0], read_form(pieces[1]))
+        tree = _formula(left)
         if symbols(tree) and len(pieces) == 2:
             return Relation("=", tree, read_expression(pieces[1]))
         if symbols(tree):
@@ -315,19 +312,22 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
         values = pieces
     else:
         values = pieces[1:]
+    also = []
+    while name and not bound and len(values) > 1 and re.fullmatch(r"\\?[A-Za-z](?:_\w)?", values[0]) and set(signs) == {"="}:
+        also.append(_named(values.pop(0))[0])
     rough = None
     if signs[-1] == "~" and len(values) > 1:
-        rough = read_expression(split_unit(values.pop())[0])
+        rough = _formula(values.pop())
         signs = signs[:-1]
     if "~" in signs[: len(signs) - 1] or not values:
         raise Unreadable("a chain of rough equations")
     last = read_form(values[-1])
-    if isinstance(last, Region | Many) and len(values) == 1:
+    if isinstance(last, Region | Many) and len(values) == 1 and not also:
         return replace(last, variable=name) if isinstance(last, Region) else last
     if not isinstance(last, Value) or last.name:
         raise Unreadable("an equation of another kind")
-    others = tuple(read_expression(split_unit(value)[0]) for value in values[:-1])
-    return replace(last, name=name, bound=bound, others=others, rough=rough)
+    others = tuple(_formula(value) for value in values[:-1])
+    return replace(last, name=name, also=tuple(sorted(also)), bound=bound, others=others, rough=rough)
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -338,19 +338,30 @@ def _named(text: str) -> tuple[str, str]:
     if sequence := _SEQUENCE.fullmatch(text):
         return sequence[1] + "_", sequence[2] or sequence[3]
     text = re.sub(r"^\\text\s*{([A-Za-z ]+)}$", r"\1", text)
-    if _NAME.fullmatch(text) or _FUNCTION_VALUE.fullmatch(text) or (re.fullmatch(r"[A-Za-z][A-Za-z ]*", text) and len(text) < 40):
+    if re.fullmatch(r"[A-Za-z][A-Za-z ]{2,39}", text) and not text.isupper():
+        label, _ = split_label(f"{text}: 0")
+        if not label:
+            raise Unreadable("a name that is none")  # 'minus = 3'
+        return same_label(text), ""
+    if _NAME.fullmatch(text) or _FUNCTION_VALUE.fullmatch(text):
         return re.sub(r"[\s{}]|\\text|\\", "", text), ""
     return "", ""
 
 
-def _assignments(names: Many, values: Form) -> Form:
+def _assignments(names: list[str], values: Form) -> Form:
+    """(x, y) = (1, 2): the tuple, with the names of its entries."""
     if not isinstance(values, Many):
         raise Unreadable("names without values")
     if values.kind == "list":
         return Many("list", tuple(_assignments(names, value) for value in values.items))
-    if len(values.items) != len(names.items):
+    if len(values.items) != len(names):
         raise Unreadable("more names than values")
-    return Many("tuple", values.items)
+    called = [_named(name) for name in names]
+    items = [
+        replace(v, name=n, bound=b) if isinstance(v, Value) and not v.name else v
+        for v, (n, b) in zip(values.items, called, strict=True)
+    ]
+    return Many("tuple", tuple(items))
 
 
 def _inequality(left: str, sign: str, right: str) -> Form:
@@ -369,9 +380,12 @@ def _inequality(left: str, sign: str, right: str) -> Form:
 
 
 def _between(pieces: list[str], signs: list[str]) -> Form:
+    """1 < x ≤ 2 is an interval, b < a < c a chain; both are read from the smallest to the largest."""
     if set(signs) <= {">", ">="}:
         pieces, signs = pieces[::-1], [_TURNED[sign] for sign in reversed(signs)]
-    low, middle, high = map(read_expression, pieces)
-    if not set(signs) <= {"<", "<="} or middle[0] != "sym" or middle[1] in symbols(low) | symbols(high):
-        raise Unreadable("a chain of relations")
-    return Region((Part(low, high, signs[0] == "<=", signs[1] == "<="),), middle[1])
+    if not set(signs) <= {"<", "<="} or len(pieces) > MOST_ITEMS:
+        raise Unreadable("relations in both directions")
+    trees = tuple(map(read_expression, pieces))
+    if len(trees) == 3 and trees[1][0] == "sym" and trees[1][1] not in symbols(trees[0]) | symbols(trees[2]):
+        return Region((Part(trees[0], trees[2], signs[0] == "<=", signs[1] == "<="),), trees[1][1])
+    return Chain(trees, tuple(signs))
