@@ -13,7 +13,7 @@ RIGHT: dict[str, list[Pair]] = {
         ("3000000", "3 million"), ("3 million", "3000000"), ("3/2", "3 halves"), ("2/3", "two thirds"), ("36", "3 dozen"),
         ("2.5", "2 and a half"), ("12", "twelve"), ("21", "twenty-one"), ("5 \\text{ cm}^2", "5 square centimeters"),
         ("14", "14 apples"), ("7 \\text{ stuffed goats}", "7 stuffed goats"), ("300 \\text{ cubic feet}", "300 ft^3"),
-        ("120", "120 dollars"), ("5.4 \\text{ square units}", "\\frac{27}{5}"), ("3", "3 students"), ("1/2", "half"),
+        ("5 m/s", "5"), ("9.8", "9.8 m/s^2"), ("120", "120 dollars"), ("5.4 \\text{ square units}", "\\frac{27}{5}"), ("3", "3 students"), ("1/2", "half"),
         ("3", "\\$3"), ("30", "30 percent"),
     ],
     "signs and operators": [
@@ -137,6 +137,7 @@ RIGHT: dict[str, list[Pair]] = {
 
 WRONG: dict[str, list[Pair]] = {
     "units and number words": [
+        ("5 m/s", "5 m"), ("5 m", "5 m/s"), ("5 m/s^2", "5 m/s"), ("3m/g", "3"), ("5x/s", "5x"),
         ("3", "3 million"), ("3", "3 halves"), ("3", "3 squared"), ("3", "3 point five"), ("3", "3 minus two"),
         ("3", "3 factorial"), ("3", "3 wrong"), ("3", "3 (false)"), ("3", "3 cubed"), ("3", "3 plus one"), ("3", "3 negative"),
         ("3", "3 dozen"), ("3", "3rd power"), ("3", "3 hundred"), ("3", "3 over two"), ("3", "3 \\text{ thousand}"),

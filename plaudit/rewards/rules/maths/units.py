@@ -91,7 +91,8 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
     rest, pieces, factor = text.rstrip(), [], Fraction(1)
     for _ in range(_MOST_PIECES):
         found = _PIECE.search(rest, max(0, len(rest) - _WINDOW))
-        if found is None or not (words := _unit_words(found, rest)):
+        numerator = bool(pieces) and pieces[0].startswith("/")
+        if found is None or not (words := _unit_words(found, rest, numerator=numerator)):
             break
         before = rest[: found.start()].rstrip().removesuffix("^").rstrip()
         power = f"^{found['power']}" if found["power"] else ""
@@ -108,13 +109,15 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
     if not _NUMBER_END.search(rest[-20:]) and not rest[-1:].isalnum():
         return text, Unit(), Fraction(1)
     unit = _as_unit(" ".join(pieces))
+    if unit.name.startswith("/"):
+        return text, Unit(), Fraction(1)  # 'x/s' is a formula
     if unit.name.count("%") + unit.name.count("deg") > 1 or re.search(r"([$€£¥]).*[$€£¥%]", unit.name):
         raise Unreadable("a unit twice")
     return rest, unit, factor
 
 
-def _unit_words(found: re.Match[str], rest: str) -> list[str]:
-    """The words of a piece, if it is part of a unit; [] if it belongs to the formula."""
+def _unit_words(found: re.Match[str], rest: str, *, numerator: bool = False) -> list[str]:
+    """The words of a piece, if it is part of a unit; [] if it belongs to the formula. `numerator`: a unit divides it."""
     if found["degree"] is not None:
         return ["deg" + found["degree"][7:].strip().lower()]
     if found["sign"] is not None:
@@ -128,7 +131,11 @@ def _unit_words(found: re.Match[str], rest: str) -> list[str]:
             word in FUNCTIONS
             or word in CONSTANTS
             or (len(word) < 4 and not _known(word))
-            or (len(word) == 1 and not before.rstrip().endswith("/"))
+            or (
+                len(word) == 1
+                and not before.rstrip().endswith("/")
+                and not (numerator and before[-1:].isspace() and found["word"] in SHORT)
+            )
         ):
             return []  # 'x', 'ab' and 'sin' are no units
         words = [word]
