@@ -13,7 +13,8 @@ RIGHT: dict[str, list[Pair]] = {
         ("3000000", "3 million"), ("3 million", "3000000"), ("3/2", "3 halves"), ("2/3", "two thirds"), ("36", "3 dozen"),
         ("2.5", "2 and a half"), ("12", "twelve"), ("21", "twenty-one"), ("5 \\text{ cm}^2", "5 square centimeters"),
         ("14", "14 apples"), ("7 \\text{ stuffed goats}", "7 stuffed goats"), ("300 \\text{ cubic feet}", "300 ft^3"),
-        ("5 m/s", "5"), ("9.8", "9.8 m/s^2"), ("120", "120 dollars"), ("5.4 \\text{ square units}", "\\frac{27}{5}"), ("3", "3 students"), ("1/2", "half"),
+        ("5 m/s", "5"), ("9.8", "9.8 m/s^2"),
+        ("120", "120 dollars"), ("5.4 \\text{ square units}", "\\frac{27}{5}"), ("3", "3 students"), ("1/2", "half"),
         ("3", "\\$3"), ("30", "30 percent"),
     ],
     "signs and operators": [

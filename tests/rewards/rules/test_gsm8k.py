@@ -17,7 +17,7 @@ NONE = np.zeros(0)
 
 def score_of(text: str, truth: object, **settings) -> Score:
     reward = Gsm8k(kind="gsm8k", **settings).build()
-    return reward._score(Prompt("p", [], ground_truth=truth), Sample("p", 0, NONE, text, "finished", NONE, NONE, 0))
+    return reward.score_now(Prompt("p", [], ground_truth=truth), Sample("p", 0, NONE, text, "finished", NONE, NONE, 0))
 
 
 @pytest.mark.parametrize(
