@@ -53,6 +53,9 @@ def _set_quiet(quiet: bool) -> bool:
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: only errors and the result.", callback=_set_quiet)
 ]
+SpecialTokens = Annotated[
+    Literal["text", "control"], typer.Option(help="What control tokens (<|im_end|>) inside messages are read as.")
+]
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("sft"))
@@ -129,6 +132,7 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 4096,
     too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What to do with longer prompts.")] = "filter",
+    special_tokens: SpecialTokens = "text",
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Sequences sampled concurrently. Default: 256 on a CPU, 1024 on a GPU.")
@@ -156,7 +160,9 @@ def sample(
     from plaudit.rollout.engine import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()), seed)
-    job = SampleJob(settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device)
+    job = SampleJob(
+        settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device, special_tokens
+    )
     print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
 
 
@@ -178,6 +184,7 @@ def ask(
     truth: Annotated[str | None, typer.Option(help="The right answer, for rewards that compare with it.")] = None,
     data_source: Annotated[str, typer.Option(help="The row's data_source, for rewards with `when`.")] = "",
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest question or chat.")] = 4096,
+    special_tokens: SpecialTokens = "text",
     tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
@@ -203,7 +210,7 @@ def ask(
 
     sampling = SampleSettings(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        max_prompt_tokens=max_prompt_tokens, device=device,
+        max_prompt_tokens=max_prompt_tokens, special_tokens=special_tokens, device=device,
     )  # fmt: skip
     job = AskJob(settings, sampling, system, scored_by, truth, data_source)
     if question is None:

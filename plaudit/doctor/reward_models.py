@@ -58,7 +58,13 @@ class InputRenderer:
         return self.template.render(model_input.messages, generation_prompt=True)
 
     def tokens(self, model_input: ModelInput) -> list[int]:
-        return self.tokenizer(self.text(model_input), add_special_tokens=False)["input_ids"]
+        if isinstance(model_input, list):
+            template = self.template
+            return template.tokens(model_input) if isinstance(template, Transcript) else template.conversation_tokens(model_input)
+        if model_input.text is not None:
+            return self.template.control_tokens.text_tokens(model_input.marked or model_input.text)
+        assert isinstance(self.template, ChatTemplate), "only generative models take requests"
+        return self.template.prompt_tokens(model_input.messages)
 
 
 class ModelRewardCheck:

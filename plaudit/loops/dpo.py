@@ -41,7 +41,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.deterministic:
         compute_repeatably(device)
-    template = load_model_template(recipe.model)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     inputs = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     if recipe.reference.path is not None:

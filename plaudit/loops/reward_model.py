@@ -41,8 +41,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.deterministic:
         compute_repeatably(device)
-    template = load_model_template(recipe.model)
-    transcript = Transcript(template.tokenizer, template.text)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
+    transcript = Transcript(template.tokenizer, template.text, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, files, template, columns) as run:

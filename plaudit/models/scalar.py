@@ -7,6 +7,7 @@ Two forms are supported: a sequence classifier with one label, whose head is `sc
 and no search for the last real token, and the head computes in fp32.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from plaudit.data.control_tokens import ControlTokens, SpecialTokens
 from plaudit.data.pack import pack, split_by_tokens
 from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
 from plaudit.errors import DataError, RecipeError
@@ -172,7 +174,8 @@ class Transcript:
     special tokens: templates write their own BOS.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, special_tokens: SpecialTokens = "text"):
+        """`special_tokens`: what control tokens in messages are."""
         self.tokenizer, self.template = tokenizer, template
         probe: list[Message] = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
         try:
@@ -181,6 +184,7 @@ class Transcript:
             raise RecipeError(
                 f"{tokenizer.name_or_path}: the chat template cannot render a user and an assistant message: {error}"
             ) from None
+        self.control_tokens = ControlTokens(tokenizer, re.split("Ping[?]|Pong[.]", shown), special_tokens)
         if "Ping?" not in shown or "Pong." not in shown:
             raise RecipeError(
                 f"{tokenizer.name_or_path}: the chat template does not show what the user and the assistant say; choose another "
@@ -192,21 +196,22 @@ class Transcript:
         return text
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        ids: Any = self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
-        return ids
+        marked, _, mark = self.control_tokens.quote(messages)
+        return self.control_tokens.encode([self.render(marked)], [mark])[0][0]
 
     def examples(self, conversations: Sequence[tuple[str, Conversation]]) -> list[Example]:
         """`tokens` for many conversations, each with its location for error messages: sequences to score, without target tokens."""
-        texts = []
+        texts, marks = [], []
         for where, conversation in conversations:
             if conversation.tools:
                 raise DataError(f"{where}: has tools, which reward models are not shown; leave that column out")
             try:
-                texts.append(self.render(conversation.messages))
+                messages, _, mark = self.control_tokens.quote(conversation.messages)
+                texts.append(self.render(messages))
+                marks.append(mark)
             except RENDER_ERRORS as error:
                 raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None
-        encoded: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [_example(tokens) for tokens in encoded]
+        return [_example(tokens) for tokens, _ in self.control_tokens.encode(texts, marks)]
 
 
 def transcript_of(settings: RewardModel) -> Transcript:
