@@ -13,6 +13,7 @@ pre-fills (`<think>`) nor what follows the end token.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
 from itertools import pairwise, takewhile
@@ -34,6 +35,9 @@ from plaudit.types import Conversation, Example, Message
 NAMED = ("chatml", "llama3", "qwen", "plain")
 # Unicode noncharacters, reserved for internal use: no text contains them, and no template trims them.
 MARK, HIDDEN_THINK, HIDDEN_END_THINK = "\ufdd0", "\ufdd1", "\ufdd2"
+MAX_TURNS_LOCATED_ALONE = 32
+MAX_RENDERED_MESSAGES = 500_000
+"""Messages rendered to locate the turns of one row: seconds."""
 # What rendering may raise: the template's own raise_exception, an expression that does not fit the messages, or messages
 # nested too deeply.
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
@@ -164,9 +168,7 @@ class ChatTemplate:
         texts, spans = zip(*(self._marked_spans(c, where, train_on) for where, c in conversations), strict=True)
         result = []
         for (where, _), targets, (tokens, covered) in zip(conversations, spans, self._encode(texts), strict=True):
-            mask = np.zeros(len(tokens), dtype=bool)
-            for begin, end in targets:
-                mask |= (covered[:, 1] > begin) & (covered[:, 0] < end)
+            mask = _overlapping(covered, targets)
             mask[:1] = False
             if not mask.any():
                 raise DataError(f"{where}: the chat template leaves no target tokens; `plaudit doctor` shows how rows are rendered")
@@ -219,15 +221,48 @@ class ChatTemplate:
     def _spans(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         full = self.render(messages, tools)
         if messages[-1]["role"] != "assistant":
-            return full, [self._span(messages, i, tools, full) for i in turns]
+            return full, self._turn_spans(messages, turns, tools, full)
         *earlier, last = turns
         start, end = self._span(messages, last, tools, full)
         prompt = self._render_if_possible(messages[:-1], tools, generation_prompt=True)
         if prompt is None or prompt.startswith(full[:start]):
-            return full, [*(self._span(messages, i, tools, full) for i in earlier), (start, end)]
+            return full, [*self._turn_spans(messages, earlier, tools, full), (start, end)]
         # The full text contains a different prompt than sampling uses: Mistral's template drops the system prompt once answered.
-        spans = [self._span(messages[:-1], i, tools, prompt, generation_prompt=True) for i in earlier]
+        spans = self._turn_spans(messages[:-1], earlier, tools, prompt, generation_prompt=True)
         return prompt + full[start:], [*spans, (len(prompt), len(prompt) + end - start)]
+
+    def _turn_spans(
+        self, messages: list[Message], turns: list[int], tools: list[Any] | None, full: str, *, generation_prompt: bool = False
+    ) -> list[tuple[int, int]]:
+        """Where each turn starts and ends. In a long conversation, turns between the same texts are alike: some of each kind are
+        located, the others follow from where their contents are. Locating all would render each beginning of the conversation."""
+
+        def locate(i: int) -> tuple[int, int]:
+            return self._span(messages, i, tools, full, generation_prompt=generation_prompt)
+
+        if len(turns) <= MAX_TURNS_LOCATED_ALONE:
+            return list(map(locate, turns))
+        rendered = self._render_if_possible(list(map(_with_marked_content, messages)), tools, generation_prompt=generation_prompt)
+        pieces = rendered.split(MARK) if rendered is not None and rendered.replace(MARK, "") == full else []
+        contents = [message["content"].strip() for message in messages]
+        if pieces[1::2] != contents:
+            _require_few_messages(sum(turns))
+            return list(map(locate, turns))
+        places = np.cumsum([0, *map(len, pieces)])  # content i is full[places[2i + 1] : places[2i + 2]]
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for i in turns:
+            kinds[i > 0 and messages[i - 1]["role"], pieces[2 * i], pieces[2 * i + 2], i + 1 < len(messages)].append(i)
+        tried = {i for alike in kinds.values() for i in (alike[0], alike[len(alike) // 2], alike[-1])}
+        _require_few_messages(sum(tried))
+        spans = {i: locate(i) for i in sorted(tried)}
+        for alike in kinds.values():
+            offsets = {(spans[i][0] - places[2 * i + 1], spans[i][1] - places[2 * i + 2]) for i in tried.intersection(alike)}
+            if len(offsets) > 1:
+                _require_few_messages(sum(turns))
+                return list(map(locate, turns))
+            [(before, after)] = offsets
+            spans |= {i: (int(places[2 * i + 1] + before), int(places[2 * i + 2] + after)) for i in alike}
+        return [spans[i] for i in turns]
 
     def _span(
         self, messages: list[Message], i: int, tools: list[Any] | None, full: str, *, generation_prompt: bool = False
@@ -255,6 +290,27 @@ class ChatTemplate:
                 "choose another model.chat_template, or data.train_on=last"
             )
         return start, end
+
+
+def _overlapping(covered: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Which tokens overlap one of the spans, which are in order."""
+    begins, ends = np.array([*spans, (np.iinfo(np.int64).max,) * 2], dtype=np.int64).T
+    return begins[np.searchsorted(ends, covered[:, 0], side="right")] < covered[:, 1]
+
+
+def _with_marked_content(message: Message) -> Message:
+    """Markers around the content, inside its outer white space, which a template may trim."""
+    content = message["content"]
+    start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+    return {**message, "content": f"{content[:start]}{MARK}{content[start:end]}{MARK}{content[max(start, end) :]}"}
+
+
+def _require_few_messages(rendered: int) -> None:
+    if rendered > MAX_RENDERED_MESSAGES:
+        raise ValueError(
+            "the conversation is too long: this template changes turns that others follow, so that each has to be located by "
+            "rendering all messages before it. Split the row, or set data.train_on=last"
+        )
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
