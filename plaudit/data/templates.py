@@ -223,8 +223,8 @@ class ChatTemplate:
         if messages[-1]["role"] != "assistant":
             return full, self._turn_spans(messages, turns, tools, full)
         *earlier, last = turns
-        start, end = self._span(messages, last, tools, full)
         prompt = self._render_if_possible(messages[:-1], tools, generation_prompt=True)
+        start, end = self._span(messages, last, tools, full, prompt)
         if prompt is None or prompt.startswith(full[:start]):
             return full, [*self._turn_spans(messages, earlier, tools, full), (start, end)]
         # The full text contains a different prompt than sampling uses: Mistral's template drops the system prompt once answered.
@@ -238,7 +238,8 @@ class ChatTemplate:
         located, the others follow from where their contents are. Locating all would render each beginning of the conversation."""
 
         def locate(i: int) -> tuple[int, int]:
-            return self._span(messages, i, tools, full, generation_prompt=generation_prompt)
+            prompt = self._render_if_possible(messages[:i], tools, generation_prompt=True)
+            return self._span(messages, i, tools, full, prompt, generation_prompt=generation_prompt)
 
         if len(turns) <= MAX_TURNS_LOCATED_ALONE:
             return list(map(locate, turns))
@@ -265,10 +266,16 @@ class ChatTemplate:
         return [spans[i] for i in turns]
 
     def _span(
-        self, messages: list[Message], i: int, tools: list[Any] | None, full: str, *, generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        i: int,
+        tools: list[Any] | None,
+        full: str,
+        prompt: str | None,
+        *,
+        generation_prompt: bool = False,
     ) -> tuple[int, int]:
-        """Where turn i starts and ends in the full text."""
-        prompt = self._render_if_possible(messages[:i], tools, generation_prompt=True)
+        """Where turn i starts and ends in the full text. `prompt`: the messages before it, if they can be rendered."""
         upto = self._render_if_possible(messages[: i + 1], tools) if i < len(messages) - 1 else full
         upto = upto and upto.removesuffix(self._after_end_token)
         start = len(prompt) if prompt is not None and full.startswith(prompt) else None

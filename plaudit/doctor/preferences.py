@@ -9,11 +9,12 @@ from rich.text import Text
 from plaudit.data.conversations import Source
 from plaudit.data.pairs import Preference
 from plaudit.data.templates import ChatTemplate
+from plaudit.data.transcript import Transcript
 from plaudit.doctor import rows
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import architecture, read_config
-from plaudit.models.scalar import Transcript, value_head_file
+from plaudit.models.scalar import value_head_file
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe
 from plaudit.types import Example
 

@@ -7,7 +7,6 @@ Two forms are supported: a sequence classifier with one label, whose head is `sc
 and no search for the last real token, and the head computes in fp32.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +21,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from plaudit.data.control_tokens import ControlTokens, SpecialTokens
 from plaudit.data.pack import pack, split_by_tokens
-from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
-from plaudit.errors import DataError, RecipeError
+from plaudit.data.templates import load_tokenizer, template_text
+from plaudit.data.transcript import Transcript
+from plaudit.errors import RecipeError
 from plaudit.hub import model_folder
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
@@ -37,7 +35,7 @@ from plaudit.models.trainable import load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.threads import fit_threads
-from plaudit.types import Batch, Conversation, Example, Message
+from plaudit.types import Batch, Example
 
 VALUE_HEAD = "value_head.safetensors"
 # Per forward pass: enough to keep the device busy; activations without gradients are small (7B in bf16: about 0.1 MB a token).
@@ -162,56 +160,6 @@ def read_value_head(path: str, hidden: int) -> tuple[Tensor, Tensor | None] | No
         found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())) or "nothing"
         raise RecipeError(f"{file}: v_head.summary.weight [1, {hidden}] and v_head.summary.bias [1] are wanted; found: {found}")
     return weight, bias  # pyright: ignore[reportReturnType]
-
-
-# Conversations -------------------------------------------------------------------------------------------------------
-
-
-class Transcript:
-    """Conversations as the reward model sees them: with its own tokenizer and template, and no generation prompt.
-
-    The rendered text is tokenised in one piece, as transformers does and as published models were trained. The tokenizer adds no
-    special tokens: templates write their own BOS.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, special_tokens: SpecialTokens = "text"):
-        """`special_tokens`: what control tokens in messages are."""
-        self.tokenizer, self.template = tokenizer, template
-        probe: list[Message] = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
-        try:
-            shown = self.render(probe)
-        except RENDER_ERRORS as error:
-            raise RecipeError(
-                f"{tokenizer.name_or_path}: the chat template cannot render a user and an assistant message: {error}"
-            ) from None
-        self.control_tokens = ControlTokens(tokenizer, re.split("Ping[?]|Pong[.]", shown), special_tokens)
-        if "Ping?" not in shown or "Pong." not in shown:
-            raise RecipeError(
-                f"{tokenizer.name_or_path}: the chat template does not show what the user and the assistant say; choose another "
-                "with model.chat_template"
-            )
-
-    def render(self, messages: Sequence[Message]) -> str:
-        text: Any = self.tokenizer.apply_chat_template(list(messages), chat_template=self.template, tokenize=False)
-        return text
-
-    def tokens(self, messages: Sequence[Message]) -> list[int]:
-        marked, _, mark = self.control_tokens.quote(messages)
-        return self.control_tokens.encode([self.render(marked)], [mark])[0][0]
-
-    def examples(self, conversations: Sequence[tuple[str, Conversation]]) -> list[Example]:
-        """`tokens` for many conversations, each with its location for error messages: sequences to score, without target tokens."""
-        texts, marks = [], []
-        for where, conversation in conversations:
-            if conversation.tools:
-                raise DataError(f"{where}: has tools, which reward models are not shown; leave that column out")
-            try:
-                messages, _, mark = self.control_tokens.quote(conversation.messages)
-                texts.append(self.render(messages))
-                marks.append(mark)
-            except RENDER_ERRORS as error:
-                raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None
-        return [_example(tokens) for tokens, _ in self.control_tokens.encode(texts, marks)]
 
 
 def transcript_of(settings: RewardModel) -> Transcript:

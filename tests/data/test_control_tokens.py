@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.data.control_tokens import MARKS, ControlTokens, Marked
 from plaudit.data.templates import ChatTemplate
-from plaudit.models.scalar import Transcript
+from plaudit.data.transcript import Transcript
 from plaudit.types import Conversation, Message
 from support.paths import CHAT_TEMPLATES
 
