@@ -101,7 +101,7 @@ def cut(example: Example, limit: int, *, left: bool) -> Example:
     keep = slice(len(example) - limit, None) if left else slice(0, limit)
     mask = example.loss_mask[keep].copy()
     mask[0] = False  # its context has been cut off
-    return Example(example.tokens[keep], mask)
+    return Example(example.tokens[keep].copy(), mask)  # a view would keep the full row in memory
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

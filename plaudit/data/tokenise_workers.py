@@ -113,6 +113,8 @@ class Workers:
         process = self._free.get()
         try:
             return process.tokenise(conversations)
+        except DataError:  # the row's fault
+            raise
         except (OSError, EOFError, ValueError) as error:
             if not process.failed and not self._ending:
                 process.failed = True
