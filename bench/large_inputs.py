@@ -32,7 +32,7 @@ def write_rows(file: Path, count: int, seed: int = 0) -> Path:
     words = ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 3))) for _ in range(2000)]
     with file.open("w", encoding="utf-8") as out:
         for i in range(count):
-            question, answer = (" ".join(draw.choices(words, k=draw.randint(15, 30))) for _ in range(2))
+            question, answer = (" ".join(draw.choices(words, k=draw.randint(24, 44))) for _ in range(2))
             messages = [{"role": "user", "content": f"{i}: {question}?"}, {"role": "assistant", "content": f"{answer}."}]
             out.write(json.dumps({"messages": messages}) + "\n")
     return file

@@ -195,7 +195,10 @@ def work() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     try:
         start = json.loads(_read(requests))
-        tokenise = Tokeniser(**start | {"model": ModelSettings(**start["model"])}).build()
+        model = ModelSettings(**start["model"])
+        if not model.trust_remote_code:  # a tokenizer needs no torch, but transformers imports it if it can: seconds, and 300 MB
+            sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+        tokenise = Tokeniser(**start | {"model": model}).build()
         while True:
             _answer(answers, tokenise, json.loads(_read(requests)))
     except (EOFError, BrokenPipeError):
