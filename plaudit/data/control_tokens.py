@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # recipes with judges import this file, and need neither
 SpecialTokens = Literal["text", "control"]
 THOUGHTS = ("<think>", "</think>")
 """An assistant writes these itself, whatever the tokenizer calls them."""
+THOUGHT_TAGS = re.compile("</?think>")
 # Unicode noncharacters, reserved for internal use. Templates render \ufdd0 to \ufdd2 for purposes of their own.
 MARKS = [chr(code) for code in range(0xFDD3, 0xFDF0)] + [chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF)]
 Encoded = tuple[list[int], np.ndarray]
@@ -50,7 +53,7 @@ class ControlTokens:
         self.names = sorted(
             token.content
             for token in added
-            if token.content and (token.special or (token.content in written and token.content not in THOUGHTS))
+            if token.content.strip() and (token.special or (token.content in written and _is_markup(token.content)))
         )
         self._quoted = _Quoted(self.names)
         self._quoted_by_assistant = _Quoted([name for name in self.names if name not in THOUGHTS])
@@ -211,19 +214,34 @@ class _Quoted:
 
     def __init__(self, names: Sequence[str]):
         self._names, self._longest = names, max(map(len, names), default=0)
-        trie = _trie(names)
-        self.whole = re.compile(trie)
-        self._begun = re.compile(rf"(?:{_trie(names, begun=True)})(?=\s*(?:</?think>|\Z))" if names else "(?!)")
-        self._first_letter = re.compile(rf"(?={trie})(.)", re.DOTALL)  # looks ahead, because control tokens may overlap
+        self._first_letters = {name[0] for name in names}
+        self._beginnings = {name[:length] for name in names for length in range(1, len(name))}
+        self.whole = re.compile(_trie(names))
+        self._begins = re.compile(f"(?={_trie(names)})")  # looks ahead, because control tokens may overlap
 
     def concerns(self, text: str) -> bool:
-        return bool(self.whole.search(text) or self._begun.search(text) or self._is_within_one(text))
+        return bool(self.whole.search(text) or self._begun(text) or self._is_within_one(text))
 
     def insert(self, mark: str, text: str) -> str:
+        """Put the mark after the first character of each."""
+        places = {match.start() for match in self._begins.finditer(text)} | set(self._begun(text))
         if self._is_within_one(text):
-            return text[0] + mark + text[1:]
-        text = self._first_letter.sub(rf"\g<1>{mark}", text)
-        return self._begun.sub(lambda begun: begun[0][0] + mark + begun[0][1:], text)
+            places.add(0)
+        cuts = [0, *(place + 1 for place in sorted(places)), len(text)]
+        return mark.join(text[begin:end] for begin, end in pairwise(cuts))
+
+    def _begun(self, text: str) -> list[int]:
+        """Where a control token begins that the text, or its thoughts, do not end."""
+        places = []
+        for end in (*(tag.start() for tag in THOUGHT_TAGS.finditer(text)), len(text)):
+            while end and text[end - 1].isspace():
+                end -= 1
+            places += [
+                place
+                for place in range(max(0, end - self._longest), end)
+                if text[place] in self._first_letters and text[place:end] in self._beginnings
+            ]
+        return places
 
     def _is_within_one(self, text: str) -> bool:
         return 0 < len(text) < self._longest and not text.isalnum() and any(text in name for name in self._names)
@@ -237,18 +255,23 @@ def _map(value: Any, quoted: _Quoted, mark: str) -> Any:
     return [_map(inner, quoted, mark) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _trie(names: Sequence[str], *, begun: bool = False) -> str:
-    """A pattern for the longest of the names, or of their beginnings, shared prefixes first: one branch per character, where an
-    alternative per name would be tried at every place."""
+def _trie(names: Sequence[str]) -> str:
+    """A pattern for the longest of the names at a place. What they share is tried once; an alternative per name would be slow."""
     if not names:
         return "(?!)"
     branches = []
     for first in sorted({name[0] for name in names}):
-        rest = [name[1:] for name in names if name[0] == first]
-        deeper = [name for name in rest if name]
-        inner = f"(?:{_trie(deeper, begun=begun)})" if deeper else ""
-        branches.append(re.escape(first) + inner + ("?" if inner and (begun or len(deeper) < len(rest)) else ""))
+        alike = [name for name in names if name[0] == first]
+        shared = commonprefix(alike)  # noqa: RUF071 (characters, not folders)
+        rest = [name[len(shared) :] for name in alike if name != shared]
+        inner = f"(?:{_trie(rest)})" if rest else ""
+        branches.append(re.escape(shared) + inner + ("?" if inner and shared in alike else ""))
     return "|".join(branches)
+
+
+def _is_markup(token: str) -> bool:
+    """Words, white space and punctuation may be added tokens too; they are no control tokens, though templates write them."""
+    return token not in THOUGHTS and re.fullmatch(r"[^\w\s].*\w.*[^\w\s]", token) is not None
 
 
 def _rename_in_model(model: dict[str, Any], names: dict[str, str]) -> None:

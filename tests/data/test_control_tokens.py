@@ -254,13 +254,13 @@ def test_scalar_models_read_a_response_as_text():
 
 def test_added_tokens_that_the_template_writes_are_control_tokens_though_not_special():
     core = Tokenizer.from_str(byte_tokenizer().backend_tokenizer.to_str())
-    core.add_tokens([AddedToken(token, special=False) for token in ("<turn>", "<other>")])
+    core.add_tokens([AddedToken(token, special=False) for token in ("<turn>", "<other>", "user", ": ", "assistant")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
     turns = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     text = turns + "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
     names = ChatTemplate(tokenizer, text).control_tokens.names
     assert "<turn>" in names
-    assert "<other>" not in names
+    assert not {"<other>", "user", ": ", "assistant"} & set(names)
 
 
 def test_a_raw_prompt_quotes_its_values():
@@ -272,3 +272,12 @@ def test_a_raw_prompt_quotes_its_values():
     names = [byte_tokenizer().convert_ids_to_tokens(token) for token in control.text_tokens(marked)]
     assert [name for name in names if name in SPECIAL] == ["<|im_start|>", "<|im_end|>"]
     assert control.quoting(["3 is less than 4"]) is None
+
+
+def test_very_long_and_very_many_control_tokens():
+    core = Tokenizer.from_str(byte_tokenizer().backend_tokenizer.to_str())
+    names = ["<" + "x" * 2000 + ">", *(f"<unused{i}>" for i in range(3000))]
+    core.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    template = ChatTemplate(PreTrainedTokenizerFast(tokenizer_object=core), chat("qwen25").text)
+    expected = structure(template, template.prompt_tokens([user("a")]))
+    assert structure(template, template.prompt_tokens([user("".join(names[:50]))])) == expected
