@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
@@ -219,7 +219,12 @@ class _Quoted:
         self.whole = re.compile(_trie(names))
         self._begins = re.compile(f"(?={_trie(names)})")  # looks ahead, because control tokens may overlap
 
+        self._concerns_short = lru_cache(maxsize=1024)(self._concerns)
+
     def concerns(self, text: str) -> bool:
+        return self._concerns_short(text) if len(text) < 16 else self._concerns(text)  # roles and keys come again and again
+
+    def _concerns(self, text: str) -> bool:
         return bool(self.whole.search(text) or self._begun(text) or self._is_within_one(text))
 
     def insert(self, mark: str, text: str) -> str:
