@@ -11,6 +11,7 @@ Everything here is loaded when it is first used, so that `import plaudit` is fas
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plaudit.host import use_huge_pages
 from plaudit.threads import let_threads_sleep
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["PlauditError", "RunFolder", "Scorer", "__version__", "dpo", "load_run", "reward_model", "rl", "sample", "sft"]
 
-let_threads_sleep()  # here, because nothing else is sure to run before torch is imported
+# Here, because nothing else is sure to run before torch is imported:
+let_threads_sleep()
+use_huge_pages()
 
 _MODULES = {"PlauditError": "errors", "RunFolder": "run_folder", "Scorer": "scoring"}
 

@@ -18,7 +18,8 @@ from plaudit.data.in_memory import rows_file
 from plaudit.errors import DataError
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.input_files import InputFile, place_inputs, written
-from plaudit.inputs import check_files, require_causal_model, require_model
+from plaudit.inputs import check_files, require_causal_model, require_model, require_rows
+from plaudit.lora_folder import CONFIG as LORA_CONFIG
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.rewards.functions.callables import reward_entries
 from plaudit.run_folder import RunFolder, refuse_while_training
@@ -106,6 +107,7 @@ def _train(stage: str, recipe: StrPath | None, sections: Mapping[str, Any]) -> R
     refuse_while_training(folder)
     with written(files, folder):
         checked = check_files(loaded)
+        require_rows(loaded.recipe, checked[1])
 
         from plaudit.loops.train import train
 
@@ -155,8 +157,10 @@ def _contents(value: Any) -> Any:
             return value.digest
         case str() if os.path.isfile(value):  # unlike Path's, False for text that cannot be a path
             return [value, fingerprint(Path(value))]
-        case str() if os.path.isfile(os.path.join(value, "config.json")):
+        case str() if any(os.path.isfile(os.path.join(value, name)) for name in ("config.json", LORA_CONFIG)):
             return [value, weights_fingerprint(Path(value))]
+        case str() if os.path.isfile(os.path.join(value, "state.json")):  # rows that save_to_disk wrote
+            return [value, fingerprint(Path(value))]
         case bool() | int() | float() | str() | None:
             return value
     return repr(value)
@@ -203,7 +207,7 @@ def sample(
 
         from plaudit.loops.sample import sample_table
 
-        return sample_table(settings, sources, arguments, folder)
+        return sample_table(settings, sources, arguments)
 
 
 def _prompt_sources(prompts: Any, folder: Path) -> list[Source]:

@@ -5,7 +5,7 @@
       trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name, a few gigabytes per file
       critic/, critic_trainer/                  the same for a critic (or for its head, if it shares the policy's layers)
       state.json              steps and updates done, updates skipped, best validation so far
-      manifest.json           every file and its size: a checkpoint that does not match was cut short
+      manifest.json           every file with its size and checksum (manifest.py), verified when a run resumes
 
 Data order, schedule and randomness are functions of the seed and the step, so the step is all that has to be saved of them.
 A folder is written aside and renamed, so a killed process leaves the previous checkpoint intact. Nothing is pickled. Tensors are
@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-
 from plaudit.errors import PlauditError, RunError
-from plaudit.files import atomic_folder, is_disk_error, remove_leftovers
+from plaudit.files import atomic_folder, is_disk_error, remove_leftovers, syncing
+from plaudit.json_files import UnreadableJson, read_object
+from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
+
+DAMAGED = ".damaged"
+"""Ends the name of a checkpoint that a run could not resume from."""
 
 
 class Saveable(Protocol):
@@ -66,8 +69,10 @@ def save_checkpoint(root: Path, step: int, owner: Saveable, **notes: Any) -> Che
         with atomic_folder(final) as folder:
             state: dict[str, Any] = {"step": step, **notes, **owner.save_state(folder)}
             (folder / "state.json").write_text(json.dumps(state, indent=1))
-            files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-            (folder / "manifest.json").write_text(json.dumps(files, indent=1))
+            names = files_in(folder)
+            with syncing([folder / name for name in names]):  # the disk writes while we compute
+                entries = describe_files(folder, names)
+            write_manifest(folder, entries)
     return Checkpoint(final, state)
 
 
@@ -94,29 +99,49 @@ def clear_write_errors(path: Path, root: Path) -> Iterator[None]:
 
 
 def newest_intact(root: Path) -> str:
-    intact = [path.name for path in checkpoint_folders(root) if _fault(path) is None]
+    intact = [path.name for path in checkpoint_folders(root) if find_damage(path, content=False) is None]
     return f"{intact[-1]} is intact" if intact else "no checkpoint exists yet"
 
 
 def find_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint, and a warning for each newer one that is damaged."""
+    """The newest intact checkpoint, every byte of it verified, and a warning for each newer one that is damaged. Damaged ones are
+    renamed, so that no later step counts them; without an intact one, all stay as they are."""
     if not root.exists():
         return None, []
     remove_leftovers(root, ["step_*"])
-    warnings = []
+    damaged: dict[Path, str] = {}
     for folder in reversed(checkpoint_folders(root)):
-        fault = _fault(folder)
-        if fault is None:
-            return Checkpoint(folder, json.loads((folder / "state.json").read_text())), warnings
-        warnings.append(f"{folder} is incomplete ({fault})")
-    return None, warnings
+        found = _read_verified(folder)
+        if isinstance(found, Checkpoint):
+            return found, [f"{_set_aside(folder)}: this checkpoint is damaged ({fault})" for folder, fault in damaged.items()]
+        damaged[folder] = found
+    return None, [f"{folder}: this checkpoint is damaged ({fault})" for folder, fault in damaged.items()]
+
+
+def _read_verified(folder: Path) -> Checkpoint | str:
+    """The checkpoint, or what is wrong with it."""
+    if fault := find_damage(folder, content=True):
+        return fault
+    try:
+        state = read_object(folder / "state.json")
+    except UnreadableJson as error:
+        return f"state.json: {error}"
+    step = int(folder.name.removeprefix("step_"))
+    return Checkpoint(folder, state) if state.get("step") == step else f"state.json: it is not that of step {step}"
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(folder.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_step: int | None) -> None:
-    """Delete all checkpoints except the newest `keep_last` intact ones and that of `keep_step`."""
-    intact = [folder for folder in checkpoint_folders(root) if _fault(folder) is None]
+    """Delete all checkpoints except the newest `keep_last` intact ones and that of `keep_step`. Sizes are compared only: whatever
+    this process has written or resumed from was verified."""
+    intact = [folder for folder in checkpoint_folders(root) if find_damage(folder, content=False) is None]
     kept = {*intact[-keep_last:], root / f"step_{keep_step or 0:06d}"}
-    for folder in checkpoint_folders(root):
+    for folder in [*checkpoint_folders(root), *root.glob(f"step_*{DAMAGED}")]:
         if folder not in kept:
             shutil.rmtree(folder)
 
@@ -133,24 +158,3 @@ def checkpoint_folders(root: Path) -> list[Path]:
     """In step order. A copy that a user keeps as step_000040_good is not one of ours."""
     found = [path for path in root.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def _fault(folder: Path) -> str | None:
-    try:
-        files = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return "its manifest.json is missing or unreadable"
-    for name, size in files.items():
-        path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-    try:
-        json.loads((folder / "state.json").read_bytes())
-        for path in folder.rglob("*.safetensors"):
-            with safe_open(path, framework="np"):  # reads the header and checks it against the file size
-                pass
-    except (OSError, ValueError, SafetensorError) as error:
-        return f"its content is damaged: {error}"
-    return None

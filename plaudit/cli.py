@@ -15,9 +15,26 @@ from plaudit.config import load
 from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
-from plaudit.options import DataSource, RewardRecipe, Rollouts, Tokenizer, split_overrides
+from plaudit.options import (
+    ChatTemplateName,
+    DataSource,
+    Device,
+    Dtype,
+    MaxNewTokens,
+    MaxPromptTokens,
+    ModelName,
+    ModelTokenizer,
+    RewardRecipe,
+    Rollouts,
+    SamplingSeed,
+    Temperature,
+    Tokenizer,
+    TopP,
+    parse_object_option,
+    split_overrides,
+)
 from plaudit.prepare.cli import prepare
-from plaudit.recipe import ModelSettings, SampleSettings
+from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.serving.cli import serve
 
 app = typer.Typer(
@@ -113,34 +130,32 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
 
 @app.command(epilog=examples("sample"))
 def sample(
-    model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
+    model: ModelName,
     prompts: Annotated[
         list[str], typer.Argument(help="Prompts: files (.parquet, .jsonl, .json), or data sets on the hub.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per prompt.", show_default=False)],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens that add up to this probability.")
-    ] = 1.0,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = None,
     min_p: Annotated[
         float, typer.Option(min=0.0, max=0.999, help="Drop tokens below this fraction of the best one's probability.")
     ] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 4096,
+    seed: SamplingSeed = 0,
+    max_prompt_tokens: MaxPromptTokens = 4096,
     too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What to do with longer prompts.")] = "filter",
     special_tokens: SpecialTokens = "text",
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Sequences sampled concurrently. Default: 256 on a CPU, 1024 on a GPU.")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
-    chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    tokenizer: ModelTokenizer = None,
+    chat_template: ChatTemplateName = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Sample responses to prompts from any model. Run the same command again to resume."""
@@ -168,36 +183,39 @@ def sample(
 
 @app.command(epilog=examples("ask"))
 def ask(
-    model: Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)],
+    model: ModelName,
     question: Annotated[
         str | None, typer.Argument(help="The question; default: a chat, or what is piped in.", show_default=False)
     ] = None,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of answers.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, thoughts included.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens that add up to this probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    seed: SamplingSeed = 0,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     rewards: Annotated[Path | None, typer.Option(metavar="R.yaml", help="Show the rewards of this recipe.")] = None,
-    truth: Annotated[str | None, typer.Option(help="The right answer, for rewards that compare with it.")] = None,
+    ground_truth: Annotated[str | None, typer.Option(help="The right answer, for rewards that compare with it.")] = None,
+    extra_info: Annotated[
+        str | None, typer.Option(metavar="JSON", help="""Further columns that rewards read: '{"level": 3}'.""")
+    ] = None,
     data_source: Annotated[str, typer.Option(help="The row's data_source, for rewards with `when`.")] = "",
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest question or chat.")] = 4096,
+    max_prompt_tokens: MaxPromptTokens = 4096,
     special_tokens: SpecialTokens = "text",
-    tokenizer: Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")] = None,
-    chat_template: Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")] = None,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    tokenizer: ModelTokenizer = None,
+    chat_template: ChatTemplateName = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Ask a model a question, or chat with it.
 
-    Answers are printed to stdout; thoughts and rewards to stderr.
+    Answers are printed to stdout; thoughts and rewards to stderr. The exit status is 1 if a reward failed.
     """
     from plaudit.inputs import load_rewards
 
-    if truth is not None and rewards is None:
-        raise typer.BadParameter("it is what rewards compare with: give --rewards too.", param_hint="--truth")
+    for option, value in (("--ground-truth", ground_truth), ("--extra-info", extra_info)):
+        if value is not None and rewards is None:
+            raise typer.BadParameter("it is for rewards: give --rewards too.", param_hint=option)
+    extra = parse_object_option(extra_info, "--extra-info")
     if question is None and not sys.stdin.isatty() and not (question := sys.stdin.read().strip()):
         raise PlauditError("there is no question: write it after the model, or pipe it in")
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
@@ -212,11 +230,11 @@ def ask(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
         max_prompt_tokens=max_prompt_tokens, special_tokens=special_tokens, device=device,
     )  # fmt: skip
-    job = AskJob(settings, sampling, system, scored_by, truth, data_source)
+    job = AskJob(settings, sampling, system, scored_by, ground_truth, data_source, extra)
     if question is None:
         chat(job)
-    else:
-        ask_once(job, question)
+    elif not ask_once(job, question):
+        raise typer.Exit(1)
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("score"))
@@ -238,7 +256,7 @@ def score(
     """Score saved responses with a recipe's rewards. Run the same command again to resume.
 
     A row has `prompt`, `response` or `responses`, and what the rewards need: `data_source`, `ground_truth`, `extra_info`,
-    `tokens`; docs/rows.md lists the names that are read. Each line of the output is the row with `reward`, `parts`,
+    `tokens`. Each line of the output is the row with `reward`, `parts`,
     `malformed`, `failure` and `view`; with `--details` also `by_reward`. The exit status is 1 while a row has no value; resuming
     scores such rows again.
     """
@@ -356,6 +374,13 @@ def doctor(
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
     loaded, sources = load_checked(recipe, overrides, None)
+
+    from plaudit.rewards.judges.model_rewards import find_model_rewards
+
+    if isinstance(loaded.recipe, ScoreRecipe) and not any(map(find_model_rewards, loaded.recipe.rewards)):
+        from plaudit.doctor.rewards import check_rules
+
+        raise typer.Exit(0 if check_rules(loaded) else 1)
 
     from plaudit.doctor.checkup import run_checkup
 

@@ -14,7 +14,7 @@ EXAMPLES = {
     "sample": ("plaudit sample runs/smollm2/model data/arithmetic/val.parquet --out answers.jsonl -n 4",),
     "ask": (
         'plaudit ask runs/smollm2/model "What is 17 + 4?"',
-        'plaudit ask runs/smollm2/model "What is 17 + 4?" -n 4 --rewards recipes/smollm2/grpo.yaml --truth 21',
+        'plaudit ask runs/smollm2/model "What is 17 + 4?" -n 4 --rewards recipes/smollm2/grpo.yaml --ground-truth 21',
         "plaudit ask runs/smollm2/model",
         "cat question.txt | plaudit ask runs/smollm2/model --temperature 0",
     ),

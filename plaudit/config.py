@@ -1,10 +1,8 @@
 """YAML + overrides (`a.b=value`, or sections from Python) → a frozen recipe, or a one-line message about each mistake.
 
-YAML here is the 1.2 core schema: `1e-5` is a number, `on` and `no` are strings. A key given twice is an error.
 The source of each value (file and line, command line, default) is recorded for messages and for `plaudit config`.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +16,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from plaudit import plugins
-from plaudit.errors import SECRET_NAME, RecipeError, did_you_mean, nearest_path, redact
+from plaudit.errors import RecipeError, did_you_mean
 from plaudit.recipe import STAGES, Recipe
+from plaudit.recipe_file import COMMAND_LINE, build, compose, read_recipe_file, shown
+from plaudit.redaction import SECRET_NAME, redact
 from plaudit.shipped import find_shipped
-from plaudit.suggestions import Place, dotted, suggest
+from plaudit.suggestions import Place, dotted, show_form, suggest
 
-COMMAND_LINE = "command line"
-MAX_DEPTH = 20
-"""Of sections and lists in each other."""
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -70,6 +67,7 @@ class Draft:
             recipe = _validated(tree, recipe_class, sources, self._in_file, self.overridden_by)
         except ValidationError as error:
             raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
+        _refuse_secrets(tree, (), sources, path)  # again: now the variables that hold keys are known
         return LoadedRecipe(recipe, path, sources, self.overridden_by)
 
 
@@ -83,7 +81,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), stage: str | None = No
 
 def read_draft(path: Path, overridden_by: str = COMMAND_LINE) -> Draft:
     path = find_shipped(path)
-    return Draft(path, *_read_file(path), overridden_by)
+    return Draft(path, *read_recipe_file(path), overridden_by)
 
 
 def check_section(section: type[S], values: Mapping[str, Any], call: str) -> S:
@@ -104,105 +102,7 @@ def _with_shipped_files(value: Any) -> Any:
     return str(find_shipped(Path(value))) if isinstance(value, str) and value.startswith("recipes/") else value
 
 
-# Reading -------------------------------------------------------------------------------------------------------------
-
-
-class CoreLoader(yaml.SafeLoader):
-    """PyYAML with the YAML 1.2 core schema instead of 1.1's."""
-
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own class attribute)
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-):
-    CoreLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
-    )
-
-
-def _scalar(text: str, kind: str) -> Any:
-    match kind:
-        case "null":
-            return None
-        case "bool":
-            return text.lower() == "true"
-        case "int":
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        case "float":
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
-
-
-def _compose(text: str) -> yaml.Node | None:
-    """The text as nodes, or a RecursionError: raised before the stack is full, since code that runs then (the garbage collector's)
-    can fail anywhere."""
-    depth = 0
-    for event in yaml.parse(text, Loader=CoreLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise RecursionError
-    return yaml.compose(text, Loader=CoreLoader)
-
-
-def _build(node: yaml.Node, place: Place, sources: dict[Place, str], file: str) -> Any:
-    def at(node: yaml.Node) -> str:
-        return f"{file}:{node.start_mark.line + 1}" if file else COMMAND_LINE
-
-    sources[place] = at(node)
-    kind = node.tag.rsplit(":", 1)[-1]
-    if kind not in ("null", "bool", "int", "float", "str", "map", "seq"):
-        raise RecipeError(f"{at(node)}: {dotted(place)}: the YAML tag {kind} has no meaning in a recipe")
-    if len(place) > MAX_DEPTH:  # an anchor that contains itself
-        raise RecipeError(f"{at(node)}: {dotted(place[:2])} is nested too deeply")
-    if isinstance(node, yaml.MappingNode):
-        mapping: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise RecipeError(f"{at(key_node)}: the name of a setting should be a word, not a list or a section")
-            key = key_node.value
-            if key in mapping:
-                raise RecipeError(f"{at(key_node)}: {dotted((*place, key))} is given twice")
-            mapping[key] = _build(value_node, (*place, key), sources, file)
-        return mapping
-    if isinstance(node, yaml.SequenceNode):
-        return [_build(child, (*place, i), sources, file) for i, child in enumerate(node.value)]
-    assert isinstance(node, yaml.ScalarNode)
-    try:
-        return _scalar(node.value, kind)
-    except ValueError:
-        raise RecipeError(f"{at(node)}: {dotted(place)}: {_shown(node.value)} is not of YAML's type {kind}") from None
-
-
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RecipeError(f"{path} does not exist.{nearest_path(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from None
-    try:
-        node = _compose(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise RecipeError(f"{where}: not valid YAML: {problem.removeprefix('but ')}") from None
-    except RecursionError:
-        raise RecipeError(f"{path} is not a recipe: it is nested too deeply") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(
-            f"{path} is not a recipe: it should be sections of settings, such as `model: {{path: …}}` or `rewards: [{{kind: …}}]`"
-        )
-    sources: dict[Place, str] = {}
-    return _build(node, (), sources, str(path)), sources
+# Overrides -----------------------------------------------------------------------------------------------------------
 
 
 def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: str) -> None:
@@ -221,13 +121,13 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
     key = _key(at, last, name)
     inside_list, place = isinstance(at, list), (*place, key)
     try:
-        node = _compose(text)
+        node = compose(text)
     except yaml.YAMLError:
         node = None if not text else yaml.ScalarNode("tag:yaml.org,2002:str", text)
     except RecursionError:
         raise RecipeError(f"command line: {name} is nested too deeply") from None
     given: dict[Place, str] = {}
-    value = None if node is None else _build(node, place, given, file="")
+    value = None if node is None else build(node, place, given, file="")
     at[key] = value
     _forget(place, sources)
     sources.update(given or {place: COMMAND_LINE})
@@ -294,7 +194,7 @@ def _stage(tree: dict[str, Any], wanted: str | None, sources: dict[Place, str], 
     named = tree.get("stage")
     if named is not None and str(named) not in STAGES:
         where = _where(("stage",), sources, path)
-        raise RecipeError(f"{where} should be one of {', '.join(STAGES)}, not {_shown(named)}.{did_you_mean(str(named), STAGES)}")
+        raise RecipeError(f"{where} should be one of {', '.join(STAGES)}, not {shown(named)}.{did_you_mean(str(named), STAGES)}")
     if wanted and named and named != wanted:
         raise RecipeError(f"{path} is a recipe for `plaudit {named}`, not `plaudit {wanted}`")
     # Without a stage, choose the one that shares the most sections with the recipe; on a tie, the one with the fewest sections.
@@ -391,14 +291,16 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
                 else:
                     options, tag = context["expected_tags"], str(context["tag"])
                     hint = did_you_mean(tag, re.findall(r"'([^']*)'", options), cutoff=0.4)
-                    yield f"{where} should be one of {options}, not {_shown(tag)}.{hint}"
+                    yield f"{where} should be one of {options}, not {shown(tag)}.{hint}"
             case "value_error":
                 yield f"{where}: {context['error']}"
             case kind:
                 given, hint = item["input"], ""
                 if kind == "literal_error" and isinstance(given, str):
                     hint = did_you_mean(given, re.findall(r"'([^']*)'", context["expected"]), cutoff=0.4)
-                yield f"{where} should be {_wanted(item)}, not {_shown(given)}.{hint}"
+                elif kind in ("model_type", "model_attributes_type") or place == ("rewards",):
+                    hint = show_form(place, given, list(fields))
+                yield f"{where} should be {_wanted(item)}, not {shown(given)}.{hint}"
 
 
 def _wanted(item: Any) -> str:
@@ -413,11 +315,6 @@ def _wanted(item: Any) -> str:
         case "bool_type" | "bool_parsing":
             return "true or false"
     return re.split(", (?:unable|got|exceeded)", item["msg"].removeprefix("Input should be "))[0]
-
-
-def _shown(value: Any) -> str:
-    # Redact before cutting: half a secret would not look like one.
-    return "a section" if isinstance(value, dict) else redact(json.dumps(value, ensure_ascii=False, default=repr))[:80]
 
 
 def flatten(recipe: BaseModel) -> dict[str, Any]:

@@ -10,19 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_SECRETS = (
-    r"(api|access|secret|private)[-_]?keys?|(api|auth|access|hf|secret|bearer)[-_]?tokens?|secrets?|passwords?|passwd|credentials?"
-)
-SECRET_NAME = re.compile(f"({_SECRETS})$", re.IGNORECASE)
-"""Names of settings that would hold a secret. Not every token is one: stop_token is not."""
-# In the environment, any token or key counts as a secret: redacting too much does no harm there.
-SECRET_VARIABLE = re.compile(f"({_SECRETS}|tokens?|(^|_)keys?)$", re.IGNORECASE)
-# Formats of well-known services' keys, for keys that are not in the environment. Names such as
-# hf-internal-testing/tiny-random-llama must not match.
-SECRET_SHAPE = re.compile(
-    r"\b(?:sk|pk|xoxb)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|\b(?:hf|ghp|gho)_[A-Za-z0-9]{16,}"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
+from plaudit.redaction import redact
 
 
 class PlauditError(ValueError):
@@ -73,25 +61,26 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
     return f" Did you mean {near}?" if near else ""
 
 
+SIMILAR_STEMS = 0.65
+"""Of two file names without their endings: `sft` and `stf` are similar, `train` and `val` are not."""
+
+
 def nearest_path(path: Path) -> str:
     """' Did you mean …?' with the most similar name in the same folder; else where a relative path was looked for."""
     parent = path.parent
     is_folder = os.path.isdir(parent)  # unlike Path.is_dir, False for text that is too long for a path
-    # Compare names only: paths below a long folder name all look alike.
-    near = nearest(path.name, [child.name for child in parent.iterdir()]) if is_folder else None
+    # Compare names only: paths below a long folder name all look alike, and so do short names with the same ending.
+    stem = path.stem.lower()
+    similar = [
+        child.name
+        for child in (parent.iterdir() if is_folder else ())
+        if difflib.SequenceMatcher(None, stem, child.stem.lower()).ratio() >= SIMILAR_STEMS
+    ]
+    near = nearest(path.name, similar)
     if near:
         return f" Did you mean {parent / near}?"
     missing = "" if is_folder else f" There is no folder {parent} either."
     return missing if path.is_absolute() else f"{missing} (Paths are relative to the current folder, {Path.cwd()}.)"
-
-
-def redact(text: str) -> str:
-    """Remove secrets: values of environment variables with secret names, and strings that look like keys."""
-    # Longest first: a secret may begin with another one, and its tail must go too.
-    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
-        if SECRET_VARIABLE.search(name) and len(value) >= 8:
-            text = text.replace(value, f"${name}")
-    return SECRET_SHAPE.sub("[secret]", text)
 
 
 def install_extra(name: str) -> str:

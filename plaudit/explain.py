@@ -12,10 +12,11 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from plaudit import plugins
-from plaudit.config import CoreLoader, LoadedRecipe, Place, dotted, section_class
+from plaudit.config import LoadedRecipe, Place, dotted, section_class
 from plaudit.errors import RecipeError, nearest
 from plaudit.recipe.rewards import RewardSettings
 from plaudit.recipe.section import Section
+from plaudit.recipe_file import CoreLoader
 from plaudit.suggestions import suggest
 
 WIDTH = 110

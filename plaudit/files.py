@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -64,6 +65,20 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def syncing(files: Iterable[Path]) -> Iterator[None]:
+    """Sync files to the disk while the block runs. A disk's error is raised at its end."""
+
+    def sync(file: Path) -> None:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.map(sync, files)
+        yield
+        list(pending)
 
 
 def _umask() -> int:

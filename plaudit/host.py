@@ -1,5 +1,7 @@
 """What plaudit needs of the operating system, and how it makes do with less. Linux and macOS are supported."""
 
+import ctypes
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -8,6 +10,10 @@ from plaudit.errors import PlauditError
 
 OPEN_FILES = 10240
 """Judges and workers take a few files each. Linux starts at 1,024, macOS at 256, and macOS allows no more than this."""
+RETURNED_BYTES = 2**21
+"""Tensors of this size and more are returned to the system when they are freed. Most processors have huge pages of this size."""
+M_MMAP_THRESHOLD = -3
+"""In glibc's malloc.h."""
 
 
 def require_supported_system() -> None:
@@ -26,6 +32,33 @@ def raise_open_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # forbidden here: then the limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_file_limit() -> int | None:
+    """How many files this process may have open; None for any number."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def use_huge_pages() -> None:
+    """Let torch ask Linux for huge pages, unless the user has chosen: memory that is taken anew for each tensor costs a page fault
+    for every page. torch reads this when it allocates its first tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def return_freed_memory() -> None:
+    """Make a freed tensor's memory the system's again, unless the user has chosen otherwise.
+
+    glibc keeps blocks of up to 32 MB in its heap, where they cannot be used again for tensors of the same size (these have to be
+    aligned): a process took up to three times the memory of its tensors, so that no plan of it could be right. Measured with and
+    without in bench/README.md, "memory_plan.py". Other C libraries have no such setting."""
+    if os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def describe_exit(code: int) -> str:

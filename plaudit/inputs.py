@@ -1,34 +1,47 @@
 """A recipe and the files it names, checked before anything heavy is imported."""
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from plaudit.config import LoadedRecipe, load
-from plaudit.data.conversations import Source, resolve_sources
+from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
+from plaudit.data.pairs import read_pairs
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
+from plaudit.model_files import require_config
 from plaudit.recipe import (
     DPORecipe,
     ModelSettings,
     PairDataSettings,
+    PreferenceRecipe,
     Recipe,
     RewardedRecipe,
+    RewardModelDataSettings,
     RewardSettings,
     RLRecipe,
     ScoreRecipe,
     SFTDataSettings,
+    SFTRecipe,
 )
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import nested_rewards
 from plaudit.reward_models.vllm_command import find_launch_problem
 
+QUICK_BYTES, QUICK_ROWS = 1 << 26, 10_000
+"""Files and rows that are read in about a second."""
+
 
 def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
-    """The recipe, and the data files of `data.train` and `data.val`. All files and folders it names exist."""
-    return check_files(load(path, overrides or (), stage))
+    """The recipe, and the data files of `data.train` and `data.val`. All files and folders it names exist, and if it is for a
+    `stage`, their rows can be read."""
+    loaded, sources = check_files(load(path, overrides or (), stage))
+    if stage is not None:
+        require_rows(loaded.recipe, sources)
+    return loaded, sources
 
 
 def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
@@ -55,6 +68,22 @@ def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Sour
         if not file.is_file():
             raise PlauditError(f"rollout.engine: {file} is not a file.{nearest_path(file)}")
     return loaded, sources
+
+
+def require_rows(recipe: Recipe, sources: dict[str, list[Source]]) -> None:
+    """Read the rows of small files: a mistake in them is reported at once, before torch is imported and a run folder is made."""
+    for source in [source for part in sources.values() for source in part]:
+        if source.hub is None and source.path.is_file() and source.path.stat().st_size > QUICK_BYTES:
+            continue
+        if isinstance(recipe, SFTRecipe):
+            rows: Iterator[Any] = read_conversations(source)
+        elif isinstance(recipe, PreferenceRecipe):
+            margins = recipe.data.margin_column if isinstance(recipe.data, RewardModelDataSettings) else None
+            rows = read_pairs(source, margins)
+        else:
+            rows = read_prompts(source)
+        for _ in islice(rows, QUICK_ROWS):
+            pass
 
 
 def load_rewards(path: Path, overrides: Sequence[str] | None = None) -> tuple[RewardSettings, ...]:
@@ -111,10 +140,10 @@ def require_causal_model(path: str, setting: str, reason: str) -> None:
     """Refuse a reward model, which would fail late with an error about weights, or (with tied embeddings) not at all."""
     lora = read_lora_folder(path)
     try:
-        config = json.loads((model_folder(path if lora is None else lora.base, weights=False) / "config.json").read_text("utf-8"))
-        kind = next(iter(config.get("architectures") or ()), "")
-    except (OSError, ValueError, AttributeError):
+        config = require_config(model_folder(path if lora is None else lora.base, weights=False))
+    except PlauditError:
         return  # damaged: reported when it is loaded
+    kind = next(iter(config.get("architectures") or ()), "")
     if kind.endswith("ForSequenceClassification") or (lora is not None and lora.scores):
         what = kind if lora is None else "a LoRA adapter with a score head"
         raise PlauditError(

@@ -4,13 +4,12 @@ Wherever a recipe or a command names a model, it may name such a folder, or an a
 adapter merged in. Nothing here imports torch, so that a missing base is reported before anything heavy is loaded.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from plaudit.errors import RecipeError, nearest_path
 from plaudit.hub import looks_local, model_folder
+from plaudit.json_files import UnreadableJson, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -54,10 +53,12 @@ def read_lora_folder(path: str | Path) -> LoraFolder | None:
         return None
     folder = Path(path) if Path(path).exists() else model_folder(str(path))
     try:
-        config: Any = json.loads((folder / CONFIG).read_text("utf-8"))
+        config = read_object(folder / CONFIG)
         base, kind = config["base_model_name_or_path"], config["peft_type"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RecipeError(f"{folder / CONFIG} is not peft's description of an adapter: {error!r:.200}") from None
+    except UnreadableJson as error:
+        raise RecipeError(f"{folder / CONFIG} is not peft's description of an adapter: {error}") from None
+    except KeyError as error:
+        raise RecipeError(f"{folder / CONFIG} is not peft's description of an adapter: it has no {error}") from None
     if kind != "LORA":
         raise RecipeError(
             f"{folder}: an adapter of type {kind}, and plaudit reads LoRA only; merge it into its model with peft first"
@@ -69,6 +70,8 @@ def read_lora_folder(path: str | Path) -> LoraFolder | None:
         raise RecipeError(
             f"{folder / CONFIG}: base_model_name_or_path is empty; set it to the model that the adapter was trained on"
         )
+    if config.get("megatron_config") is not None:
+        raise RecipeError(f"{folder / CONFIG}: megatron_config makes peft import the module it names; plaudit does not load that")
     return LoraFolder(folder, _find_base(Path(path), folder, base), scores=config.get("task_type") == "SEQ_CLS")
 
 

@@ -1,8 +1,9 @@
-"""Arguments and options that `plaudit score`, `audit` and `serve` share: a recipe's rewards, and rows to score with them."""
+"""Arguments and options that several commands share: a recipe's rewards, rows to score with them, a model to sample from."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +26,28 @@ Tokenizer = Annotated[
     str | None, typer.Option(help="A model whose tokenizer counts the tokens of responses that come without a count.")
 ]
 DataSource = Annotated[str, typer.Option(help="data_source of rows without one, as in verl and TRL dumps.")]
+
+ModelName = Annotated[str, typer.Argument(help="A model folder, or a model's name on the hub.", show_default=False)]
+ModelTokenizer = Annotated[str | None, typer.Option(help="Another model whose tokenizer to use.")]
+ChatTemplateName = Annotated[str | None, typer.Option(help="chatml, llama3, qwen, plain, a .jinja file, or a model.")]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest response, thoughts included.")]
+MaxPromptTokens = Annotated[int, typer.Option(min=1, help="Longest prompt; of a chat, all of it.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens that add up to this probability.")]
+SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
+
+
+def parse_object_option(text: str | None, option: str) -> dict[str, Any]:
+    """An option whose value is a JSON object."""
+    try:
+        value = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"it is not valid JSON: {error}", param_hint=option) from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f'it should be an object such as {{"level": 3}}, not {text!r:.80}', param_hint=option)
+    return value
 
 
 def split_overrides(arguments: Sequence[str], verb: str) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ from typing import Any, TextIO, cast
 
 from plaudit.errors import RunError
 from plaudit.files import try_lock, write_atomic
+from plaudit.json_files import UnreadableJson, parse_object, read_object
 from plaudit.report.progress import print_line
 
 
@@ -74,9 +75,18 @@ def open_resumable(
         _lock(file, out)  # before reading: a line that another process is writing would look cut short
         inputs, may_change = json.loads(json.dumps([inputs, may_change or {}], default=str))
         rows.done = _done(out, inputs, may_change or {}, verb)
-        yield rows
+        try:
+            yield rows
+        finally:
+            if not os.fstat(rows.file.fileno()).st_size:  # stopped before the first row: it was opened only for its lock
+                for leftover in (out, _inputs_file(out)):
+                    leftover.unlink(missing_ok=True)
     finally:
         rows.file.close()
+
+
+def _inputs_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.inputs.json")
 
 
 def _open(path: Path, mode: str) -> TextIO:
@@ -100,7 +110,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _done(out: Path, inputs: dict[str, Any], may_change: dict[str, Any], verb: str) -> list[str]:
     """Ids of the rows the output already has; a last line that was cut short is removed."""
-    inputs_file = out.with_name(f"{out.name}.inputs.json")
+    inputs_file = _inputs_file(out)
     try:
         if not out.stat().st_size:
             write_atomic(inputs_file, json.dumps(inputs | may_change, indent=1))
@@ -123,10 +133,9 @@ def _require_same(out: Path, inputs_file: Path, inputs: dict[str, Any], verb: st
     if not inputs_file.exists():
         raise RunError(f"--out: {out} exists and was not written by plaudit {verb}; choose another file")
     try:
-        before = json.loads(inputs_file.read_text(encoding="utf-8"))
-        assert isinstance(before, dict)
-    except (ValueError, AssertionError):
-        raise RunError(f"--out: {inputs_file} is damaged, so {out} cannot be resumed; choose another file") from None
+        before = read_object(inputs_file)
+    except UnreadableJson as error:
+        raise RunError(f"--out: {inputs_file} is damaged ({error}), so {out} cannot be resumed; choose another file") from None
     differ = [name for name in inputs if before.get(name) != inputs[name]]
     if differ:
         lines = [line for name in differ for line in _differences(name, before.get(name), inputs[name])]
@@ -154,6 +163,6 @@ def _read_ids(out: Path, verb: str) -> list[str]:
         with out.open("r+b") as file:
             file.truncate(len(complete) + len(newline))
     try:
-        return [json.loads(line)["id"] for line in complete.split(b"\n") if line]
-    except (ValueError, LookupError, TypeError):
+        return [str(parse_object(line)["id"]) for line in complete.split(b"\n") if line]
+    except (UnreadableJson, LookupError):
         raise RunError(f"--out: {out} has lines that plaudit {verb} did not write; choose another file") from None

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -40,13 +40,14 @@ from plaudit.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from plaudit.config import COMMAND_LINE, LoadedRecipe
+from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
-from plaudit.errors import Interrupted, RunError, StopRequested, TrainingStopped, redact
+from plaudit.errors import Interrupted, PlauditError, RunError, StopRequested, TrainingStopped, redact
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
 from plaudit.recipe import ScoreRecipe
+from plaudit.recipe_file import COMMAND_LINE
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
@@ -112,6 +113,8 @@ class Run:
         self._step_began = self._drawn_at = self._saved_at = time.monotonic()
 
     def __enter__(self) -> Self:
+        self._new_folders = [path for path in (self.folder, *self.folder.parents) if not os.path.exists(path)]
+        self._is_new, self._locked = not os.path.exists(self.folder / "run.json"), False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign_files()
@@ -121,7 +124,8 @@ class Run:
             raise RunError(f"run.dir: {self.folder} cannot be created or written to: {error}") from None
         try:
             self._take_over()
-        except BaseException:
+        except BaseException as error:
+            self._remove_unused(error)
             self._lock.close()
             raise
         return self
@@ -129,7 +133,8 @@ class Run:
     def _take_over(self) -> None:
         """Lock the folder for this process. Nothing in it changes before the last check."""
         try:
-            if not try_lock(self._lock):
+            self._locked = try_lock(self._lock)
+            if not self._locked:
                 print_line(f"{self.folder}: its file system has no locks; make sure that no other process trains there", "yellow")
         except BlockingIOError:
             raise RunError(
@@ -150,7 +155,22 @@ class Run:
         self.draw()
         if self._trackers is not None:
             self._trackers.close()
+        self._remove_unused(error)
         self._lock.close()
+
+    def _remove_unused(self, error: BaseException | None) -> None:
+        """A mistake in data or settings that ends a new run before it has done anything leaves no folder."""
+        started = ("recipe.yaml", "run.json", ".lock")
+        a_mistake = isinstance(error, PlauditError) and not isinstance(error, TrainingStopped | Interrupted)
+        if not (self._is_new and self._locked and a_mistake) or any(
+            (self.folder / name).exists() for name in set(WRITTEN) - set(started)
+        ):
+            return
+        for name in started:
+            (self.folder / name).unlink(missing_ok=True)
+        for folder in self._new_folders:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
 
     # Resuming
 
@@ -202,13 +222,13 @@ class Run:
         if warnings and checkpoint is None:
             raise RunError("\n".join([*warnings, "No checkpoint is left to resume from. To start over, delete them."]))
         for warning in warnings:
-            print_line(f"{warning}; falling back to the one before", "yellow")
+            print_line(f"{warning}; resuming from the one before it", "yellow")
         step = -1
         if checkpoint is not None:
             owner.load_state(checkpoint.folder, checkpoint.state)
             for name, each in self._stateful.items():
                 each.load_state(checkpoint.state.get(name, {}))
-            self.best, self.unvalidated = checkpoint.state["best"], checkpoint.state.get("unvalidated")
+            self.best, self.unvalidated = checkpoint.state.get("best"), checkpoint.state.get("unvalidated")
             step, self._saved = checkpoint.step, (checkpoint.step, self.best, self.unvalidated)
             print_line(f"resuming from {checkpoint.folder}")
         self._record_threads(resumed=checkpoint is not None)

@@ -1,6 +1,5 @@
 """A run folder, to read: metrics and samples as tables, the trained model. Works while the run is still going, and after it."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 
 from plaudit.errors import RunError, nearest_path
 from plaudit.files import try_lock
+from plaudit.json_files import UnreadableJson, parse_object
 from plaudit.run_identity import read_description
 
 SHOWN = ("step", "loss", "reward", "val/loss", "val/reward")
@@ -82,10 +82,17 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
     rows = []
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:
-            rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
-        except ValueError:
-            raise RunError(f"{file}:{number}: not JSON, the file is damaged; fix or delete that line") from None
+            row = parse_object(line)
+        except UnreadableJson as error:
+            raise RunError(f"{file}:{number}: the line is damaged ({error}); fix or delete it") from None
+        if not isinstance(row.get("step"), int) or not all(_is_metric(value) for value in row.values()):
+            raise RunError(f"{file}:{number}: the line is damaged (it should be a step and its numbers); fix or delete it")
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
+
+
+def _is_metric(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def refuse_while_training(folder: Path) -> None:

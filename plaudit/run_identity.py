@@ -19,6 +19,7 @@ from plaudit.errors import DataError, RunError
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.input_files import is_function_file
+from plaudit.json_files import UnreadableJson, read_object
 from plaudit.recipe import TrainingRecipe
 
 
@@ -45,11 +46,11 @@ def describe_run(
 def read_description(file: Path) -> dict[str, Any]:
     """A run.json, checked to be one of ours."""
     try:
-        description = json.loads(file.read_bytes())
-        if all(isinstance(description[part], dict) for part in ("recipe", "inputs", "trackers")):
-            return description
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
+        description = read_object(file)
+    except UnreadableJson as error:
+        raise RunError(f"{file}: cannot be read as the record of a plaudit run ({error}); choose another run.dir") from None
+    if all(isinstance(description.get(part), dict) for part in ("recipe", "inputs", "trackers")):
+        return description
     raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
 
 

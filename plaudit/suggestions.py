@@ -1,11 +1,13 @@
-"""What to write instead of a setting that does not exist: its name in plaudit, or why there is none."""
+"""What to write instead: of a setting that does not exist, of a value in place of a section, of a file that is no recipe."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from plaudit import plugins
 from plaudit.errors import nearest
-from plaudit.recipe.other_names import OTHER_NAMES, OTHER_NAMES_IN_REWARDS, OTHER_SECTIONS, UNNEEDED
+from plaudit.recipe.other_names import NOTES, OTHER_NAMES, OTHER_NAMES_IN_REWARDS, OTHER_SECTIONS, UNNEEDED
 
 Place = tuple[str | int, ...]
 """Path of a setting in the recipe: ('optim', 'lr')."""
@@ -30,7 +32,7 @@ def suggest(place: Place, given: Any, known: Sequence[Place]) -> str:
         options = [tuple(option.split(".")) for option in OTHER_NAMES.get(name, "").split(" or ")]
     if options := [option for option in options if option in known]:
         options = [option for option in options if option[:-1] == place[:-1]] or options
-        return f" Did you mean {' or '.join(map(dotted, options))}?"
+        return f" Did you mean {' or '.join(map(dotted, options))}?{' ' * (name in NOTES)}{NOTES.get(name, '')}"
     if name in UNNEEDED:
         return f" {UNNEEDED[name]}"
     siblings = [p for p in known if p[:-1] == place[:-1]]
@@ -56,3 +58,49 @@ def _leaves(tree: dict[str, Any], place: Place) -> Iterator[Place]:
 
 def _shared_sections(one: Place, other: Place) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+MAIN_SETTINGS = {"model": "path", "reference": "path", "critic": "path", "data": "train", "run": "dir", "optim": "lr"}
+"""What a single value in place of a section probably is."""
+
+
+def show_form(place: Place, given: Any, known: Sequence[Place]) -> str:
+    """' Write …': the form of a section, or of the list of rewards, in whose place another value is given."""
+    if place[0] == "rewards" and len(place) <= 2:
+        rewards = given if isinstance(given, list) else [given]
+        return f" Write rewards: [{', '.join(_reward_form(reward) for reward in rewards if not isinstance(reward, list))}]."
+    name, inside = str(place[-1]), [str(p[-1]) for p in known if p[:-1] == place]
+    main = MAIN_SETTINGS.get(name, "kind" if "kind" in inside else None)
+    if main in inside:
+        return f" Write {name}: {{{main}: {_scalar_form(given)}}}."
+    return f" Write {name}: {{{inside[0]}: …}}." if inside else ""
+
+
+def _reward_form(given: Any) -> str:
+    if isinstance(given, str) and given.endswith(".py"):
+        return f"{{kind: function, path: {given}}}"
+    kind = given.get("kind") if isinstance(given, dict) else given
+    named = kind if isinstance(kind, str) and kind in plugins.kinds("rewards") else "…"
+    return f"{{kind: {named}, …}}" if isinstance(given, dict) else f"{{kind: {named}}}"
+
+
+def _scalar_form(given: Any) -> str:
+    return str(given) if isinstance(given, str | int | float) and len(str(given)) <= 80 else "…"
+
+
+def describe_other_file(path: Path) -> str | None:
+    """What a file is that was given in place of a recipe, by its name, and where it belongs; None if it may be a recipe."""
+    match path.suffix.lower():
+        case ".jsonl" | ".parquet" | ".arrow" | ".csv":
+            return (
+                f"{path} is a data file, not a recipe. A recipe is a YAML file that names it (data: {{train: {path}}}); `plaudit "
+                "score` and `audit` take a recipe first, then data files. `plaudit recipes` lists recipes to start from."
+            )
+        case ".py":
+            return (
+                f"{path} is a Python file, not a recipe. A reward function in it is named in a recipe: rewards: [{{kind: function, "
+                f"path: {path}}}]. `plaudit recipes` lists recipes to start from."
+            )
+        case ".safetensors" | ".gguf" | ".bin" | ".pt":
+            return f"{path} has weights; it is not a recipe. A recipe is a YAML file that names the folder: model: {{path: …}}."
+    return None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from plaudit.redaction import redact
+
 if TYPE_CHECKING:
     import torch
 
@@ -90,13 +92,20 @@ class Group:
     samples: tuple[Sample, ...]
 
 
+LARGEST_REWARD = 1e15
+"""Of a reward, weighted or not: squares of much larger values overflow in fp32, and then a whole step has no advantages."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a reward returned no value: always the reward's fault, never the policy's."""
 
     cause: str
-    """One word for counting: timeout, exception, not_a_number, died, …"""
+    """One word for counting: timeout, exception, not_a_number, too_large, died, …"""
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", redact(self.message))  # messages end up in samples, logs and bug reports
 
 
 @dataclass(frozen=True)

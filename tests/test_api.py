@@ -1,5 +1,6 @@
 """The Python API: the documentation's page as it is, recipes from Python, rows and functions as inputs, run folders to read."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import plaudit
+from plaudit.api import _contents
 from plaudit.config import read_draft
 from plaudit.data.in_memory import rows_file
 from plaudit.data.rows import read_rows
@@ -21,13 +23,16 @@ from plaudit.plugins import load_attribute
 from plaudit.rewards.functions.callables import code_digest, reward_entries
 from support.paths import REPOSITORY
 from support.rows import arithmetic_rows
+from support.servers import stand_in_judge
 
 
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     notebook = {"__name__": "__main__"}
-    for block in re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs/python_api.md").read_text("utf-8"), re.M | re.S):
-        exec(block, notebook)
+    with stand_in_judge() as url:
+        page = (REPOSITORY / "docs/python_api.md").read_text("utf-8").replace("http://127.0.0.1:8000", url)
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+            exec(block, notebook)
     run, out = notebook["run"], capsys.readouterr().out
     assert run.metrics.column("step").to_pylist() == [0, 1, 2]
     assert {"parts/right", "parts/digits", "parts/shortest", "parts/length"} <= set(run.metrics.column_names)
@@ -40,6 +45,8 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert "plaudit.rl(): optim.learning_rate is not a setting. Did you mean optim.lr?" in out
     assert "plaudit.rl(): batch_size is not a setting. Did you mean train.prompts_per_step?" in out
     assert "'reward': 2.0" in out
+    assert "[0.9, 0.2]" in out
+    assert "exploit: many_guesses" in out
 
     # The run as it is, resumed with a function whose code has changed.
     exec("def digits(completions): return [0.0 for _ in completions]", notebook)
@@ -321,6 +328,31 @@ def test_rows_of_every_kind_become_files(tmp_path):
         assert list(read_rows(tmp_path / file.name)) == rows
     assert rows_file(rows, "train", "").name == rows_file(list(rows), "train", "").name
     assert rows_file(rows[:1], "train", "").name != rows_file(rows, "train", "").name
+
+
+@pytest.mark.parametrize("changed", ["adapter_model.safetensors", "adapter_config.json", "base/model.safetensors"])
+def test_the_automatic_run_name_follows_the_content_of_an_adapter(tmp_path, changed):
+    adapter, base = tmp_path / "adapter", tmp_path / "adapter/base"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(b"base")
+    (adapter / "adapter_model.safetensors").write_bytes(b"adapter")
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    before = _contents({"model": {"path": str(adapter)}})
+    assert _contents({"model": {"path": str(adapter)}}) == before
+    (adapter / changed).write_text(json.dumps({**config, "r": 16}))
+    assert _contents({"model": {"path": str(adapter)}}) != before
+
+
+def test_the_file_of_a_data_set_is_named_after_its_rows():
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    name = rows_file(rows, "train", "").name
+    assert rows_file(rows.map(lambda row: {"prompt": row["prompt"]}), "train", "").name == name  # made differently, the same rows
+    for changed in (rows.map(lambda row: {"prompt": row["prompt"] + "?"}), rows.select([1, 0]), rows.select([0])):
+        assert rows_file(changed, "train", "").name != name
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ HELP = [
     (("score",), ["Score saved responses", "Run the same command again to resume", "--details", "--out", "ground_truth"]),
     (("merge",), ["Merge a LoRA adapter into its base model", "--out", "--dtype"]),
     (("recipes",), ["List the recipes that ship with plaudit", "current folder"]),
-    (("ask",), ["Ask a model a question", "--temperature", "--rewards", "--truth", "--system", "--seed"]),
+    (("ask",), ["Ask a model a question", "--temperature", "--rewards", "--ground-truth", "--system", "--seed"]),
     (("audit",), ["R.yaml", "--out", "--label", "--probes"]),
     (
         ("serve",),
@@ -204,6 +204,22 @@ def test_help_is_shown_without_a_verb(plaudit):
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_mistake_found_while_reading_rows_leaves_no_run_folder(tmp_path, plaudit, recipe, rows_file):
+    code, _, err = plaudit("sft", recipe, f"run.dir={tmp_path}/runs/new", "data.max_tokens=2", "data.too_long=error")
+    assert code == 2
+    assert "more than data.max_tokens" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_checkup_of_rules_needs_no_torch(tmp_path):
+    (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}]")
+    code, out, err = real_command("doctor", tmp_path / "r.yaml", flags=("-X", "importtime"))
+    assert (code, "✓ reward   exact: starts" in out) == (0, True)
+    imported = {line.rpartition("|")[2].strip() for line in err.splitlines()}
+    assert "plaudit.doctor.rewards" in imported
+    assert not imported & {"torch", "transformers"}
+
+
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -211,11 +227,13 @@ def test_help_is_shown_without_a_verb(plaudit):
         (["optim.lrr=1"], "r.yaml (command line): optim.lrr is not a setting. Did you mean optim.lr?"),
         (["data.train={folder}/rows.jsonx"], "data.train: {folder}/rows.jsonx does not exist. Did you mean {folder}/rows.jsonl?"),
         (["model.path={folder}/modle"], "model.path: {folder}/modle does not exist. Did you mean {folder}/model?"),
+        (["data.train={folder}/empty.jsonl"], "{folder}/empty.jsonl: the file is empty"),
     ],
 )
 def test_an_invalid_recipe_is_reported_before_torch_is_imported(tmp_path, recipe, tiny_model, rows_file, arguments, message):
     shutil.copy(rows_file, tmp_path / "rows.jsonl")
     shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "empty.jsonl").touch()
     arguments = [argument.format(folder=tmp_path) for argument in arguments]
     code, out, err = real_command("sft", recipe, *arguments, flags=("-X", "importtime"))
     lines = err.splitlines()
@@ -303,9 +321,9 @@ def test_wrong_usage_is_explained(tmp_path, monkeypatch, plaudit, arguments, mes
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda model: (model / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json cannot be read: it is not JSON"),
         (lambda model: (model / "tokenizer.json").write_text("{"), "no tokenizer could be loaded from"),
-        (lambda model: (model / "model.safetensors").unlink(), "no model could be loaded from"),
+        (lambda model: (model / "model.safetensors").unlink(), "incomplete weights: model.safetensors missing"),
         (lambda model: os.truncate(model / "model.safetensors", 9999), "no model could be loaded from"),
         (lambda model: (model / "chat_template.jinja").write_text("{% if"), "the chat template cannot render a user"),
     ],
@@ -595,6 +613,15 @@ def test_prepare_makes_a_model_that_transformers_can_load(tmp_path, plaudit, row
     assert (model.config.model_type, model.config.hidden_size, model.config.num_hidden_layers) == ("qwen3", 32, 1)
     assert len(tokenizer) <= 300
     assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+
+
+def test_prepare_makes_a_tiny_model_of_pairs(tmp_path, plaudit):
+    pairs = [{"prompt": "What is 2 + 2?", "chosen": "Four, surely.", "rejected": "Nobody knows."}] * 9
+    rows = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    arguments = ["--hidden-size", "32", "--layers", "1", "--vocabulary", "300"]
+    assert plaudit("prepare", "tiny-model", rows, "--out", tmp_path / "model", *arguments).code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(tokenizer.encode("Nobody")) < len("Nobody")  # its text was in the training rows
 
 
 def test_prepare_does_not_overwrite_files(tmp_path, plaudit, rows_file):

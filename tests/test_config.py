@@ -156,6 +156,14 @@ def test_text_that_is_not_a_recipe_is_rejected(error_for, text, message):
     assert error_for(text).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "suggested"), [("trian.jsonl", True), ("train.json", True), ("rows.jsonl", False), ("test.jsonl", False)]
+)
+def test_only_similar_files_are_suggested(tmp_path, name, suggested):
+    (tmp_path / "train.jsonl").touch()
+    assert ("Did you mean" in nearest_path(tmp_path / name)) == suggested
+
+
 def test_a_missing_file_suggests_the_nearest_name(tmp_path):
     (tmp_path / "sft.yaml").write_text(MINIMAL)
     (tmp_path / "unrelated").write_text("")
@@ -831,6 +839,47 @@ print([name for name in ("torch", "transformers", "pyarrow", "numpy") if name in
 )
 def test_names_from_other_trainers_suggest_ours(error_for, given, ours):
     assert error_for(MINIMAL, given).endswith(f"is not a setting. Did you mean {ours}?")
+
+
+@pytest.mark.parametrize("name", ["per_device_train_batch_size", "train.gradient_accumulation_steps"])
+def test_a_batch_that_is_counted_differently_elsewhere_is_explained(error_for, name):
+    message = error_for(MINIMAL, f"{name}=4")
+    assert "Did you mean train.rows_per_step? It is the whole batch of an update" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "form"),
+    [
+        ("model=runs/x", "model: {path: runs/x}"),
+        ("data=train.jsonl", "data: {train: train.jsonl}"),
+        ("train=[4]", "train: {rows_per_step: …}"),
+    ],
+)
+def test_a_value_in_place_of_a_section_shows_the_form_to_write(error_for, override, form):
+    assert error_for(MINIMAL, override).endswith(f" Write {form}.")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "form"),
+    [
+        ("three.py", "[{kind: function, path: three.py}]"),
+        ("math", "[{kind: math}]"),
+        ("[math]", "[{kind: math}]"),
+        ("{kind: math, weight: 2}", "[{kind: math, …}]"),
+    ],
+)
+def test_rewards_that_are_no_list_of_sections_show_the_form_to_write(error_for, rewards, form):
+    assert error_for(f"stage: score\nrewards: {rewards}\n").endswith(f" Write rewards: {form}.")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("train.jsonl", "is a data file, not a recipe"), ("reward.py", "is a Python file, not a recipe")],
+)
+def test_another_kind_of_file_in_place_of_a_recipe_is_named(tmp_path, name, what):
+    (tmp_path / name).write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(RecipeError, match=what):
+        load(tmp_path / name)
 
 
 @pytest.mark.parametrize(

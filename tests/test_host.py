@@ -1,6 +1,7 @@
 """Other systems than the one tests run on, shown with patched answers."""
 
 import ast
+import ctypes
 import errno
 import fcntl
 import os
@@ -79,6 +80,29 @@ def test_a_limit_that_must_not_be_raised_stays(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     raise_open_file_limit()
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+FREE_EVERY_OTHER_TENSOR = """
+import psutil, torch
+from plaudit.host import return_freed_memory
+return_freed_memory()
+torch.ones(30 * 2**18)  # after it is freed, glibc would keep blocks of up to its size
+blocks = [torch.ones(2**21) for _ in range(20)]
+before = psutil.Process().memory_info().rss
+del blocks[::2]
+print((before - psutil.Process().memory_info().rss) // 2**23)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+@pytest.mark.parametrize(("chosen", "returned"), [(None, 10), (str(2**25), 0)])
+def test_freed_tensors_return_their_memory_unless_the_user_says_otherwise(chosen, returned):
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_MMAP_THRESHOLD_"}
+    environment |= {} if chosen is None else {"MALLOC_MMAP_THRESHOLD_": chosen}
+    done = subprocess.run([sys.executable, "-c", FREE_EVERY_OTHER_TENSOR], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == (f"{returned}\n", "")
 
 
 # File systems --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from plaudit.config import flatten, load
 from plaudit.errors import DataError, Interrupted, RunError
 from plaudit.loops import sft
+from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
 from plaudit.report.curves import draw_curves
 from plaudit.run import Run
 from plaudit.train.trainer import Trainer
@@ -47,7 +48,9 @@ def assert_complete(checkpoint: Path) -> None:
     """The manifest names all files with their sizes, and all of them load."""
     files = {str(p.relative_to(checkpoint)): p.stat().st_size for p in checkpoint.rglob("*") if p.is_file()}
     files.pop("manifest.json")
-    assert json.loads((checkpoint / "manifest.json").read_text()) == files
+    listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert {name: entry["bytes"] for name, entry in listed.items()} == files
+    assert find_damage(checkpoint, content=True) is None
     assert load_file(checkpoint / "trainer/00000.safetensors")
     assert json.loads((checkpoint / "state.json").read_text())["step"] == int(checkpoint.name.removeprefix("step_"))
     AutoModelForCausalLM.from_pretrained(checkpoint / "model")
@@ -333,11 +336,14 @@ def test_another_file_under_the_same_data_set_name_is_refused(tmp_path, recipe):
         train_sft(file)
 
 
-def test_a_run_that_never_started_may_be_replaced(tmp_path, recipe, plaudit):
-    """The bad row was fixed, so the data has changed, but nothing had been trained yet."""
-    rows = write_jsonl(tmp_path / "rows.jsonl", [*arithmetic_rows(20), {"messages": []}])
+def test_a_run_that_never_started_may_be_replaced(tmp_path, recipe, plaudit, monkeypatch):
+    """It was killed as it read its rows, which have changed since; nothing had been trained yet."""
+    long = {"messages": [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [*arithmetic_rows(20), long])
     file = recipe(rows=rows, run={"max_steps": 2})
-    code, _, err = plaudit("sft", file)
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_remove_unused", lambda *_: None)
+        code, _, err = plaudit("sft", file, "data.too_long=error")
     assert code == 2
     assert "row 21" in err
     assert (tmp_path / "run/run.json").exists()
@@ -451,7 +457,7 @@ def test_a_damaged_metrics_line_is_located(copy_of_finished, plaudit):
     (run / "metrics.jsonl").write_text("\n".join([*lines[:3], "\0\0\0", *lines[3:]]) + "\n")
     code, _, err = plaudit("sft", *command)
     assert code == 2
-    assert f"{run / 'metrics.jsonl'}:4: not JSON" in err
+    assert f"{run / 'metrics.jsonl'}:4: the line is damaged (it is not JSON" in err
     assert "Traceback" not in err
 
 
@@ -752,7 +758,9 @@ def test_nothing_is_deleted_when_no_checkpoint_is_intact(tmp_path, recipe):
     weights = tmp_path / "run/checkpoints/step_000002/trainer/00000.safetensors"
     weights.write_bytes(b"\0" * weights.stat().st_size)  # the right size, but all zeros
     metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match=r"content is damaged[\s\S]*No checkpoint is left"):
+    with pytest.raises(
+        RunError, match=r"is damaged \(trainer/00000.safetensors: its checksum does not match\)[\s\S]*No checkpoint is left"
+    ):
         train_sft(file)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
 
@@ -763,9 +771,7 @@ def test_an_incomplete_trainer_state_is_refused(tmp_path, recipe):
     train_sft(file)
     folder = tmp_path / "run/checkpoints/step_000002"
     (folder / "trainer/00000.safetensors").unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["trainer/00000.safetensors"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, describe_files(folder, files_in(folder)))
     with pytest.raises(RunError, match="trainer state is incomplete"):
         train_sft(file)
 

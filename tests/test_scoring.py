@@ -154,12 +154,21 @@ def test_score_writes_each_row_with_its_reward(plaudit, files):
     assert code == 0
     assert "2 rows, 3 responses; mean reward 0.6667" in out
     first, second = lines(files)
-    assert first["id"].endswith("rows.jsonl:1")
+    assert first["id"] == "rows.jsonl:1"
     assert {name: first[name] for name in ROWS[0]} == ROWS[0]
     assert (first["reward"], second["reward"]) == (1.0, [0.0, 1.0])
     before = (files / "out.jsonl").read_bytes()
     code, out, _ = score(plaudit, files)
     assert (code, (files / "out.jsonl").read_bytes()) == (0, before)
+
+
+def test_an_error_before_the_first_row_leaves_no_output(plaudit, files):
+    (files / "rows.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
+    code, _, err = score(plaudit, files)
+    assert code == 2
+    assert "rows.jsonl: row 1: has no response (found: prompt, answer)." in err
+    assert not list(files.glob("out.jsonl"))
+    assert not list(files.glob("out.jsonl.inputs*"))
 
 
 def test_score_resumes_after_a_truncated_line(plaudit, files):
@@ -269,7 +278,7 @@ def test_dead_judge_inside_a_cascade_stops_scoring_too(plaudit, files):
     judge = f"{{kind: function, path: {path}, limits: {{max_concurrent_groups: 4}}}}"
     (files / "r.yaml").write_text(f"rewards: [{{kind: cascade, rule: {{kind: exact}}, judge: {judge}}}]")
     code, _, err = score(plaudit, files)
-    assert (code, lines(files)) == (2, [])
+    assert (code, (files / "out.jsonl").exists()) == (2, False)
     assert "ConnectionError: no server" in err
 
 
@@ -299,7 +308,7 @@ def test_rejected_key_stops_at_once_and_the_right_one_scores_all_rows(plaudit, f
     judged(files, judge_server, *(f"so\n{i}" for i in range(40)), retries=4, unreadable_retries=2, max_concurrent_groups=1)
     judge_server.fault_for_all = status
     code, _, err = score(plaudit, files)
-    assert (code, lines(files)) == (2, [])
+    assert (code, (files / "out.jsonl").exists()) == (2, False)
     assert f"reward 'judge': {judge_server.url}/v1/chat/completions: HTTP {status}" in err
     assert "Then run the same command to resume." in err
     assert len(err.strip().splitlines()) == 1

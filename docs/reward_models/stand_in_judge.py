@@ -1,6 +1,7 @@
 """A server that plays a judge, so that the examples of these pages run anywhere, at once, and always say the same.
 
-    python docs/reward_models/stand_in_judge.py          # listens on http://127.0.0.1:8000; --port 9000: on that port
+    python docs/reward_models/stand_in_judge.py          # listens on http://127.0.0.1:8000
+    python docs/reward_models/stand_in_judge.py --port 9000 --key secret     # on that port; refuses calls without this key
 
 It reads plaudit's own templates and answers in the form they ask for. An answer that holds the reference is worth 9, 7 if it is
 longer than 40 characters, any other 2. It is no model: what it says about a response means nothing beyond that.
@@ -63,11 +64,16 @@ def answer_to(text: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
+    key: str | None = None
+
     def do_GET(self) -> None:
-        self._send({"data": [{"id": "stand-in"}]})
+        if self._has_key():
+            self._send({"data": [{"id": "stand-in"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._has_key():
+            return
         chat = "messages" in body
         asked = body["messages"][-1]["content"] if chat else body["prompt"]
         answer = answer_to(asked)
@@ -75,9 +81,15 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(asked.split()), "completion_tokens": len(answer.split())}  # a token for each word
         self._send({"choices": [{"index": 0, "finish_reason": "stop", **choice}], "usage": usage})
 
-    def _send(self, answer: dict[str, Any]) -> None:
+    def _has_key(self) -> bool:
+        if self.key is None or self.headers["Authorization"] == f"Bearer {self.key}":
+            return True
+        self._send({"error": {"message": "wrong or missing key"}}, status=401)
+        return False
+
+    def _send(self, answer: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -87,11 +99,15 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def server(port: int = 8000) -> ThreadingHTTPServer:
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+def server(port: int = 8000, key: str | None = None) -> ThreadingHTTPServer:
+    return ThreadingHTTPServer(("127.0.0.1", port), type("KeyedHandler", (Handler,), {"key": key}))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A server that plays a judge.")
     parser.add_argument("--port", type=int, default=8000)
-    server(parser.parse_args().port).serve_forever()
+    parser.add_argument("--key", help="refuse calls without this key")
+    arguments = parser.parse_args()
+    listening = server(arguments.port, arguments.key)
+    print(f"the stand-in judge listens on http://127.0.0.1:{listening.server_port}", flush=True)
+    listening.serve_forever()

@@ -30,7 +30,7 @@ def require_passed(settings: AuditSettings, rewards: Sequence[RewardSettings]) -
         checks = check_all(numbers, settings)
     except FileNotFoundError:
         raise PlauditError(f"audit.require: {path} does not exist.{nearest_path(path)} {again}") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PlauditError(f"audit.require: {path} is not an audit.json ({type(error).__name__}: {error}). {again}") from None
     now = digest_rewards(rewards)
     if audited != now:

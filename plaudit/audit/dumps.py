@@ -42,8 +42,8 @@ from plaudit.errors import DataError, did_you_mean
 from plaudit.types import Prompt
 
 HINT = (
-    "Rollouts have `prompt` and `response` or `responses` (plaudit), `input` and `output` (verl), `prompt` and `completion` (TRL); "
-    "docs/rows.md lists every name that is read."
+    "Rollouts have `prompt` and `response` or `responses` (plaudit), `input` and `output` (verl), or `prompt` and `completion` "
+    "(TRL)."
 )
 
 
@@ -122,7 +122,7 @@ def read_dump(rows: Rows, label: str = LABEL) -> Iterator[dict[str, Any]]:
         if several:  # rows with one response each form a group if they are equal, which other columns would prevent
             own = {label, f"{label}s", *IDS, *STEPS, *REWARDS}
             shown = with_columns_as_extra_info({name: value for name, value in row.items() if name not in own})
-        prompt = parse_prompt(shown, str(first_value(row, IDS) or f"{rows.source}:{number}"), where)
+        prompt = parse_prompt(shown, str(first_value(row, IDS) or f"{Path(rows.source).name}:{number}"), where)
         yield {
             "id": prompt.id,
             "prompt": prompt.messages,

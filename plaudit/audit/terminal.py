@@ -99,9 +99,10 @@ def findings(numbers: dict[str, Any]) -> list[str]:
     lines = []
     agreement, length, formats, saved = numbers["agreement"], numbers["length"], numbers["formats"], numbers["saved"]
     if agreement and "accuracy" in agreement:
+        wrong = f"{agreement['false_accepts']:,} wrong one{'s' * (agreement['false_accepts'] != 1)}"
         lines.append(
             f"labels: {agreement['right']:,} of {agreement['labelled']:,} right; {agreement['true_accepts']:,} of them accepted, "
-            f"{agreement['false_accepts']:,} wrong ones accepted; Spearman {shown(agreement['spearman'])}, "
+            f"{wrong} accepted; Spearman {shown(agreement['spearman'])}, "
             f"Kendall {shown(agreement['kendall'])}"
         )
     lines.append(

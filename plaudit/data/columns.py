@@ -34,6 +34,12 @@ RESULTS = {"tokens", "reward", "unnormalised", "parts", "malformed", "failure", 
 """What plaudit writes next to a response: rewards do not see it."""
 
 
+def listed(names: Sequence[str]) -> str:
+    """`a`, `b` or `c`: names of columns in a message."""
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def find_column(row: Mapping[str, Any] | Sequence[str], names: Sequence[str]) -> str | None:
     """The first of these columns with a value; without any, the first that exists. (Tables fill missing values with nulls.)"""
     existing = [name for name in names if name in row]

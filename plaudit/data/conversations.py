@@ -19,6 +19,7 @@ from plaudit.data.columns import (
     find_column,
     first_value,
     has_prompt,
+    listed,
     parse_object,
     with_columns_as_extra_info,
 )
@@ -32,10 +33,10 @@ from plaudit.types import Conversation, Message, Prompt
 REASONING = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SFT_HINT = (
-    "Rows for SFT have `messages`, `conversations`, `prompt` and `response`, or `instruction` and `output` (all names: "
-    "docs/rows.md); other names can be mapped with data.dataset_info."
+    f"Rows for SFT have {listed(CONVERSATIONS)}; or a prompt ({listed(PROMPTS)}) and an answer ({listed(TARGETS)}). Other names "
+    "can be mapped with data.dataset_info."
 )
-PROMPT_HINT = "Rows to sample from have `prompt` (text or messages) or `messages`; docs/rows.md lists every name that is read."
+PROMPT_HINT = f"Rows to sample from have {listed(PROMPTS)} (text or messages), or {listed(CONVERSATIONS)}."
 
 DEFAULT_COLUMNS = {
     "messages": "conversations",
@@ -89,6 +90,10 @@ class Source:
     def __str__(self) -> str:
         return str(self.path)
 
+    def name(self, folders: int = 0) -> str:
+        """The name of the file, with as many of its folders; of a data set on the hub, the whole name."""
+        return str(self.path) if self.hub is not None else "/".join(Path(os.path.abspath(self.path)).parts[-1 - folders :])
+
     def rows(self) -> Rows:
         return read_rows(self.path) if self.hub is None else self.hub.rows()
 
@@ -101,11 +106,6 @@ class Source:
             return self.hub.num_bytes()
         files = self.path.rglob("*") if self.path.is_dir() else [self.path]
         return sum(file.stat().st_size for file in files if file.is_file())
-
-    @property
-    def suffix(self) -> str:
-        """How it is read."""
-        return self.path.suffix if self.hub is None else "hub"
 
 
 # Which files ---------------------------------------------------------------------------------------------------------
@@ -377,15 +377,16 @@ def parse_json_messages(prompt: Any) -> Any:
 # Prompts -------------------------------------------------------------------------------------------------------------
 
 
-def read_prompts(source: Source) -> Iterator[Prompt]:
-    """Each row as a prompt to sample from. An id is the path as given plus the row's number."""
+def read_prompts(source: Source, name: str | None = None) -> Iterator[Prompt]:
+    """Each row as a prompt to sample from. An id is `name` (default: the file's) plus the row's number."""
+    name = name or source.name()
     rows = source.rows()
     if not has_prompt(rows.columns):
         rows.require("prompt", hint=PROMPT_HINT)
     for number, (where, row) in enumerate(rows.located(), 1):
         row = _without_arrow_nulls(row) if rows.nulls_mean_absent else row
         row = with_columns_as_extra_info(row)
-        prompt = parse_prompt(row, f"{source.path}:{number}", where)
+        prompt = parse_prompt(row, f"{name}:{number}", where)
         if prompt.messages[-1]["role"] == "assistant":
             raise DataError(f"{where}: its prompt ends with an assistant message; it should end with the message to answer")
         yield prompt

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from plaudit.data.in_memory import rows_file
 from plaudit.data.rows import Rows
 from plaudit.errors import DataError, did_you_mean, install_extra
 from plaudit.files import fingerprint, text_digest
@@ -34,7 +35,10 @@ class HubDataset:
 
     def fingerprint(self) -> str:
         """A digest of the rows, so that a new revision with the same rows is the same data set."""
-        return text_digest(" ".join(fingerprint(Path(file["filename"])) for file in self._split().cache_files))
+        split = self._split()
+        if not split.cache_files:  # in memory: HF_DATASETS_IN_MEMORY_MAX_SIZE
+            return rows_file(split, self.name, self.name).digest
+        return text_digest(" ".join(fingerprint(Path(file["filename"])) for file in split.cache_files))
 
     def num_bytes(self) -> int:
         return sum(Path(file["filename"]).stat().st_size for file in self._split().cache_files)
@@ -72,9 +76,11 @@ def _load(repository: str, revision: str | None, config: str | None) -> Any:
     try:
         with _without_network(datasets, problem is not None):
             splits: Any = datasets.load_dataset(repository, config, revision=revision)
-        if problem is not None and revision is not None:
-            _require_cached_revision(splits, revision)
+        if problem is not None and revision not in (None, "main"):
+            _require_cached_revision(splits, repository, revision, problem)
         return splits
+    except DataError:
+        raise
     except Exception as error:  # of HTTP, fsspec, Arrow, and of the library's own
         if problem is not None:
             raise DataError(f"there is no file {repository} here, and {problem}") from None
@@ -83,11 +89,13 @@ def _load(repository: str, revision: str | None, config: str | None) -> Any:
         raise DataError(f"{repository}: the data set could not be loaded from the Hugging Face hub: {reason}{hint}") from None
 
 
-def _require_cached_revision(splits: Any, revision: str) -> None:
-    """Without the hub, the library takes whichever revision is in its cache, in a folder named after the commit."""
-    for split in splits.values():
-        if any(Path(file["filename"]).parent.name != revision for file in split.cache_files):
-            raise LookupError(f"the cache has another revision than {revision}")
+def _require_cached_revision(splits: Any, repository: str, revision: str, problem: str) -> None:
+    """Without the hub, the library takes whichever revision is in its cache, in a folder named after the commit. Which commit a tag
+    stands for is known to the hub alone."""
+    cached = {Path(file["filename"]).parent.name for split in splits.values() for file in split.cache_files}
+    if cached != {revision}:
+        found = f", which has {' and '.join(f'{repository}@{commit}' for commit in sorted(cached))}" if cached else ""
+        raise DataError(f"there is no file {repository} here, and {problem}; revision {revision} is not in the cache{found}")
 
 
 @contextmanager

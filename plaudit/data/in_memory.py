@@ -19,7 +19,7 @@ def rows_file(rows: Any, name: str, where: str) -> InputFile:
     table = _as_table(rows)
     if table is not None:
         buffer = io.BytesIO()
-        pq.write_table(table, buffer)
+        pq.write_table(table.replace_schema_metadata(None), buffer)  # what made them is not part of the rows
         content, suffix = buffer.getvalue(), "parquet"
     else:
         content, suffix = _as_jsonl(rows, where), "jsonl"

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from plaudit.data.conversations import Source, read_prompts
+from plaudit.data.row_ids import name_sources
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
 from plaudit.errors import DataError
 from plaudit.types import Prompt
@@ -52,7 +53,8 @@ def load_prompts(
 ) -> PromptSet:
     """Read, render and tokenise every row."""
     result = PromptSet()
-    for prompt in progress(prompt for source in sources for prompt in read_prompts(source)):
+    named = list(zip(sources, name_sources(sources), strict=True))
+    for prompt in progress(prompt for source, name in named for prompt in read_prompts(source, name)):
         result.rows += 1
         try:
             tokens = template.prompt_tokens(prompt.messages, prompt.tools)

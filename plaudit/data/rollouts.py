@@ -16,6 +16,7 @@ from plaudit.data.columns import (
     has_pair,
     has_prompt,
     has_several_responses,
+    listed,
     plain,
     with_columns_as_extra_info,
 )
@@ -27,7 +28,7 @@ from plaudit.types import Group, SavedSample
 NOTHING = np.zeros(0, dtype=np.float32)
 HINT = (
     "A row to score has `prompt` and `response` (text) or `responses` (a list of texts); `chosen` and `rejected`; or `messages` "
-    "that end with the answer. docs/rows.md lists every name that is read"
+    f"that end with the answer. Responses may also be in {listed([name for name in RESPONSES if not name.startswith('response')])}"
 )
 
 

@@ -26,9 +26,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from plaudit.data.control_tokens import ControlTokens, Encoded, SpecialTokens
 from plaudit.data.conversations import REASONING
+from plaudit.data.rendering import render_chat
 from plaudit.errors import DataError, RecipeError, nearest_path
 from plaudit.hub import model_folder
 from plaudit.lora_folder import with_tokenizer
+from plaudit.model_files import require_config
 from plaudit.recipe import ModelSettings
 from plaudit.types import Conversation, Example, Message
 
@@ -103,13 +105,8 @@ class ChatTemplate:
     # Rendering
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
-        text: str = self.tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
-            [self._fold_reasoning(m) for m in messages],
-            tools=tools,
-            chat_template=self.text,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-        )
+        folded = [self._fold_reasoning(m) for m in messages]
+        text = render_chat(self.tokenizer, self.text, folded, tools, generation_prompt=generation_prompt)
         return text.replace(HIDDEN_THINK, "<think>").replace(HIDDEN_END_THINK, "</think>")
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
@@ -325,9 +322,11 @@ def _require_few_messages(rendered: int) -> None:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     folder = model_folder(with_tokenizer(path), weights=False)
+    if (folder / "config.json").is_file():  # transformers reads it too
+        require_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files: tokenizers raises nothing more specific
         raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
 
 

@@ -69,7 +69,7 @@ class TokenCache:
 
     def _key(self, sources: Sequence[Source], settings: dict[str, Any]) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        files = [(source.fingerprint(), repr(source.schema), source.suffix) for source in sources]
+        files = [(source.fingerprint(), repr(source.schema), source.path.suffix) for source in sources]
         versions = [metadata.version(name) for name in LIBRARIES]
         digest.update(json.dumps([files, settings, versions, code_digest(), *self.inputs], sort_keys=True).encode())
         return digest.hexdigest()

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from plaudit.data.control_tokens import ControlTokens, SpecialTokens
+from plaudit.data.rendering import render_chat
 from plaudit.data.templates import RENDER_ERRORS
 from plaudit.errors import DataError, RecipeError
 from plaudit.types import Conversation, Example, Message
@@ -38,8 +38,7 @@ class Transcript:
             )
 
     def render(self, messages: Sequence[Message]) -> str:
-        text: Any = self.tokenizer.apply_chat_template(list(messages), chat_template=self.template, tokenize=False)
-        return text
+        return render_chat(self.tokenizer, self.template, messages)
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         marked, _, mark = self.control_tokens.quote(messages)

@@ -3,26 +3,26 @@
 A failing check does not prevent the others.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from plaudit.config import LoadedRecipe
+from plaudit.data.columns import GROUND_TRUTHS, listed
 from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.pairs import Preference, read_pairs
+from plaudit.data.row_ids import name_sources
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.doctor import memory, preferences, rewards, rows
 from plaudit.doctor.compatibility import PolicyContext, check_compatibility, check_lengths
 from plaudit.doctor.critic import check_critic
-from plaudit.doctor.findings import MAX_SHOWN_CHARS, Finding, print_finding, print_text
+from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Finding, print_text, print_title
 from plaudit.doctor.reward_models import ModelRewardCheck
-from plaudit.errors import PlauditError
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
     DPORecipe,
@@ -46,7 +46,7 @@ from plaudit.types import Conversation, Example, Prompt
 def run_checkup(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows: int, console: Console | None = None) -> bool:
     """Print the findings; returns whether training can start."""
     console = console or Console(highlight=False)
-    console.print(f"[bold]{escape(str(loaded.path))}[/] for plaudit {loaded.recipe.stage}")
+    print_title(console, loaded)
     checkup = _Checkup(console)
     if isinstance(loaded.recipe, ScoreRecipe):
         checkup.check_scoring(loaded.recipe)
@@ -55,9 +55,9 @@ def run_checkup(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_r
     return checkup.passed
 
 
-class _Checkup:
+class _Checkup(Checks):
     def __init__(self, console: Console):
-        self.console, self.passed = console, True
+        super().__init__(console)
         self.template: ChatTemplate | None = None
         self.examples: list[tuple[str, Conversation, Example]] = []
         """Rendered SFT training rows."""
@@ -70,15 +70,6 @@ class _Checkup:
         """Of the rendered training rows, in tokens."""
         self.reward_checks: list[ModelRewardCheck] = []
         self.budgets: dict[str, Budget] = {}
-
-    def check(self, name: str, findings: Callable[[], Iterator[Finding]]) -> None:
-        try:
-            for mark, text in findings():
-                self.passed &= mark != "✗"
-                print_finding(self.console, mark, name, text)
-        except PlauditError as error:
-            self.passed = False
-            print_finding(self.console, "✗", name, str(error))
 
     def check_scoring(self, recipe: ScoreRecipe) -> None:
         for reward in recipe.rewards:
@@ -143,7 +134,8 @@ class _Checkup:
             yield from self._prompts(recipe, part, sources, max_rows)
 
     def _prompts(self, recipe: RLRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
-        prompts = list(islice((prompt for source in sources for prompt in read_prompts(source)), max_rows or None))
+        named = zip(sources, name_sources(sources), strict=True)
+        prompts = list(islice((prompt for source, name in named for prompt in read_prompts(source, name)), max_rows or None))
         template, limit = self.template, recipe.data.max_prompt_tokens
         if template is None:
             yield "✓", f"{part}: {len(prompts):,} prompts read, but not rendered for lack of a chat template"
@@ -156,7 +148,8 @@ class _Checkup:
         self.longest_prompt = max(self.longest_prompt, min(int(lengths.max()), limit))
         missing = sum(prompt.ground_truth is None for prompt in prompts)
         if missing:
-            yield "!", f"{part}: {missing:,} prompts have no reward_model.ground_truth"
+            names = listed(["reward_model", *GROUND_TRUTHS])
+            yield "!", f"{part}: {missing:,} of {len(prompts):,} prompts have no ground truth for rewards to compare with ({names})"
         unmatched = [prompt for prompt in prompts if not any_reward_applies(recipe.rewards, prompt)]
         if unmatched:
             source = unmatched[0].data_source

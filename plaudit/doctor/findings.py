@@ -1,15 +1,39 @@
 """Findings of the doctor's checks and how they are printed, with API keys redacted."""
 
+from collections.abc import Callable, Iterator
+
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
-from plaudit.errors import redact
+from plaudit.config import LoadedRecipe
+from plaudit.errors import PlauditError, redact
 
 Finding = tuple[str, str]
 """A mark (✓, ! or ✗) and the message."""
 MAX_SHOWN_CHARS = 3000
 """Characters shown of a prompt or a row."""
 COLOURS = {"✓": "green", "!": "yellow", "✗": "red"}
+
+
+class Checks:
+    """Runs checks and prints what they find. A failing one does not prevent the others."""
+
+    def __init__(self, console: Console):
+        self.console, self.passed = console, True
+
+    def check(self, name: str, findings: Callable[[], Iterator[Finding]]) -> None:
+        try:
+            for mark, text in findings():
+                self.passed &= mark != "✗"
+                print_finding(self.console, mark, name, text)
+        except PlauditError as error:
+            self.passed = False
+            print_finding(self.console, "✗", name, str(error))
+
+
+def print_title(console: Console, loaded: LoadedRecipe) -> None:
+    console.print(f"[bold]{escape(str(loaded.path))}[/] for plaudit {loaded.recipe.stage}")
 
 
 def print_finding(console: Console, mark: str, name: str, text: str) -> None:

@@ -1,6 +1,5 @@
 """Memory checks by device: weights, training, sampling and reward models together."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.lora_folder import read_lora_folder
+from plaudit.model_files import require_weights
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.trainable import resolve_device, resolve_dtype
@@ -34,11 +34,9 @@ def check_weights(model: Path) -> Iterator[Finding]:
         model = Path(lora.base)
     if not model.is_dir():
         return  # on the hub
-    index = model / "model.safetensors.index.json"
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-        tensors = sum(len(safe_open(model / name, "pt").keys()) for name in sorted(names))
-    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        tensors = sum(len(safe_open(file, "pt").keys()) for file in require_weights(model))
+    except (OSError, ValueError, SafetensorError) as error:
         yield "✗", f"{model}: cannot read the weights (safetensors only; pickled weights are never loaded): {error}"
         return
     yield "✓", f"{model}: {tensors:,} tensors, all complete"

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, islice
 
 import numpy as np
+from rich.console import Console
 
 from plaudit.audit.certificate import require_passed
-from plaudit.doctor.findings import Finding
+from plaudit.config import LoadedRecipe
+from plaudit.doctor.findings import Checks, Finding, print_title
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES
-from plaudit.recipe import RewardSettings, RLRecipe
+from plaudit.recipe import RewardSettings, RLRecipe, ScoreRecipe
 from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample
@@ -49,23 +51,40 @@ def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
         )
 
 
+def check_rules(loaded: LoadedRecipe) -> bool:
+    """The whole checkup of a recipe that only scores, with rewards that have no model: it needs no torch."""
+    rewards = loaded.recipe.rewards if isinstance(loaded.recipe, ScoreRecipe) else ()
+    checks = Checks(Console(highlight=False))
+    print_title(checks.console, loaded)
+    for reward in rewards:
+        checks.check("reward", lambda reward=reward: check_reward(reward, []))
+    checks.check("rewards", lambda: check_answer_rules(rewards, []))
+    return checks.passed
+
+
 def check_reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:
-    """Start the reward and score the ground truth and an empty answer, in the process where it would run."""
+    """Start the reward and score ground truths, where there are any, and empty answers, in the process where it would run."""
     checked = reward.model_copy(update={"on_failure": "drop", "max_failure_rate": 1.0, "gate": None, "normalise": "none"})
     prompts = [prompt for prompt in prompts if reward.applies_to(prompt)]
-    groups = [synthetic_group(prompt, ["" if prompt.ground_truth is None else str(prompt.ground_truth), ""]) for prompt in prompts]
+    has_truth = [prompt.ground_truth is not None for prompt in prompts]
+    groups = [
+        synthetic_group(prompt, [str(prompt.ground_truth), ""] if known else [""])
+        for prompt, known in zip(prompts, has_truth, strict=True)
+    ]
     with RewardRunner([checked]) as runner:
         scores = [scored.by_reward[checked.label] for scored in runner.collect(groups)]
+    samples = sum(map(len, scores))
     failures = [score.failure for pair in scores for score in pair if score.failure is not None]
     if failures:
         cause = f"{failures[0].cause}: {failures[0].message}"
         yield (
-            "✗" if len(failures) == 2 * len(scores) else "!",
-            f"{reward.label}: failed on {len(failures)} of {2 * len(scores)} samples: {cause}",
+            "✗" if len(failures) == samples else "!",
+            f"{reward.label}: failed on {len(failures)} of {samples} samples: {cause}",
         )
         return
-    truth, empty = ([pair[i].value for pair in scores] for i in (0, 1))
-    values = f"{_listed(truth)} for the ground truth, {_listed(empty)} for an empty answer" if scores else "starts"
+    truths = _listed([pair[0].value for pair, known in zip(scores, has_truth, strict=True) if known])
+    empty = f"{_listed([pair[-1].value for pair in scores])} for an empty answer" if scores else "starts"
+    values = f"{truths} for the ground truth, {empty}" if truths else empty
     yield "✓", f"{reward.label}: {values}; weight {reward.weight:g}, on failure {reward.on_failure}"
 
 

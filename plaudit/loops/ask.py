@@ -4,9 +4,10 @@ Answers go to stdout; thoughts (`<think>…</think>`), rewards and notes go to s
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -33,14 +34,15 @@ class AskJob:
     sampling: SampleSettings
     system: str | None = None
     rewards: Sequence[RewardSettings] = ()
-    truth: str | None = None
+    ground_truth: str | None = None
     data_source: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def ask(job: AskJob, question: str) -> None:
-    """Print the model's answers to one question."""
+def ask(job: AskJob, question: str) -> bool:
+    """Print the model's answers to one question; returns whether every answer has a reward, if rewards are given."""
     with ExitStack() as stack:
-        Chat(job, stack).ask(question)
+        return Chat(job, stack).ask(question)
 
 
 def chat(job: AskJob) -> None:
@@ -89,13 +91,14 @@ class Chat:
         """Start over."""
         self._turns = [] if self._job.system is None else [{"role": "system", "content": self._job.system}]
 
-    def ask(self, question: str) -> None:
-        """Sample answers and print them."""
+    def ask(self, question: str) -> bool:
+        """Sample answers and print them; returns whether all of them were scored and no reward failed."""
         group = self._sample([*self._turns, {"role": "user", "content": question}])
         scored = None if self._rewards is None else self._rewards.collect([group], training=False)[0]
         for i, sample in enumerate(group.samples):
             self._print(sample, f"[{i + 1}] " if self._job.sampling.n > 1 else "", scored, i)
         self._turns = [*group.prompt.messages, {"role": "assistant", "content": group.samples[0].text}]
+        return scored is None or not has_failures(scored)
 
     def _sample(self, messages: list[Message]) -> Group:
         settings, job = self._job.sampling, self._job
@@ -108,7 +111,7 @@ class Chat:
                 f"the chat has {len(tokens):,} tokens, more than --max-prompt-tokens {settings.max_prompt_tokens:,}; "
                 "start over with /new, or raise it"
             )
-        prompt = Prompt(f"question {self._asked}", messages, job.data_source, job.truth)
+        prompt = Prompt(f"question {self._asked}", messages, job.data_source, job.ground_truth, job.extra_info)
         self._asked += 1
         prompts, sampling = [EncodedPrompt(prompt, tokens)], sampling_of(settings)
         [group] = sample_groups(self._engine, prompts, settings.n, sampling, version=self._engine.version)
@@ -138,6 +141,12 @@ def describe_rewards(scored: ScoredGroup, i: int) -> str:
     total = scored.scores[i].value
     parts = [f"{name} {_shown(scores[i])}" for name, scores in scored.by_reward.items() if scores[i].applies]
     return f"reward {'none' if total is None else f'{total:.4g}'}: {', '.join(parts) or 'no reward applies'}"
+
+
+def has_failures(scored: ScoredGroup) -> bool:
+    """Whether a reward failed, or an answer has no value."""
+    failed = any(score.failure is not None for scores in scored.by_reward.values() for score in scores)
+    return failed or any(score.value is None for score in scored.scores)
 
 
 def _shown(score: Score) -> str:

@@ -6,7 +6,7 @@ other settings is not resumed.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,18 +68,14 @@ def sample(job: SampleJob) -> int:
     return len(prompts)
 
 
-def sample_table(model: ModelSettings, sources: Sequence[Source], settings: SampleSettings, folder: Path) -> pa.Table:
-    """The same in memory: a table with a row per prompt, in order. Ids of prompts in `folder` do not contain its path."""
+def sample_table(model: ModelSettings, sources: Sequence[Source], settings: SampleSettings) -> pa.Table:
+    """The same in memory: a table with a row per prompt, in order."""
     template = load_model_template(model, settings.special_tokens)
     loaded = load_prompts(sources, template, max_prompt_tokens=settings.max_prompt_tokens, too_long=settings.too_long)
-    prompts = [
-        replace(encoded, prompt=replace(encoded.prompt, id=encoded.prompt.id.removeprefix(f"{folder}/")))
-        for encoded in loaded.prompts
-    ]
     engine = load_engine(model, template, device=settings.device, max_sequences=settings.max_sequences)
-    sampled = sample_groups(engine, prompts, settings.n, sampling_of(settings), version=engine.version)
+    sampled = sample_groups(engine, loaded.prompts, settings.n, sampling_of(settings), version=engine.version)
     groups = {group.prompt.id: group for group in sampled}
-    return pa.Table.from_pylist([group_row(groups[encoded.prompt.id]) for encoded in prompts])
+    return pa.Table.from_pylist([group_row(groups[encoded.prompt.id]) for encoded in loaded.prompts])
 
 
 def sampling_of(settings: SampleSettings) -> Sampling:

@@ -21,6 +21,7 @@ from rich.table import Table
 from plaudit.data.columns import has_several_responses
 from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_group, token_counter, with_token_counts
+from plaudit.data.row_ids import name_sources
 from plaudit.errors import TrainingStopped
 from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
@@ -203,7 +204,7 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
     activity = Activity()
     with StepProgress("score", total, summary.rows, activity=activity) as progress:
 
-        def scored(rows: Iterator[tuple[Row, str]]) -> Iterator[Row]:
+        def scored(rows: Iterator[tuple[Row, str, str]]) -> Iterator[Row]:
             while chunk := list(islice(rows, ROWS_AT_ONCE)):
                 results = _score_chunk(job, chunk, runner, count_tokens, activity)
                 for row in results:
@@ -224,32 +225,32 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
 
 def _score_chunk(
     job: ScoreJob,
-    chunk: Sequence[tuple[Row, str]],
+    chunk: Sequence[tuple[Row, str, str]],
     runner: RewardRunner,
     count_tokens: Callable[[str], int] | None,
     activity: Activity,
 ) -> list[Row]:
     """Rows with their results."""
-    groups = [with_token_counts(parse_group(row, row["id"], where), count_tokens) for row, where in chunk]
+    groups = [with_token_counts(parse_group(row, id, where), count_tokens) for row, id, where in chunk]
     with activity.phase("rows under way", prompts=len(groups)) as phase:
         results = runner.collect(groups, training=False, report=partial(_report, phase, runner))
     _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
     return [
-        row | result_of(scored, many=has_several_responses(row), details=job.details)
-        for (row, _), scored in zip(chunk, results, strict=True)
-    ]  # fmt: skip
+        {"id": id} | row | result_of(scored, many=has_several_responses(row), details=job.details)
+        for (row, id, _), scored in zip(chunk, results, strict=True)
+    ]
 
 
 def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> None:
     phase.update(sampled, scored, runner.model_calls())
 
 
-def _rows(job: ScoreJob) -> Iterator[tuple[Row, str]]:
-    """Each row with an id and a data source, and its location for error messages."""
-    for source in job.sources:
+def _rows(job: ScoreJob) -> Iterator[tuple[Row, str, str]]:
+    """Each row with a data source, its id unless it has one, and its location for error messages."""
+    for source, name in zip(job.sources, name_sources(job.sources), strict=True):
         for number, (where, row) in enumerate(source.rows().located(), 1):
             own = {"data_source": job.data_source} if job.data_source and not row.get("data_source") else {}
-            yield {"id": f"{source.path}:{number}", **row, **own}, where
+            yield row | own, f"{name}:{number}", where
 
 
 def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:

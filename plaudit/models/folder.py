@@ -1,6 +1,5 @@
 """Checks of a model folder before any weights are read: format, config, completeness, tokenizer."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from plaudit.data.templates import load_tokenizer
 from plaudit.errors import RecipeError, redact
 from plaudit.hub import model_folder
 from plaudit.lora_folder import WEIGHTS, LoraFolder, read_lora_folder
+from plaudit.model_files import list_names, require_config, require_sizes_of_weights, require_weights
 
-INDEX = "model.safetensors.index.json"
 # Share of tokens that may differ between the policy's tokenizer and that of a model that reads the policy's tokens: reserved slots
 # that were given names. With more, it is another tokenizer.
 RENAMED_SHARE = 0.01
@@ -30,10 +29,27 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
         raise RecipeError(_without_config(folder))
     if Path(path).is_dir():  # weights on the hub are downloaded when they are loaded
         require_weights(folder)
+    return _parse_config(folder, trust_remote_code=trust_remote_code)
+
+
+def _parse_config(folder: Path, *, trust_remote_code: bool, **changes: Any) -> PretrainedConfig:
+    require_config(folder)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}/config.json cannot be read: {redact(' '.join(str(error).split()))[:300]}") from None
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **changes)
+    except Exception as error:  # whatever transformers makes of odd values
+        raise RecipeError(f"{folder}/config.json cannot be read: {_reason(error)}") from None
+
+
+def config_to_load(folder: Path, *, trust_remote_code: bool, **changes: Any) -> PretrainedConfig:
+    """The config of a model whose weights are loaded next: they are all there, as safetensors, and large enough for it."""
+    require_weights(folder)
+    config = _parse_config(folder, trust_remote_code=trust_remote_code, **changes)
+    require_sizes_of_weights(folder, config)
+    return config
+
+
+def _reason(error: Exception) -> str:
+    return redact(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 def _merged_config(lora: LoraFolder, config: PretrainedConfig) -> PretrainedConfig:
@@ -54,20 +70,6 @@ def count_labels(lora: LoraFolder) -> int:
     if len(heads) != 1:
         raise RecipeError(f"{file}: has no head `score`, so this adapter of a sequence classifier is not a reward model's")
     return heads[0][0]
-
-
-def require_weights(folder: Path) -> None:
-    """Raise unless all weight files exist, as safetensors."""
-    needed = ["model.safetensors"]
-    if (folder / INDEX).exists():
-        needed = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
-    missing = [name for name in needed if not (folder / name).exists()]
-    if not missing:
-        return
-    if any(folder.glob("*.bin")) and needed == ["model.safetensors"]:
-        raise RecipeError(f"{folder}: its weights are pickled (.bin), which plaudit does not load; save them as safetensors")
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    raise RecipeError(f"{folder}: incomplete weights: {', '.join(missing[:3])}{more} missing (found: {_names(folder)})")
 
 
 def architecture(config: PretrainedConfig) -> str:
@@ -110,9 +112,4 @@ def require_matching_tokenizer(path: str, config: PretrainedConfig, tokenizer: P
 def _without_config(folder: Path) -> str:
     inside = [child for child in sorted(folder.iterdir()) if (child / "config.json").exists()]
     hint = f" Did you mean {inside[0]}?" if inside else ""
-    return f"{folder}: no config.json (found: {_names(folder)}), so it is no model in Hugging Face format.{hint}"
-
-
-def _names(folder: Path) -> str:
-    names = sorted(child.name for child in folder.iterdir())
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "") if names else "nothing"
+    return f"{folder}: no config.json (found: {list_names(folder)}), so it is no model in Hugging Face format.{hint}"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -61,17 +60,17 @@ def merge_lora(base: PreTrainedModel, lora: LoraFolder) -> PreTrainedModel:
     """The base with a saved adapter merged into it, and no trace of peft: W + ΔW is rounded once to the base's dtype."""
     from peft import PeftConfig, PeftModel
 
-    config = PeftConfig.from_pretrained(str(lora.folder))
-    config.task_type = None  # a causal model's adapter may start a reward model; peft's classes for tasks would refuse
     if lora.scores:
         head: Any = getattr(base, "score")  # noqa: B009 (no attribute of every model)
         head.float()  # heads are trained and saved in fp32
     try:
+        config = PeftConfig.from_pretrained(str(lora.folder))
+        config.task_type = None  # a causal model's adapter may start a reward model; peft's classes for tasks would refuse
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             peft: Any = PeftModel.from_pretrained(base, str(lora.folder), config=config)
-    except (OSError, ValueError, RuntimeError, SafetensorError, UserWarning) as error:
-        reason = " ".join(str(error).split())[:300]
+    except Exception as error:  # whatever peft makes of an odd config or damaged weights
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise RecipeError(f"{lora.folder}: this LoRA adapter does not fit its base, {lora.base}: {reason}") from None
     return peft.merge_and_unload().requires_grad_(True)
 

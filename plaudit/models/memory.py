@@ -3,10 +3,12 @@
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
                   with optim.placement: offload           gradients and the chunks in flight; moments and masters are on the host
-    activations   T · L · b · (13 h + 2 k + 4 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
-                  with fused layers, or with Liger        7 h + 2 q + 2 k + 3 f, q queries; with head norms q + 2 k more
-                  with LoRA in bf16                       b · (12 h + 2 k + 3 f) + 4 i, i inputs of a layer's adapters: they
-                                                          compute in fp32; with dropout, each keeps 5 i more
+    activations   T · L · b · (12 h + 2 k + 3 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
+                  in bf16                                 T · L · 16 h bytes more: norms keep their inputs and results in fp32
+                  with LoRA in bf16                       T · L · 4 i bytes instead, i inputs of a layer's adapters: they compute
+                                                          in fp32; with dropout, each keeps 5 i more
+                  with fused layers, or with Liger        T · L · b · (7 h + 2 q + 2 k + 3 f), q queries; with head norms q + 2 k
+                                                          more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
     logits        the chunk that models/logprobs.py computes at a time, three times in fp32, and the head's gradient
                   The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
@@ -16,15 +18,13 @@
     critic        as the policy, without logits; its updates alternate with the policy's, so only the larger working set counts
     reward model  P · b; a scalar one, while scoring      T · b · (6 h + 2 k + 3 f), T tokens of a pass; a generative one: a cache
 
-A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors 13, 12 and
-7 and the terms for LoRA are fitted to peaks on one GPU (bench/memory_plan.py, bench/gpu_sft.py): 13 and 7 for the shapes of Qwen2.5
-0.5B and 1.5B, those of LoRA for 0.5B and 7B. The share of head norms (Qwen3) is derived, not measured.
+A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors are fitted
+to peaks (bench/memory_plan.py, bench/gpu_sft.py): 7 to Qwen2.5's shapes of 0.5B and 1.5B on a GPU, the terms for LoRA to 0.5B and
+7B there, 12 and 16 to SmolLM2-135M's shape on CPUs. The share of head norms (Qwen3) is derived, not measured.
 """
 
-import json
 import math
 import re
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import with_weights
-from plaudit.models.folder import INDEX, read_config
+from plaudit.model_files import require_weights, tensor_shapes
+from plaudit.models.folder import read_config
 from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.scalar import TOKENS_PER_PASS
@@ -52,6 +53,8 @@ CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 2**25, 3
 """Chunks of offloaded optimiser state on the device at a time (train/offload.py): 128 MiB of each kind keep the bus busy."""
 RUNTIME = 0.6e9
 """What Python, torch and the other libraries take before there is a model; on a GPU, what CUDA takes."""
+RUNTIME_WITH_CUDA = 0.9e9
+"""The same on a CPU, with a torch built for CUDA: its libraries are larger."""
 SAFE_SHARE = 0.9
 """Share of a device's memory up to which an estimate is trusted to fit."""
 
@@ -140,6 +143,11 @@ def plan_memory(
     )
 
 
+def plan_runtime(device: torch.device) -> float:
+    """What is taken before there is a model."""
+    return RUNTIME_WITH_CUDA if device.type == "cpu" and torch.version.cuda else RUNTIME
+
+
 def _streamed(trainable: int, state: float) -> float:
     """Whole chunks of every kind of optimiser state."""
     part = min(CHUNK_ELEMENTS, trainable)
@@ -150,18 +158,12 @@ def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: b
     """Bytes per token that a layer keeps for its backward pass."""
     inputs = sum(linear.in_features for linear in adapted) / shape.layers
     dropped = 5 * inputs if recipe.lora and recipe.lora.dropout else 0  # fp32 values and a mask
-    if recipe.lora and size == 2 and not on_kernels:
-        # Frozen layers keep no inputs; each adapter keeps its own, which it has converted to fp32.
-        return size * (12 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + 4 * inputs + dropped
-    return size * _kept(shape, on_kernels) + dropped
-
-
-def _kept(shape: "_Shape", on_kernels: bool) -> int:
-    """Elements per token that a layer keeps for its backward pass."""
-    if not on_kernels:
-        return 13 * shape.hidden + 2 * shape.kv + 4 * shape.mlp
-    norms_of_heads = shape.query + 2 * shape.kv if shape.has_head_norms else 0
-    return 7 * shape.hidden + 2 * shape.query + 2 * shape.kv + 3 * shape.mlp + norms_of_heads
+    if on_kernels:
+        norms_of_heads = shape.query + 2 * shape.kv if shape.has_head_norms else 0
+        return size * (7 * shape.hidden + 2 * shape.query + 2 * shape.kv + 3 * shape.mlp + norms_of_heads) + dropped
+    # Frozen layers keep no inputs; in bf16 each adapter keeps its own, which it has converted to fp32.
+    in_fp32 = 0 if size == 4 else 4 * inputs if recipe.lora else 16 * shape.hidden
+    return size * (12 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + in_fp32 + dropped
 
 
 def _activations(recipe: ModelSettings, shape: "_Shape", bytes_of_token: float, tokens: int) -> float:
@@ -314,26 +316,8 @@ def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
     path = with_weights(path)
     folder = Path(path)
     if folder.is_dir():
-        return sum(_parameters_of_file(file) for file in _weight_files(folder))
+        return sum(math.prod(shape) for file in require_weights(folder) for shape in tensor_shapes(file).values())
     config = read_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())
-
-
-def _weight_files(folder: Path) -> Sequence[Path]:
-    index = folder / INDEX
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
-    return [folder / "model.safetensors"]
-
-
-def _parameters_of_file(file: Path) -> int:
-    """A safetensors file starts with the length of its header, which is JSON."""
-    try:
-        with file.open("rb") as opened:
-            [length] = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(min(length, 2**27)))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise RecipeError(f"{file}: its weights cannot be read: {error}") from None

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError, redact
+from plaudit.host import return_freed_memory
 from plaudit.hub import model_folder
 from plaudit.lora_folder import read_lora_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
-from plaudit.models.folder import count_labels
+from plaudit.models.folder import config_to_load, count_labels
 from plaudit.models.fused import prepare_layers
 from plaudit.models.lora import attach_lora, merge_lora, merged_weights
 from plaudit.models.verify import verify_packed
@@ -126,6 +126,7 @@ def load_pretrained(
 
     `dtype`: None for the one it was saved in. `new`: name prefixes of weights that may be missing; the caller initialises them.
     `config`: overrides for the model's config."""
+    return_freed_memory()
     lora = read_lora_folder(path)
     if lora is not None:
         head = ("score.",) if lora.scores else ()
@@ -136,20 +137,22 @@ def load_pretrained(
         return merge_lora(base, lora)
     transformers_logging.disable_progress_bar()  # its bars would break ours
     folder = model_folder(path)
+    settings = config_to_load(folder, trust_remote_code=trust_remote_code, **config)
+    settings._attn_implementation = attention.NAME  # a `_attn_implementation` in config.json would win over the argument
     try:
         with LOAD_LOCK, _quiet_loading(bool(new)):
             model, report = auto.from_pretrained(
                 folder,
+                config=settings,
                 dtype="auto" if dtype is None else dtype,
                 attn_implementation=attention.NAME,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **config,
             )
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = redact(" ".join(str(error).split()))[:300]
+    except Exception as error:  # whatever transformers makes of an odd config or damaged weights
+        reason = redact(" ".join(str(error).split()))[:300] or type(error).__name__
         raise RecipeError(f"no model could be loaded from {path} (safetensors only, never pickled weights): {reason}") from None
     # transformers would silently initialise these at random.
     lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
@@ -157,10 +160,8 @@ def load_pretrained(
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise RecipeError(f"{path}: weights are missing, or of another shape than config.json says: {', '.join(lacking[:3])}{more}")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise RecipeError(
-            f"{path}: a LoRA adapter on the hub; download it (`hf download {path} --local-dir FOLDER`) and name FOLDER"
-        )
+    if model.config._attn_implementation != attention.NAME:
+        raise RecipeError(f"{path}: its code replaces the attention that plaudit chooses ({model.config._attn_implementation})")
     rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
     for kind in (part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)):
         if kind in ("longrope", "dynamic"):

@@ -2,10 +2,11 @@
 
 The freshly loaded policy is the reference, under LoRA without its adapters: no second model is loaded, unless the recipe names
 another one, which is dropped again before training. The file is keyed by the reference and the pairs' tokens; a resumed run reads
-it, so that its numbers are the original ones.
+it, so that its numbers are the original ones. It has a checksum; damaged, it is computed again.
 """
 
 import hashlib
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -40,7 +41,7 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
             )
         known = {"chosen": chosen, "rejected": rejected}
         with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:
-            save_file(known, aside, metadata={"of": key})
+            save_file(known, aside, metadata={"of": f"{key} {_checksum(known)}"})
         print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.reference.path or 'the untrained model'}")
     columns = known["chosen"].tolist(), known["rejected"].tolist()
     return [replace(pair, ref_chosen=c, ref_rejected=r) for pair, c, r in zip(pairs, *columns, strict=True)]
@@ -61,13 +62,27 @@ def _key(pairs: Sequence[Pair], recipe: DPORecipe) -> str:
 
 
 def _read(file: Path, key: str) -> dict[str, Tensor] | None:
+    """The log-probs in the file; None if there are none of this reference and these pairs."""
+    if not file.exists():
+        return None
     try:
         with safe_open(file, framework="pt") as tensors:
-            if (tensors.metadata() or {}).get("of") == key:
-                return {name: tensors.get_tensor(name) for name in ("chosen", "rejected")}
-    except (OSError, SafetensorError):
-        pass
+            of, _, checksum = (tensors.metadata() or {}).get("of", "").partition(" ")
+            known = {name: tensors.get_tensor(name) for name in ("chosen", "rejected")}
+        if checksum != _checksum(known):
+            raise ValueError("its checksum does not match")
+        return known if of == key else None
+    except (OSError, ValueError, SafetensorError) as error:
+        print_line(f"{file} is damaged ({error}); the reference's log-probs are computed again", "yellow")
     return None
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    crc = 0
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"
 
 
 @contextmanager

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from plaudit.data.columns import PAIR
 from plaudit.data.conversations import Source, read_conversations
+from plaudit.data.pairs import read_pairs
 from plaudit.files import atomic_folder
+from plaudit.types import Conversation
 
 Kind = Literal["llama", "qwen2", "qwen3", "mistral"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -61,8 +64,17 @@ def make_tiny_model(
 
 def _texts(rows: Sequence[str | Path]) -> Iterator[str]:
     for path in rows:
-        for _, conversation in read_conversations(Source(Path(path))):
+        source = Source(Path(path))
+        for conversation in _conversations(source):
             yield from (message["content"] for message in conversation.messages)
+
+
+def _conversations(source: Source) -> Iterator[Conversation]:
+    if set(PAIR) <= set(source.rows().columns):
+        for _, pair in read_pairs(source):
+            yield from (pair.chosen, pair.rejected)
+    else:
+        yield from (conversation for _, conversation in read_conversations(source))
 
 
 def _tokenizer(texts: Iterator[str], vocabulary: int):

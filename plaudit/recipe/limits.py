@@ -53,6 +53,8 @@ class ModelLimits(Limits):
     120 s, or the time max_new_tokens take at 20 tokens/s if that is longer."""
     start_timeout_s: PositiveFloat = 500.0
     """placement: launch. Time limit for the server to start."""
+    max_answer_bytes: PositiveInt = 4 * 2**20
+    """placement: server or launch. Longest response that is read, after decompression; a longer one is a failure (too_large)."""
     retries: NonNegativeInt = 4
     """placement: server or launch. Further attempts of a call that failed in a way that may be temporary."""
     backoff_s: NonNegativeFloat = 0.5
@@ -61,7 +63,7 @@ class ModelLimits(Limits):
 
     server_only: ClassVar[tuple[str, ...]] = (
         "max_concurrent_calls", "calls_per_s", "tokens_per_minute", "connect_timeout_s", "attempt_timeout_s", "timeout_s",
-        "start_timeout_s", "retries", "backoff_s",
+        "start_timeout_s", "max_answer_bytes", "retries", "backoff_s",
     )  # fmt: skip
     """Limits without effect on a model in this process, whose calls are batched and cannot hang."""
     shared: ClassVar[tuple[str, ...]] = server_only

@@ -1,6 +1,7 @@
 """Names of settings in earlier versions and in other trainers, so that an unknown one gets a useful suggestion."""
 
 BATCH = "train.rows_per_step or train.pairs_per_step or train.prompts_per_step"
+UPDATE_BATCH = "train.rows_per_step or train.pairs_per_step or train.prompts_per_update"
 KL = "algorithm.kl_coefficient or algorithm.kl_reward.coefficient"
 
 OTHER_NAMES = {
@@ -14,7 +15,7 @@ OTHER_NAMES = {
     "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.eps",
     "num_train_epochs": "run.epochs", "output_dir": "run.dir", "save_steps": "run.save_every", "eval_steps": "run.validate_every",
     "report_to": "run.trackers", "train_batch_size": BATCH,
-    "per_device_train_batch_size": "train.rows_per_step or train.pairs_per_step or train.prompts_per_update",
+    "per_device_train_batch_size": UPDATE_BATCH, "gradient_accumulation_steps": UPDATE_BATCH,
     "ppo_mini_batch_size": "train.prompts_per_update", "ppo_epochs": "train.epochs_per_step", "num_generations": "rollout.n",
     "max_completion_length": "rollout.max_new_tokens", "max_response_length": "rollout.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "kl_loss_coef": "algorithm.kl_coefficient",
@@ -38,7 +39,7 @@ OTHER_NAMES = {
     "pref_beta": "loss.beta", "pref_loss": "loss.kind", "pref_ftx": "loss.nll_coefficient", "rpo_alpha": "loss.nll_coefficient",
     "dpo_label_smoothing": "loss.label_smoothing", "ref_model": "reference.path",
     "center_rewards_coefficient": "loss.centring_coefficient", "margin": "data.margin_column",
-    "gradient_accumulation_steps": "train.tokens_per_micro_batch", "cutoff_len": "data.max_tokens", "max_length": "data.max_tokens",
+    "cutoff_len": "data.max_tokens", "max_length": "data.max_tokens",
     "max_seq_length": "data.max_tokens", "train_files": "data.train", "val_files": "data.val", "dataset": "data.train",
     "model_name_or_path": "model.path", "template": "model.chat_template", "bf16": "model.dtype", "torch_dtype": "model.dtype",
     "r": "model.lora.rank", "lora_r": "model.lora.rank", "lora_rank": "model.lora.rank", "lora_alpha": "model.lora.alpha",
@@ -73,6 +74,13 @@ OTHER_NAMES = {
     "lambd": "algorithm.gae_lambda", "value_clip": "critic.clip_value", "critic_pretrain": "critic.path",
     "lora_dropout": "model.lora.dropout", "lora_target": "model.lora.targets", "target_modules": "model.lora.targets",
 }  # fmt: skip
+
+_WHOLE_BATCH = (
+    "It is the whole batch of an update, not a part of it: per_device_train_batch_size × gradient_accumulation_steps × devices "
+    "(for RL, of prompts: divided by num_generations). train.tokens_per_micro_batch limits what is on the device at once."
+)
+NOTES: dict[str, str] = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), _WHOLE_BATCH)
+"""Where a value cannot simply be copied: how the two settings differ."""
 
 OTHER_NAMES_IN_REWARDS = {
     "clip": "bounds or capped", "at_once": "limits.max_concurrent_calls or limits.max_concurrent_groups",

@@ -1,7 +1,7 @@
 """The model behind a reward: which one, where it runs, and how it generates."""
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import (
     BeforeValidator,
@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from plaudit.errors import redact
 from plaudit.recipe.section import Section, zero_or_more
+from plaudit.redaction import keep_secret, redact
 
 
 class RewardModel(Section):
@@ -62,10 +62,23 @@ class RewardModel(Section):
                 parts = urlsplit(url)
                 fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
             except ValueError:
-                fine = False
+                parts, fine = urlsplit(""), False
             if not fine:
                 raise ValueError(f"{redact(url)} should look like http://127.0.0.1:8000")
+            if "@" in parts.netloc or parts.query or parts.fragment:
+                plain = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+                raise ValueError(
+                    f"should have no user, password or query: {plain}. Put a key into an environment variable, and its name into "
+                    "credential"
+                )
         return urls
+
+    @field_validator("credential")
+    @classmethod
+    def _keep_secret(cls, credential: str | None) -> str | None:
+        if credential is not None:
+            keep_secret(credential)
+        return credential
 
     @field_validator("arguments")
     @classmethod

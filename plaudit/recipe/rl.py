@@ -410,6 +410,7 @@ class RLRecipe(Section):
         *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences", "critic.gradient_checkpointing",
         "critic.liger",
         # Changed to fix a reward that stopped the run:
-        "rewards.*.limits.timeout_s", "rewards.*.limits.function_timeout_s", "rewards.*.on_failure",
+        "rewards.*.limits.timeout_s", "rewards.*.limits.function_timeout_s", "rewards.*.limits.worker_memory_gb",
+        "rewards.*.on_failure",
         "rewards.*.model.placement", "rewards.*.model.dialect", "rewards.*.model.device", "rewards.*.model.arguments",
     )  # fmt: skip

@@ -18,14 +18,17 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import aiohttp
+from yarl import URL
 
-from plaudit.errors import RecipeError, redact
+from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
+from plaudit.redaction import redact
 from plaudit.reward_models.backend import UNAUTHORISED, Usage
 from plaudit.reward_models.rate_limit import RateLimiter
 from plaudit.reward_models.replicas import Replica, Replicas
@@ -41,14 +44,27 @@ REJECTED_S = 30.0
 """How long no call is sent after a key was rejected: the run stops meanwhile, and a service tries again then."""
 MAX_QUOTED = 300
 """Characters of a server's response that are quoted in a message."""
+MAX_ERROR_BYTES = 2**16
+"""Of a response with an error that are read."""
 
 
 class Garbage(Exception):
     """A response that is not what the request asked for."""
 
 
+class TooLarge(Exception):
+    """A response that exceeds limits.max_answer_bytes."""
+
+
 class TooLong(Exception):
     """The server reports that the prompt does not fit into its context."""
+
+
+class NoCookies(aiohttp.DummyCookieJar):
+    """Does not even parse them: aiohttp logs those that it cannot."""
+
+    def update_cookies_from_headers(self, headers: Sequence[str], response_url: URL) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ class Connection:
             headers=headers,
             # limit=0: `_slots` is the limit. A lower one here would make calls wait while their time limit runs.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ttl_dns_cache=60),
-            cookie_jar=aiohttp.DummyCookieJar(),
+            cookie_jar=NoCookies(),
             # Looking up a proxy takes as long as the rest of a call, and local servers are not behind one.
             trust_env=not all(_is_local(replica) for replica in self.replicas.all),
         )
@@ -170,7 +186,7 @@ class Connection:
             if not result.temporary or attempt == self.limits.retries or time.monotonic() + wait >= deadline:
                 self.usage.failures[result.cause] = self.usage.failures.get(result.cause, 0) + 1
                 after = f" ({attempts.made} attempts)" if attempt else ""
-                failure = Failure(result.cause, self.redacted(f"{replica.url(path)}: {result.message}{after}"))
+                failure = Failure(result.cause, f"{replica.url(path)}: {result.message}{after}")
                 if failure.cause == UNAUTHORISED:
                     self._reject(failure)
                 return failure
@@ -219,7 +235,9 @@ class Connection:
             async with self._session.post(
                 replica.url(path), data=replica.named(data), timeout=timeout, allow_redirects=False
             ) as response:
-                raw = await response.read()
+                raw = await self._read(response)
+        except TooLarge:
+            return self._too_large()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return fault_of(error, limit_s, self.limits)
         if response.status == 401 or (response.status == 403 and not self._key_accepted):
@@ -229,9 +247,30 @@ class Connection:
         self._key_accepted = True
         try:
             return read(json.loads(raw))
-        except (Garbage, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        # Whatever a server sends fails this call alone: JSON that is too deep (RecursionError) or has too long a number, …
+        except Exception as error:
             why = str(error) if isinstance(error, Garbage) else "not the expected JSON"
             return Fault("garbage", f"{why}: {_message(raw)!r}. Is this the right server, with the right dialect?")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """The body, counted as it arrives and after decompression, which aiohttp does in chunks of bounded size. Of an error, the
+        beginning: what is quoted of it."""
+        is_error = response.status != 200
+        limit = min(MAX_ERROR_BYTES, self.limits.max_answer_bytes) if is_error else self.limits.max_answer_bytes
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > limit:
+                response.close()  # and its connection: the rest is never read
+                if is_error:
+                    return _whole_words(bytes(body[:limit]))
+                raise TooLarge
+        return bytes(body)
+
+    def _too_large(self) -> Fault:
+        limit = self.limits.max_answer_bytes
+        message = f"the response exceeds limits.max_answer_bytes, {limit:,}. Is this the right server? If so, raise the limit."
+        return Fault("too_large", message, temporary=False)
 
     def _unauthorised(self, status: int, raw: bytes) -> Fault:
         message = _message(raw)
@@ -246,13 +285,11 @@ class Connection:
         try:
             timeout = aiohttp.ClientTimeout(total=limit_s)
             async with self._session.get(replica.url(path), timeout=timeout, allow_redirects=False) as response:
-                return response.status, await response.read()
+                return response.status, await self._read(response)
+        except TooLarge:
+            return self._too_large()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return fault_of(error, limit_s, self.limits)
-
-    def redacted(self, text: str) -> str:
-        """The text without the key, which some servers repeat in their errors."""
-        return redact(text.replace(self._key, f"${self._credential}") if self._key else text)
 
 
 def fault_of(error: Exception, limit_s: float, limits: ModelLimits = ModelLimits()) -> Fault:  # noqa: B008 (frozen)
@@ -276,12 +313,15 @@ def fault_of(error: Exception, limit_s: float, limits: ModelLimits = ModelLimits
         case aiohttp.ClientConnectorError():
             why = error.os_error.strerror or error.os_error
             return Fault("refused", f"nothing listens there ({why}). Is the server still running? If not, see its log.")
+        case aiohttp.ClientPayloadError() if "content-encoding" in str(error).lower():
+            return Fault("garbage", "its compression cannot be read.", temporary=False)
         case aiohttp.ClientPayloadError():
             return Fault("half", "the connection was closed in the middle of the response. See the server's log.")
         case aiohttp.ServerDisconnectedError() | OSError():
             return Fault("reset", "the connection was closed before the response. See the server's log.")
         case _:
-            return Fault("garbage", f"not an HTTP response ({type(error).__name__}: {str(error)[:MAX_QUOTED]}).")
+            # Its text quotes what was sent, cut anywhere: it may end with half a key.
+            return Fault("garbage", f"not an HTTP response ({type(error).__name__}).")
 
 
 def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
@@ -300,7 +340,7 @@ def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
         case 404 | 405:
             hint = "Does the server have this endpoint (scalar models: vllm serve … --runner pooling)? Is the model's name right?"
         case 301 | 302 | 307 | 308:
-            hint = f"It has moved to {response.headers.get('Location')}: put that into url."
+            hint = f"It has moved to {_shorten(response.headers.get('Location', ''))}: put that into url."
         case _:
             hint = "The server rejects this request."
     return Fault("http", f"{shown}. {hint}", temporary=False)
@@ -314,14 +354,22 @@ def _means_too_long(message: str) -> bool:
 
 def _message(raw: bytes) -> str:
     """A server's error on one line: the message in its JSON, if it has one."""
-    text = raw[:4096].decode(errors="replace")
-    try:
+    text = raw[:MAX_ERROR_BYTES].decode(errors="replace")
+    with suppress(ValueError, AttributeError, RecursionError):
         body = json.loads(raw)
         body = body.get("error", body)
         text = str(body.get("message", body.get("detail", text)) if isinstance(body, dict) else body)
-    except (ValueError, AttributeError):
-        pass
-    return " ".join(text.split())[:MAX_QUOTED]
+    return _shorten(text)
+
+
+def _shorten(text: str) -> str:
+    """On one line. Servers repeat keys in their errors: they are removed before the text is cut."""
+    return redact(" ".join(text.split()))[:MAX_QUOTED]
+
+
+def _whole_words(raw: bytes) -> bytes:
+    """Without the last word, which may be half a key."""
+    return raw[: max(raw.rfind(b" "), raw.rfind(b"\n"), 0)]
 
 
 def _retry_after(value: str | None) -> float:
@@ -334,7 +382,7 @@ def _retry_after(value: str | None) -> float:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError, TypeError):
         return 0.0
 
 

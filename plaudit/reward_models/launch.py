@@ -72,7 +72,7 @@ class ServerProcess:
         with self.log.open("rb") as file:
             file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().decode(errors="replace").strip().splitlines()
-        return redact(lines[-1].strip()[-300:]) if lines else ""
+        return redact(lines[-1].strip())[-300:] if lines else ""
 
     def epitaph(self) -> str:
         """'exit code 1, after printing …': how it ended."""

@@ -11,7 +11,6 @@ into 1.
 
 import asyncio
 import json
-import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plaudit.errors import PlauditError, RecipeError, did_you_mean
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.redaction import redact, redact_all
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
 from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong, key_hint
@@ -36,6 +36,10 @@ Result = TypeVar("Result")
 PROBE: list[Message] = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]
 FIRST_ANSWER_S = 10.0
 """Time limit for listing the models of a server."""
+MAX_SCORE = 1e15
+"""Of a scalar model. Sums and squares of larger numbers are soon infinite."""
+MAX_TOKENS = 10**9
+"""Of one call, as its server may count them."""
 NO_TRUNCATION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Overrides the model's generation_config.json, which vLLM and SGLang read: answers must not depend on the placement."""
 
@@ -88,7 +92,8 @@ class ServerClient(Backend):
 
     @property
     def name(self) -> str:
-        return self._connection.replicas.all[0].model or self.model.path or self._connection.replicas.all[0].root
+        replica = self._connection.replicas.all[0]
+        return redact(replica.model or self.model.path or replica.root)
 
     async def _identify(self, replica: Replica) -> str | None:
         """Find the model's served name; returns the problem if that fails for now. Raises if it will never succeed."""
@@ -108,26 +113,25 @@ class ServerClient(Backend):
                 if response[0] in (401, 403):
                     raise RecipeError(f"{problem} {key_hint(self.model.credential)}")
             if time.monotonic() >= deadline:
-                return self._connection.redacted(problem)
+                return redact(problem)
             await asyncio.sleep(0.25)
 
     def _read_models(self, replica: Replica, raw: bytes) -> None:
         where = replica.url("/v1/models")
         try:
-            served = {entry["id"]: entry for entry in json.loads(raw)["data"]}
+            served = {str(entry["id"]): entry for entry in json.loads(raw)["data"]}
             models = [name for name, entry in served.items() if not entry.get("parent")]  # adapters have a parent
             name = self._served_path if self._served_path is not None else models[0]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise RecipeError(f"{where}: not a list of models. Is this an OpenAI-compatible server?") from None
         if self._served_path is None and len(models) > 1:
-            names = ", ".join(models[:20]) + (", …" if len(models) > 20 else "")
-            raise RecipeError(f"{where}: it serves several models; set model.path to one of {names}")
+            raise RecipeError(f"{where}: it serves several models; set model.path to one of {_listed(models)}")
         if name not in served and self.model.dialect == "vllm":
-            raise RecipeError(f"{where}: no model {name} (it serves: {', '.join(served)}).{did_you_mean(name, served)}")
+            raise RecipeError(f"{where}: no model {name} (it serves: {_listed(list(served))}).{did_you_mean(name, served)}")
         replica.model = name
         entry = served.get(name, {})
         longest, weights = entry.get("max_model_len"), entry.get("root")
-        replica.max_tokens = longest if isinstance(longest, int) else None
+        replica.max_tokens = longest if type(longest) is int and longest > 0 else None
         replica.weights = weights if isinstance(weights, str) else ""
 
     async def _load_template(self) -> None:
@@ -167,7 +171,7 @@ class ServerClient(Backend):
 
     def info(self) -> ModelInfo:
         replica = self._connection.replicas.all[0]
-        return ModelInfo(self._template, replica.max_tokens, replica.model, replica.weights)
+        return ModelInfo(self._template, replica.max_tokens, redact(replica.model), redact(replica.weights))
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
@@ -347,30 +351,43 @@ def _answer(answer: Any, choice: Any, text: Any) -> Answer:
         raise Garbage("the response contains no text")
     usage = answer.get("usage") or {}
     return Answer(
-        text,
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        new_tokens=int(usage.get("completion_tokens") or 0),
+        redact_all(text),  # it may be quoted in a prompt for another server
+        prompt_tokens=_count_of(usage, "prompt_tokens"),
+        new_tokens=_count_of(usage, "completion_tokens"),
         truncated=choice.get("finish_reason") == "length",
     )
 
 
 def _read_classes(answer: Any) -> tuple[float, int]:
     """vLLM's /classify: the score and the number of prompt tokens."""
-    return _number(answer["data"][0]["probs"]), int((answer.get("usage") or {}).get("prompt_tokens") or 0)
+    return _number(answer["data"][0]["probs"]), _count_of(answer.get("usage") or {}, "prompt_tokens")
 
 
 def _read_sglang(answer: Any) -> tuple[float, int]:
     """SGLang's /classify: an object, or a list of one."""
     one = answer[0] if isinstance(answer, list) else answer
-    return _number(one["embedding"]), int((one.get("meta_info") or {}).get("prompt_tokens") or 0)
+    return _number(one["embedding"]), _count_of(one.get("meta_info") or {}, "prompt_tokens")
 
 
 def _number(values: Any) -> float:
     if len(values) != 1:
         raise Garbage(f"{len(values)} numbers instead of one (not a reward model with a single label?)")
-    if isinstance(values[0], bool) or not isinstance(values[0], int | float) or not math.isfinite(values[0]):
-        raise Garbage("not a finite number")
-    return float(values[0])
+    value = values[0]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
+        raise Garbage(f"not a finite number of at most {MAX_SCORE:g}")
+    return float(value)
+
+
+def _count_of(usage: Any, name: str) -> int:
+    """A number of tokens: rate limits and costs depend on it."""
+    count = usage.get(name) or 0
+    if type(count) is not int or not 0 <= count <= MAX_TOKENS:
+        raise Garbage(f"{name} is not a number of tokens")
+    return count
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
 
 
 def _unrendered(error: Exception) -> Failure:

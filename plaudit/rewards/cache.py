@@ -1,12 +1,14 @@
 """Scores on disk, keyed by the reward's settings and files, the prompt, and the scored text.
 
-A run that was killed and resumed scores only what is missing. Failures are not cached, so that they are tried again.
+A run that was killed and resumed scores only what is missing. Failures are not cached, so that they are tried again. Each score has
+a checksum: one that a disk has damaged is not trained on but computed again, and so are all of a file that is no database any more.
 """
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,27 @@ class ScoreCache:
         self.file, self._disabled = file, False
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            # A short timeout: a locked file would block the event loop, and all rewards with it.
-            self._database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=0.2)
-            self._database.execute("pragma journal_mode = wal")
-            self._database.execute("pragma synchronous = normal")
-            self._database.execute("create table if not exists scores (key text primary key, score text) without rowid")
+            try:
+                self._database = _connect(file)
+            except sqlite3.Error as error:
+                if not self._is_damage(error):
+                    raise
+                self._start_over(error)
         except (OSError, sqlite3.Error) as error:
             raise RunError(f"{file}: scores cannot be cached there: {error}") from None
+
+    def _is_damage(self, error: sqlite3.Error) -> bool:
+        """Rather than a lock or a full disk. A file with another ending than our own is the user's, whatever is in it."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) and self.file.suffix == ".sqlite"
+
+    def _start_over(self, error: sqlite3.Error) -> None:
+        aside = self.file.with_name(f"{self.file.name}.damaged")
+        print_line(f"{self.file} is damaged ({error}): it is now {aside.name}, and what it had is scored again", "yellow")
+        self.file.replace(aside)
+        for more in ("-wal", "-shm"):
+            self.file.with_name(self.file.name + more).unlink(missing_ok=True)
+        self._database = _connect(self.file)
 
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         found: dict[str, Score] = {}
@@ -54,11 +70,11 @@ class ScoreCache:
             chunk = keys[start : start + 500]
             marks = ",".join("?" * len(chunk))
             with closing(self._database.execute(f"select key, score from scores where key in ({marks})", chunk)) as rows:
-                found |= {key: _loads(text) for key, text in rows}
+                found |= {key: score for key, text in rows if (score := _loads(key, text)) is not None}
         return found
 
     def put(self, scores: Mapping[str, Score]) -> None:
-        rows = [(key, _dumps(score)) for key, score in scores.items() if score.value is not None and not score.transient]
+        rows = [(key, _dumps(key, score)) for key, score in scores.items() if score.value is not None and not score.transient]
         if rows and not self._disabled:
             with self._or_disable():
                 self._database.execute("begin")
@@ -76,6 +92,10 @@ class ScoreCache:
         try:
             yield
         except sqlite3.Error as error:
+            with suppress(OSError, sqlite3.Error):
+                if self._is_damage(error):
+                    self._database.close()
+                    return self._start_over(error)
             self._disabled = True
             print_line(
                 f"{self.file}: scores are no longer cached ({error}); if this run is killed, they have to be computed again",
@@ -86,13 +106,35 @@ class ScoreCache:
         self._database.close()
 
 
-def _dumps(score: Score) -> str:
+def _connect(file: Path) -> sqlite3.Connection:
+    # A short timeout: a locked file would block the event loop, and all rewards with it.
+    database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=0.2)
+    try:
+        database.execute("pragma journal_mode = wal")
+        database.execute("pragma synchronous = normal")
+        database.execute("create table if not exists scores (key text primary key, score text) without rowid")
+        database.execute("select key, score from scores limit 1")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _dumps(key: str, score: Score) -> str:
     kept = {"value": score.value, "parts": dict(score.parts), "malformed": score.malformed, "unjudged": score.unjudged}
-    return json.dumps({**kept, "view": score.view, "trace": dict(score.trace)}, default=str)
+    text = json.dumps({**kept, "view": score.view, "trace": dict(score.trace)}, default=str)
+    return _checksum(key, text) + text
 
 
-def _loads(text: str) -> Score:
-    return Score(**json.loads(text))
+def _loads(key: str, stored: str) -> Score | None:
+    """None if it is not what was stored."""
+    if not isinstance(stored, str) or stored[:8] != _checksum(key, stored[8:]):
+        return None
+    return Score(**json.loads(stored[8:]))
+
+
+def _checksum(key: str, text: str) -> str:
+    return f"{zlib.crc32(f'{key} {text}'.encode()):08x}"
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------

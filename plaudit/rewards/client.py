@@ -3,26 +3,35 @@
 For each group, in this order: which samples the reward applies to (`when`, gate), what it sees of them (view), which scores are
 cached, then the call itself (concurrency, rate, time limit, retries) and a check of the result. A reward that needs several passes
 over a step's groups is called like this in each pass; samples that failed in one pass are left out of the next.
+
+A group takes its turn on the event loop (`turns.py`), a large one in slices: a call is then short, whatever the reward computes
+before it first waits for something.
 """
 
 import asyncio
 import dataclasses
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from plaudit.files import text_digest
+from plaudit.redaction import redact_all
 from plaudit.reward_models.backend import may_be_retried
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
-from plaudit.rewards.reward import LiveReward, failed, last_line
+from plaudit.rewards.reward import LONG_TEXT, LiveReward, failed, last_line
+from plaudit.rewards.turns import turns
 from plaudit.rewards.view import see
-from plaudit.types import DECLINED, Failure, Group, Sample, Score
+from plaudit.types import DECLINED, LARGEST_REWARD, Failure, Group, Sample, Score
 
 NOT_SCORED = Score(None)
 """The reward does not apply to the sample."""
 GIVEN_UP = "given_up"
+SLICE_SAMPLES = 64
+"""Larger groups are scored in slices of this size by rewards that score each sample alone."""
 ROW_FAULTS = ("no_ground_truth", "no_tokens", "no_field")
 """Causes due to the row, which lacks what the reward needs: they say nothing about the reward."""
 EarlierFailures = Sequence[Score | None]
@@ -60,9 +69,24 @@ class RewardClient:
     async def score(self, group: Group, selected: Sequence[bool] | None = None, earlier: EarlierFailures = ()) -> tuple[Score, ...]:
         """A score for each sample: NOT_SCORED where `when` does not match or it is not `selected`, the earlier failure where there
         is one. Never raises for a sample."""
-        scores, views = self._views(group, selected, earlier)
+        if len(group.samples) <= SLICE_SAMPLES or not self._divisible:
+            return await self._score(group, selected, earlier)
+        slices = [slice(start, start + SLICE_SAMPLES) for start in range(0, len(group.samples), SLICE_SAMPLES)]
+        works = [
+            self._score(dataclasses.replace(group, samples=group.samples[part]), selected and selected[part], earlier[part])
+            for part in slices
+        ]  # fmt: skip
+        return tuple(score for scores in await asyncio.gather(*works) for score in scores)
+
+    @property
+    def _divisible(self) -> bool:
+        """Whether a slice of a group gets the scores that it gets within the group."""
+        return self.reward.scores_alone and not self.reward.rounded_together
+
+    async def _score(self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures) -> tuple[Score, ...]:
+        scores, views = await self._seen(group, selected, earlier)
         if views:
-            results = await self._cached_or_scored(dataclasses.replace(group, samples=tuple(sample for _, sample, _ in views)))
+            results = await self._cached_or_scored(subgroup(group, [sample for _, sample, _ in views]))
             for (i, _, problem), score in zip(views, results, strict=True):
                 scores[i] = score if problem is None else dataclasses.replace(score, malformed=True)
         complete = [score for score in scores if score is not None]
@@ -75,10 +99,10 @@ class RewardClient:
         self, group: Group, selected: Sequence[bool] | None, phase: int, earlier: EarlierFailures = ()
     ) -> tuple[Score | None, ...]:  # fmt: skip
         """A pass before the last, over the samples that `score` will score: each one's failure, in this pass or an earlier one."""
-        _, views = self._views(group, selected, earlier)
+        _, views = await self._seen(group, selected, earlier)
         failures = list(earlier) or [None] * len(group.samples)
         if views:
-            seen = dataclasses.replace(group, samples=tuple(sample for _, sample, _ in views))
+            seen = subgroup(group, [sample for _, sample, _ in views])
             names, cached = self._lookup(seen)
             left = {name: i for i, name in enumerate(names) if name not in cached}
             if left:
@@ -88,6 +112,15 @@ class RewardClient:
                 for (i, _, _), name in zip(views, names, strict=True):
                     failures[i] = failed.get(name)
         return tuple(failures)
+
+    async def _seen(
+        self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures
+    ) -> tuple[list[Score | None], list[tuple[int, Sample, str | None]]]:  # fmt: skip
+        turn = turns()
+        await turn.take()
+        if any(len(sample.text) > LONG_TEXT for sample in group.samples):
+            return await turn.in_thread(self._views, group, selected, earlier)
+        return self._views(group, selected, earlier)
 
     def _views(
         self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures
@@ -103,7 +136,8 @@ class RewardClient:
             elif scores[i] is None:
                 view = see(self.reward.view, sample.text)
                 if view.scorable:
-                    views.append((i, dataclasses.replace(sample, text=view.text), view.problem))
+                    seen = sample if view.text is sample.text else dataclasses.replace(sample, text=view.text)
+                    views.append((i, seen, view.problem))
                 else:
                     scores[i] = Score(0.0, malformed=True, view=view.text, trace={"malformed": view.problem})
         return scores, views
@@ -137,13 +171,14 @@ class RewardClient:
         left = {name: i for i, name in enumerate(names) if name not in scores}  # identical responses are scored once
         if left:
             rest = dataclasses.replace(group, samples=tuple(group.samples[i] for i in left.values()))
-            new = dict(zip(left, await self._with_retries(rest, self.live.score), strict=True))
+            new = dict(zip(left, await self._with_retries(rest, self.live.score, rest_of_group=bool(scores)), strict=True))
             self._cache.put(new)
             scores |= new
         return [scores[name] for name in names]
 
-    async def _with_retries(self, group: Group, work: Work) -> list[Score]:
-        scores = await self._call(group, work)
+    async def _with_retries(self, group: Group, work: Work, *, rest_of_group: bool = False) -> list[Score]:
+        """`rest_of_group`: the group's other samples have a score already."""
+        scores = await self._call(group, work, rest_of_group)
         for retry in range(self.limits.group_retries):
             again = [i for i, score in enumerate(scores) if may_be_retried(score.failure)]
             if not again or self.given_up is not None:
@@ -152,20 +187,21 @@ class RewardClient:
             if not self.reward.scores_alone:
                 again = list(range(len(scores)))
             self.counts["retries"] += len(again)
+            rest_of_group |= len(again) < len(scores)
             subgroup = dataclasses.replace(group, samples=tuple(group.samples[i] for i in again))
-            for i, score in zip(again, await self._call(subgroup, work), strict=True):
+            for i, score in zip(again, await self._call(subgroup, work, rest_of_group), strict=True):
                 scores[i] = score
         return scores
 
     # One call ---------------------------------------------------------------------------------------------------------
 
-    async def _call(self, group: Group, work: Work) -> list[Score]:
+    async def _call(self, group: Group, work: Work, rest_of_group: bool) -> list[Score]:
         if self._slots is None:
-            return await self._rate_limited(group, work)
+            return await self._rate_limited(group, work, rest_of_group)
         async with self._slots:
-            return await self._rate_limited(group, work)
+            return await self._rate_limited(group, work, rest_of_group)
 
-    async def _rate_limited(self, group: Group, work: Work) -> list[Score]:
+    async def _rate_limited(self, group: Group, work: Work, rest_of_group: bool) -> list[Score]:
         if self.limits.groups_per_s and self.given_up is None:
             now = time.monotonic()
             start = max(now, self._next_start)
@@ -183,7 +219,7 @@ class RewardClient:
         failures = [score.failure for score in scores if score.failure is not None and score.failure.cause not in ROW_FAULTS]
         if len(failures) < len(scores):
             self._failed_calls = 0
-        else:
+        elif not rest_of_group:  # it is no wonder that the failures of an earlier attempt fail again
             self._failed_calls, self._last_failure = self._failed_calls + 1, failures[-1]
             if self.given_up is not None:
                 self._given_up_until = time.monotonic() + self.limits.pause_s
@@ -206,21 +242,46 @@ class RewardClient:
         return [failed(cause, message, sample.text) for sample in group.samples]
 
 
+def subgroup(group: Group, samples: Sequence[Sample]) -> Group:
+    """The group with these samples; the group itself if they are all it has."""
+    same = len(samples) == len(group.samples) and all(map(operator.is_, samples, group.samples))
+    return group if same else dataclasses.replace(group, samples=tuple(samples))
+
+
 def _checked(score: Score, text: str) -> Score:
     """Either a finite value or a failure; finite parts only; and the scored text, if the reward does not set it."""
     if not isinstance(score, Score):
         return failed("bad_result", f"score() returned a {type(score).__name__}, not a Score", text)
-    if score is DECLINED:
+    if score is DECLINED or (score.failure is None and score.view is not None and _is_plain(score)):
         return score
     view = text if score.view is None else score.view
+    if score.parts or score.trace:  # both may hold what a judge wrote, and judges repeat keys
+        try:
+            score = dataclasses.replace(score, parts=redact_all(score.parts), trace=redact_all(score.trace))
+        except RecursionError:
+            return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
     if score.failure is not None:
         return dataclasses.replace(score, value=None, view=view)
-    try:
-        value = math.nan if score.value is None or isinstance(score.value, str) else float(score.value)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
+    value = math.nan if score.value is None or isinstance(score.value, str) else _as_float(score.value)
+    if not abs(value) <= LARGEST_REWARD:
         failure = Failure("not_a_number", f"the value is {score.value!r:.100}")
+        if math.isfinite(value):
+            failure = Failure("too_large", f"the value is {value:g}; rewards are within ±{LARGEST_REWARD:g}")
         return dataclasses.replace(score, value=None, failure=failure, view=view)
-    parts = {name: float(part) for name, part in score.parts.items() if math.isfinite(part)}
+    parts = {name: number for name, part in score.parts.items() if abs(number := _as_float(part)) <= LARGEST_REWARD}
     return dataclasses.replace(score, value=value + 0.0, parts=parts, view=view)  # −0.0 becomes 0.0
+
+
+def _is_plain(score: Score) -> bool:
+    """A float within bounds, not −0.0, and nothing besides it: nothing to convert, and nothing to redact."""
+    value = score.value
+    plain_value = type(value) is float and abs(value) <= LARGEST_REWARD and (value != 0.0 or math.copysign(1.0, value) > 0.0)
+    return plain_value and not score.parts and not score.trace
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is no number, and for an integer beyond all floats."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

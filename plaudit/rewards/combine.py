@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from plaudit.objectives.normalise import standardise
 from plaudit.recipe import RewardSettings
-from plaudit.types import DECLINED, Failure, Group, Prompt, Score
+from plaudit.types import DECLINED, LARGEST_REWARD, Failure, Group, Prompt, Score
 
 OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
@@ -69,8 +69,8 @@ def combine(
         parts = _parts(rewards, [scores[i] for scores in by_reward], [values[i] for values in counted])
         total = _total(rewards, [values[i] for values in joined]) if valid[i] else None
         failure = failures[i]
-        if total is not None and not math.isfinite(total):
-            total, failure = None, Failure("not_a_number", f"the combined reward is {total:g}")
+        if total is not None and not abs(total) <= LARGEST_REWARD:
+            total, failure = None, _too_large(f"the combined reward is {total:g}", total)
         if total is not None and joined != counted:
             parts["unnormalised"] = _total(rewards, [values[i] for values in counted])
         scores.append(
@@ -130,7 +130,9 @@ def _total(rewards: Sequence[RewardSettings], values: Sequence[float | None]) ->
 def _parts(rewards: Sequence[RewardSettings], scores: Sequence[Score], counted: Sequence[float | None]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for reward, score, value in zip(rewards, scores, counted, strict=True):
-        parts |= ({} if value is None else {reward.label: value}) | {f"{reward.label}/{part}": x for part, x in score.parts.items()}
+        if value is not None and abs(value) <= LARGEST_REWARD:  # a reward that is only measured may be scaled beyond
+            parts[reward.label] = value
+        parts |= {f"{reward.label}/{part}": x for part, x in score.parts.items()}
     return parts
 
 
@@ -158,12 +160,20 @@ def _blocking_failure(
             continue
         if score.failure is not None and isinstance(reward.on_failure, str):
             return Failure(score.failure.cause, f"{reward.label}: {score.failure.message}")
-        if x is not None and not math.isfinite(reward.weight * x):
-            return Failure("not_a_number", f"{reward.label}: scale {reward.scale:g} and weight {reward.weight:g} make it {x:g}")
+        for made in () if x is None else (x, reward.weight * x):
+            if not abs(made) <= LARGEST_REWARD:
+                what = f"{reward.label}: scale {reward.scale:g} and weight {reward.weight:g} make it {made:g}"
+                return _too_large(what, made)
     weighted = [score for reward, score in zip(rewards, scores, strict=True) if reward.weight != 0]
     if any(score is DECLINED for score in weighted) and not any(score.applies for score in weighted):
         return Failure(NO_REWARD, "no reward applies to this response: those that were called returned None")
     return None
+
+
+def _too_large(what: str, value: float) -> Failure:
+    if math.isnan(value):
+        return Failure("not_a_number", what)
+    return Failure("too_large", f"{what}; rewards are within ±{LARGEST_REWARD:g}")
 
 
 def _needed(rewards: Sequence[RewardSettings]) -> set[str]:

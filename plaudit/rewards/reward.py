@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from plaudit.recipe import RewardSettings
+from plaudit.rewards.turns import turns
 from plaudit.types import Failure, Group, Prompt, Sample, Score
 
 
@@ -57,7 +58,8 @@ S = TypeVar("S", bound=Reward)
 
 
 class LiveReward(ABC, Generic[S]):
-    """A reward that can score. `RewardRunner` calls every method on its own event loop, so nothing here may block."""
+    """A reward that can score. `RewardRunner` calls every method on its own event loop, so nothing here may block: computing takes
+    turns (`turns.py`)."""
 
     def __init__(self, settings: S):
         self.settings = settings
@@ -114,7 +116,8 @@ def build(settings: RewardSettings) -> LiveReward[Any]:
 
 
 class Rule(Reward):
-    """A pure function of one sample: fast, and nothing a policy writes can hang or crash it."""
+    """A pure function of one sample: fast, and nothing a policy writes can hang or crash it. (One that may take longer than a few
+    milliseconds on a short text needs its own live half, as `regex` has.)"""
 
     cached: ClassVar[bool] = False
 
@@ -129,9 +132,17 @@ class LiveRule(LiveReward[Rule]):
     """Any rule: an exception in `value` is a failure of that sample alone."""
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        return [[self._score(group.prompt, sample) for sample in group.samples] for group in groups]
+        return [[await self._score(group.prompt, sample) for sample in group.samples] for group in groups]
 
-    def _score(self, prompt: Prompt, sample: Sample) -> Score:
+    async def _score(self, prompt: Prompt, sample: Sample) -> Score:
+        turn = turns()
+        if turn.over:
+            await turn.take()
+        if len(sample.text) > LONG_TEXT:
+            return await turn.in_thread(self.score_now, prompt, sample)
+        return self.score_now(prompt, sample)
+
+    def score_now(self, prompt: Prompt, sample: Sample) -> Score:
         try:
             value = self.settings.value(prompt, sample)
         except Exception as error:
@@ -139,6 +150,8 @@ class LiveRule(LiveReward[Rule]):
         return value if isinstance(value, Score) else Score(value, view=sample.text)
 
 
+LONG_TEXT = 2**16
+"""Longer responses (in characters) are scored off the event loop: even a fast rule takes milliseconds for them."""
 PREPARED = Score(0.0)
 """What `prepare` returns for a sample it could prepare."""
 

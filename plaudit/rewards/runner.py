@@ -7,6 +7,8 @@ at most one is on the device. Scores are combined when the whole step is scored,
 not depend on which reward was fast.
 
 `score` is for callers without steps: a service, whose groups arrive at any time and which lives on the same event loop.
+
+Calls to models wait for nothing but the network: whatever computes on the loop takes turns (`turns.py`).
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
 from plaudit.rewards.cache import ScoreCache
-from plaudit.rewards.client import RewardClient
+from plaudit.rewards.client import SLICE_SAMPLES, RewardClient, subgroup
 from plaudit.rewards.combine import (
     RunningMoments,
     any_reward_applies,
@@ -34,6 +36,7 @@ from plaudit.rewards.combine import (
 )
 from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
 from plaudit.rewards.step_counts import StepCounts
+from plaudit.rewards.turns import turns
 from plaudit.types import Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
@@ -169,8 +172,7 @@ class RewardRunner:
         scores = await self._score(group)
         if self._deferred:
             await self._enqueue(group, scores)
-        [scored] = self._combine([group], [scores], training=False)
-        return scored
+        return await self._combine_in_turns(group, scores)
 
     def require_rewards(self, prompts: Iterable[Prompt]) -> None:
         """Raise a RecipeError if there are prompts to which no reward applies."""
@@ -358,6 +360,17 @@ class RewardRunner:
             for group, by_reward in zip(groups, scores, strict=True)
         ]
 
+    async def _combine_in_turns(self, group: Group, found: ByLabel) -> ScoredGroup:
+        """A group's scores combined without normalisation: each sample's alone, so a large group is combined in slices."""
+        scores: list[Score] = []
+        for start in range(0, len(group.samples), SLICE_SAMPLES):
+            await turns().take()
+            part = slice(start, start + SLICE_SAMPLES)
+            scores += combine(
+                self.rewards, subgroup(group, group.samples[part]), [found[r.label][part] for r in self.rewards], None
+            )
+        return ScoredGroup(group, tuple(scores), {reward.label: found[reward.label] for reward in self.rewards})
+
     def _update_running(self, groups: Sequence[Group], scores: Sequence[ByReward]) -> None:
         """Running means cover what is trained on, so not dropped samples."""
         for group, by_reward in zip(groups, scores, strict=True):
@@ -374,6 +387,7 @@ class RewardRunner:
         if rest:
             await asyncio.wait(rest, timeout=5.0)  # rewards are closed once nothing uses them
         await _all(live.close() for live in self.live)
+        turns().close()
         await self._loop.shutdown_default_executor()
 
 

@@ -10,14 +10,13 @@ A response without an answer is the policy's fault: it is malformed, and the rew
     then       extract   the last line, the fenced block at the end, …
 """
 
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from plaudit.errors import RecipeError
+from plaudit.json_files import UnreadableJson, read_object
 from plaudit.recipe import View
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -105,10 +104,10 @@ def read_longcot_config(file: str) -> Longcot:
 def _read_longcot_config(path: Path, written: int) -> Longcot:
     """Once for each version of the file: an edited one is read again."""
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_object(path)
+    except UnreadableJson as error:
         raise RecipeError(f"view.longcot_config: {path} cannot be read: {error}") from None
-    if not isinstance(config, dict) or "longcot_delimiter" not in config:
+    if "longcot_delimiter" not in config:
         raise RecipeError(f"view.longcot_config: {path} should be an object with longcot_delimiter (and end_delimiter)")
     start, end = config["longcot_delimiter"], config.get("end_delimiter")
     for name, value in (("longcot_delimiter", start), ("end_delimiter", end)):

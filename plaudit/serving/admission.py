@@ -1,6 +1,8 @@
 """Admission control: bearer token, body size, requests in flight.
 
-Plain ASGI middleware: the application only sees complete bodies within the limits, and rejected bodies are never stored.
+Plain ASGI middleware: the application only sees complete bodies within the limits, and rejected bodies are never stored. A request
+is in flight once its body is complete, so that slow bodies keep no other request out. They share `MAX_BODIES` times the memory of
+the largest; when that is used up, the body that has been arriving for the longest time is given up.
 """
 
 import asyncio
@@ -19,8 +21,10 @@ from plaudit.serving.service import Service
 
 PUBLIC_PATHS = ("/health", "/docs", "/openapi.json")
 """Paths without a token: they expose neither the recipe nor users' data."""
-BODY_TIMEOUT_S = 60.0
-"""Time limit for receiving a body."""
+MAX_BODIES = 16
+"""Bodies of the largest size that fit into memory at the same time, those arriving and those in flight each."""
+MAX_JSON_VALUES = 2**19
+"""Commas and brackets in a body, those in texts included: parsing millions of empty lists would block everything for seconds."""
 DRAIN_TIMEOUT_S, DRAIN_BYTES = 5.0, 256 * 2**20
 """A rejected body is drained up to these limits: many clients read the response only after sending all of it."""
 CLIENT_CLOSED_REQUEST = 499
@@ -31,7 +35,13 @@ CLIENT_CLOSED_REQUEST = 499
 class Limits:
     max_body_bytes: int
     max_items: int
+    max_responses: int
     max_in_flight: int
+    body_timeout_s: float
+
+    @property
+    def max_held_bytes(self) -> int:
+        return MAX_BODIES * self.max_body_bytes
 
 
 def error_response(
@@ -46,6 +56,9 @@ class AdmissionControl:
         """`paths`: the known paths for the request metrics; all others are counted as "other"."""
         self._app, self._service, self._limits, self._paths = app, service, limits, frozenset(paths)
         self._token = None if token is None else token.encode()
+        self._arriving: dict[asyncio.Timeout, int] = {}
+        """Bytes of each body that has not arrived completely, by its time limit; the oldest first."""
+        self._arriving_bytes = self._in_flight_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,19 +87,23 @@ class AdmissionControl:
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         else:
-            metrics.in_flight += 1
-            try:
-                body = await self._read_body(headers, receive)
-                if isinstance(body, Response):
-                    await body(scope, receive, send)
-                elif body is not None:
+            body = await self._read_body(headers, receive)
+            if isinstance(body, bytes):
+                body = self._busy(len(body)) or body
+            if isinstance(body, Response):
+                await body(scope, receive, send)
+            elif body is not None:
+                metrics.in_flight += 1
+                self._in_flight_bytes += len(body)
+                try:
                     await self._app(scope, _replay(body, receive), send)
-            finally:
-                metrics.in_flight -= 1
+                finally:
+                    metrics.in_flight -= 1
+                    self._in_flight_bytes -= len(body)
 
     def _reject(self, scope: Scope, headers: Headers) -> Response | None:
         """The error response for a request rejected before its body is read, or None."""
-        state, in_flight = self._service.state, self._service.metrics.in_flight
+        state = self._service.state
         if self._token is not None and scope["path"] not in PUBLIC_PATHS and not self._authorised(headers.get("authorization", "")):
             message = "missing or wrong token; send Authorization: Bearer TOKEN"
             return error_response(401, "unauthorised", message, headers={"WWW-Authenticate": "Bearer"})
@@ -94,10 +111,17 @@ class AdmissionControl:
             return None
         if state != "ready":
             return error_response(503, state, f"the service is {state}", headers={"Retry-After": "1"})
+        return self._busy()
+
+    def _busy(self, size: int = 0) -> Response | None:
+        in_flight = self._service.metrics.in_flight
         if in_flight >= self._limits.max_in_flight:
             message = f"{in_flight} requests are in flight; retry later, or start the service with a larger --max-in-flight"
-            return error_response(429, "busy", message, headers={"Retry-After": "1"})
-        return None
+        elif self._in_flight_bytes + size > self._limits.max_held_bytes:
+            message = f"{in_flight} requests of {self._in_flight_bytes:,} bytes are in flight; retry later"
+        else:
+            return None
+        return error_response(429, "busy", message, headers={"Retry-After": "1"})
 
     def _authorised(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -106,31 +130,46 @@ class AdmissionControl:
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | Response | None:
         """The complete body, an error response if it is too large or too slow, or None if the client disconnected."""
-        limit, size, chunks = self._limits.max_body_bytes, 0, []
+        limit, size, values, chunks = self._limits.max_body_bytes, 0, 0, []
         content_length = headers.get("content-length", "")
         too_large = content_length.isdecimal() and int(content_length[:20]) > limit
+        deadline = asyncio.timeout(self._limits.body_timeout_s)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with deadline:
                 while not too_large:
                     message = await receive()
                     if message["type"] != "http.request":
                         return None
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    too_large = size > limit
+                    chunk = message.get("body", b"")
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    values += chunk.count(b",") + chunk.count(b"[") + chunk.count(b"{")
+                    too_large = size > limit or values > MAX_JSON_VALUES
                     if not message.get("more_body", False):
                         break
+                    self._hold(deadline, len(chunk))
         except TimeoutError:
-            return error_response(
-                408, "slow", f"the body did not arrive within {BODY_TIMEOUT_S:g} s", headers={"Connection": "close"}
-            )
+            message = f"the body did not arrive within {self._limits.body_timeout_s:g} s, or memory was needed for other bodies"
+            return error_response(408, "slow", message, headers={"Connection": "close"})
+        finally:
+            self._arriving_bytes -= self._arriving.pop(deadline, 0)
         if not too_large:
             return b"".join(chunks)
         await _drain(headers, receive)
-        message = (
-            f"the body exceeds {limit:,} bytes; send fewer items per request, or start the service with a larger --max-body-bytes"
-        )
+        most = f"{limit:,} bytes" if values <= MAX_JSON_VALUES else f"{MAX_JSON_VALUES:,} commas and brackets"
+        hint = "" if values > MAX_JSON_VALUES else ", or start the service with a larger --max-body-bytes"
+        message = f"the body exceeds {most}; send fewer items per request{hint}"
         return error_response(413, "too_large", message, headers={"Connection": "close"})
+
+    def _hold(self, deadline: asyncio.Timeout, size: int) -> None:
+        """Count `size` more bytes of an arriving body; give up the oldest ones when there are too many."""
+        self._arriving[deadline] = self._arriving.get(deadline, 0) + size
+        self._arriving_bytes += size
+        while self._arriving_bytes > self._limits.max_held_bytes:
+            oldest = next(iter(self._arriving))
+            self._arriving_bytes -= self._arriving.pop(oldest)
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
 
 
 async def _drain(headers: Headers, receive: Receive) -> None:

@@ -10,6 +10,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp
 
@@ -18,6 +19,7 @@ from plaudit.data.rollouts import parse_group, with_token_counts
 from plaudit.errors import DataError, did_you_mean, redact
 from plaudit.report.progress import print_line
 from plaudit.rewards.reward import last_line
+from plaudit.rewards.turns import turns
 from plaudit.serving.admission import CLIENT_CLOSED_REQUEST, PUBLIC_PATHS, AdmissionControl, Limits, error_response
 from plaudit.serving.metrics import CONTENT_TYPE
 from plaudit.serving.schemas import Error, Health, Item, Problem, Rewards, ScoreRequest, ScoreResponse, dump, parse
@@ -30,14 +32,16 @@ Every response gets a result: a reward with its parts, or a failure with its cau
 MAX_PROBLEMS = 20
 """Problems listed per request."""
 REFERENCE = "#/components/schemas/{model}"
-MAX_INLINE_PARSE_BYTES = 64 * 1024
-"""Bodies up to this size are parsed on the event loop; larger ones on a thread, so that other requests do not wait."""
+SMALL_BYTES, SMALL_VALUES, SMALL_RESPONSES = 64 * 1024, 512, 64
+"""Requests with at most this many bytes, commas and responses are read on the event loop; larger ones in a thread."""
+LARGEST_AT_ONCE = 2
+"""Requests with the largest number of responses that may be in flight at the same time."""
 ERRORS = {
     401: "The token is missing or wrong.",
     408: "The body did not arrive in time.",
-    413: "The body is larger than --max-body-bytes.",
+    413: "The body is larger than --max-body-bytes, or has too many values.",
     422: "The request is invalid; `problems` lists where.",
-    429: "--max-in-flight requests are in flight.",
+    429: "--max-in-flight requests are in flight, or too many responses.",
     500: "Internal error of the service.",
     503: "The service is starting or stopping.",
 }
@@ -54,22 +58,53 @@ class Metrics(Response):
 class _StrictRequest(Request):
     """A request with strict JSON: no NaN, no numbers beyond a float's range, bounded nesting."""
 
-    async def json(self) -> Any:
-        body = await self.body()
-        try:
-            return parse(body) if len(body) <= MAX_INLINE_PARSE_BYTES else await asyncio.to_thread(parse, body)
-        except ValueError as problem:
-            raise _InvalidRequest([{"where": "body", "message": f"is not valid JSON: {problem}"}]) from None
+    limits: Limits
+
+    async def json(self) -> ScoreRequest:
+        """Parsed and validated here, off the event loop if it is large: FastAPI, which passes it on, would do it on the loop."""
+        body, turn = await self.body(), turns()
+        await turn.take()
+        if len(body) <= SMALL_BYTES and body.count(b",") <= SMALL_VALUES:
+            return _read(body, self.limits)
+        return await turn.in_thread(_read, body, self.limits)
 
 
 class _StrictRoute(APIRoute):
+    limits: Limits
+
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            strict = _StrictRequest(request.scope, request.receive)
+            strict.limits = self.limits
+            return await handle(strict)
 
         return handle_strictly
+
+
+def _read(body: bytes, limits: Limits) -> ScoreRequest:
+    try:
+        value = parse(body)
+    except ValueError as problem:
+        raise _InvalidRequest([{"where": "body", "message": f"is not valid JSON: {problem}"}]) from None
+    items = value.get("items") if isinstance(value, dict) else None
+    if isinstance(items, list):
+        _require_at_most(limits.max_items, len(items), "items", "--max-items")
+        responses = [item.get("responses") for item in items if isinstance(item, dict)]
+        count = sum(len(one) for one in responses if isinstance(one, list))
+        _require_at_most(limits.max_responses, count, "responses", "--max-responses")
+    try:
+        return ScoreRequest.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        raise _InvalidRequest([_problem({**one, "loc": ("body", *one["loc"])}) for one in found]) from None
+
+
+def _require_at_most(limit: int, count: int, what: str, option: str) -> None:
+    if count > limit:
+        message = f"{count:,} {what} exceed the limit of {limit:,}; send fewer, or start with a larger {option}"
+        raise _InvalidRequest([{"where": "items", "message": message}])
 
 
 class _InvalidRequest(HTTPException):
@@ -85,7 +120,13 @@ def make_app(
 ) -> ASGIApp:
     """`count_tokens`: counts the tokens of responses sent without their count."""
     app = FastAPI(title="plaudit serve", version=__version__, description=DESCRIPTION, redoc_url=None)
-    app.router.route_class = _StrictRoute
+    app.router.route_class = type("Route", (_StrictRoute,), {"limits": limits})
+
+    def require_room(request: ScoreRequest) -> None:
+        """Responses in flight are limited too: short ones take far more memory than the bytes of their body."""
+        count, in_flight = sum(len(item.responses) for item in request.items), service.responses_in_flight
+        if in_flight and in_flight + count > LARGEST_AT_ONCE * limits.max_responses:
+            raise HTTPException(429, f"{in_flight:,} responses are in flight; retry later", {"Retry-After": "1"})
 
     @app.get("/health", responses={503: {"model": Health, "description": "Starting or stopping."}}, response_model=Health)
     async def health() -> Response:
@@ -106,25 +147,29 @@ def make_app(
     @app.post("/score", response_model=ScoreResponse, responses=_error_responses())
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Scores of all items, in order, once the last one is scored."""
-        groups = await _groups(body, limits.max_items, count_tokens)
-        items: list[Any] = [None] * len(groups)
+        require_room(body)
+        groups = await _groups(body, count_tokens)
+        items = [b""] * len(groups)
         try:
             async with aclosing(service.score(groups, _wait_for_disconnect(request))) as scored:
                 async for i, outcome in scored:
-                    items[i] = scored_item(groups[i], outcome, i, body.items[i].id, details=body.details)
+                    await turns().take()
+                    items[i] = dump(scored_item(groups[i], outcome, i, body.items[i].id, details=body.details))
         except ClientDisconnected:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(dump({"items": items}), media_type="application/json")
+        return Response(b'{"items":[' + b",".join(items) + b"]}", media_type="application/json")
 
     @app.post("/score/stream", response_class=JsonLines, responses=_error_responses())
     async def score_stream(body: ScoreRequest, request: Request) -> Response:
         """The same as JSON lines: one ScoredItem per line as soon as it is scored, identified by `index`."""
-        groups = await _groups(body, limits.max_items, count_tokens)
+        require_room(body)
+        groups = await _groups(body, count_tokens)
 
         async def lines() -> AsyncIterator[bytes]:
             try:
                 async with aclosing(service.score(groups, _wait_for_disconnect(request))) as scored:
                     async for i, outcome in scored:
+                        await turns().take()
                         yield dump(scored_item(groups[i], outcome, i, body.items[i].id, details=body.details)) + b"\n"
             except ClientDisconnected:
                 return
@@ -137,15 +182,14 @@ def make_app(
     return AdmissionControl(app, service, limits, token, [*openapi["paths"], *PUBLIC_PATHS])
 
 
-async def _groups(request: ScoreRequest, max_items: int, count: Callable[[str], int] | None) -> list[Group]:
-    if len(request.items) > max_items:
-        message = f"{len(request.items):,} items exceed the limit of {max_items:,}; send fewer, or start with a larger --max-items"
-        raise _InvalidRequest([{"where": "items", "message": message}])
-
+async def _groups(request: ScoreRequest, count: Callable[[str], int] | None) -> list[Group]:
     def make_groups() -> list[Group]:
         return [with_token_counts(_group(item, i), count) for i, item in enumerate(request.items)]
 
-    return make_groups() if count is None else await asyncio.to_thread(make_groups)
+    if count is not None:
+        return await asyncio.to_thread(make_groups)  # tokenizers leave the interpreter to others
+    small = sum(len(item.responses) for item in request.items) <= SMALL_RESPONSES
+    return make_groups() if small else await turns().in_thread(make_groups)
 
 
 def _group(item: Item, index: int) -> Group:
@@ -176,7 +220,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: StarletteHTTPException) -> Response:
         if isinstance(error, _InvalidRequest):
             return _unreadable(error.problems)
-        causes = {404: "no_such_path", 405: "no_such_method"}
+        causes = {404: "no_such_path", 405: "no_such_method", 429: "busy"}
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(error.status_code, causes.get(error.status_code, "refused"), message, headers=error.headers)
 

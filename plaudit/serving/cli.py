@@ -25,10 +25,21 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Accept requests from other machines without a token.")] = False,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Maximum size of a request body.")] = 16 * 2**20,
     max_items: Annotated[int, typer.Option(min=1, help="Maximum number of items per request.")] = 1024,
+    max_responses: Annotated[int, typer.Option(min=1, help="Maximum number of responses per request.")] = 16_384,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests; others get status 429.")] = 256,
     timeout_s: Annotated[
         float, typer.Option(min=0.001, help="Time limit per request; items not scored by then fail (timeout).")
     ] = 600.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(min=1, help="Maximum number of connections; one more closes the one that has waited longest for its client."),
+    ] = 1000,
+    header_timeout_s: Annotated[float, typer.Option(min=0.001, help="Time limit for receiving a header.")] = 10.0,
+    body_timeout_s: Annotated[float, typer.Option(min=0.001, help="Time limit for receiving a body.")] = 60.0,
+    send_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="A client that reads less than 64 KiB of its response in this time is disconnected.")
+    ] = 60.0,
+    keep_alive_s: Annotated[float, typer.Option(min=0.001, help="Time a connection stays open between requests.")] = 5.0,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Time to finish requests in flight on shutdown.")] = 30.0,
     cache: Annotated[Path | None, typer.Option(help="File to cache slow or costly scores in.", show_default=False)] = None,
     tokenizer: Tokenizer = None,
@@ -41,6 +52,7 @@ def serve(
     token = _token(token_env)
     try:
         from plaudit.serving.admission import Limits
+        from plaudit.serving.connections import ConnectionLimits
         from plaudit.serving.server import ServeJob, is_loopback
         from plaudit.serving.server import serve as run_serve
     except ModuleNotFoundError as error:
@@ -55,8 +67,9 @@ def serve(
             f"--host {host}: anyone who can reach this machine could use the rewards and their models. Pass --token-env NAME "
             "(an environment variable with a token), or --insecure if the network is trusted."
         )
-    limits = Limits(max_body_bytes, max_items, max_in_flight)
-    run_serve(ServeJob(rewards, host, port, limits, timeout_s, grace_s, token, cache, tokenizer))
+    limits = Limits(max_body_bytes, max_items, max_responses, max_in_flight, body_timeout_s)
+    connections = ConnectionLimits(max_connections, header_timeout_s, keep_alive_s, send_timeout_s)
+    run_serve(ServeJob(rewards, host, port, limits, connections, timeout_s, grace_s, token, cache, tokenizer))
 
 
 def _token(name: str | None) -> str | None:

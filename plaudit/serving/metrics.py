@@ -21,7 +21,9 @@ class Metrics:
     def __init__(self, clients: Sequence[RewardClient], amounts: Callable[[], Mapping[str, Mapping[str, float]]]):
         """`amounts`: each model's calls, tokens and cost so far."""
         self._amounts = amounts
-        self.in_flight = 0
+        self.in_flight = self.connections = 0
+        self.closed_connections: Counter[str] = Counter()
+        """Closed by us, by cause."""
         self.requests: Counter[tuple[str, int]] = Counter()
         self.samples = self.malformed = 0
         self._clients = clients
@@ -63,6 +65,9 @@ class Metrics:
         states = [({"state": name}, float(name == state)) for name in ("starting", "ready", "stopping")]
         yield _family("plaudit_state", "gauge", "1 for the current state of the service.", states)
         yield _family("plaudit_in_flight", "gauge", "Score requests in flight.", [({}, self.in_flight)])
+        yield _family("plaudit_connections", "gauge", "Open connections.", [({}, self.connections)])
+        closed = [({"cause": cause}, count) for cause, count in sorted(self.closed_connections.items())]
+        yield _family("plaudit_connections_closed_total", "counter", "Connections closed because of a limit, by cause.", closed)
         counts = [({"path": path, "status": str(status)}, count) for (path, status), count in sorted(self.requests.items())]
         yield _family("plaudit_requests_total", "counter", "Requests by path and status; 499: the client disconnected.", counts)
         lines = ["# HELP plaudit_request_seconds Request latency.\n# TYPE plaudit_request_seconds histogram\n"]
@@ -95,7 +100,7 @@ class Metrics:
         numbers = [({"reward": label}, self._counts[name]) for label, name in named]
         yield _family("plaudit_reward_count", "counter", "Responses with a value of the reward.", numbers)
         for key, help in (
-            ("calls", "Calls of a reward, one per group."),
+            ("calls", "Calls of a reward: one for each group, or for each slice of a large one."),
             ("retries", "Retried responses."),
             ("cached", "Responses scored from the cache."),
         ):

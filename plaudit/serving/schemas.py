@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and objects in a body: more than real data needs, well below Python's recursion limit."""
 MAX_RESPONSES = 1024
+MAX_TEXT = 2**20
+"""Maximum length of a response in characters: even a fast rule takes tens of milliseconds for one."""
 MAX_TOKENS = 2**31 - 1
 
 
@@ -63,8 +65,18 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _not_too_long(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise PydanticCustomError("too_long", "Input should have at most {limit} characters", {"limit": MAX_TEXT})
+    return text
+
+
+# Not Field(max_length=…): it would report an unpaired surrogate as a string that is no string.
+ResponseText = Annotated[Text, AfterValidator(_not_too_long), WithJsonSchema({"type": "string", "maxLength": MAX_TEXT})]
+
+
 class Response(StrictModel):
-    text: Text
+    text: ResponseText
     tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), BeforeValidator(_integral)] | None = None
     """Number of tokens, including the end token: for rewards that depend on it."""
 
@@ -80,7 +92,7 @@ Prompt = Annotated[
     Discriminator(_union_tag, custom_error_type="prompt", custom_error_message="Input should be text, or a list of messages"),
 ]
 ItemResponse = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[Response, Tag("<object>")],
+    Annotated[ResponseText, Tag("<text>")] | Annotated[Response, Tag("<object>")],
     Discriminator(_union_tag, custom_error_type="response", custom_error_message="Input should be text, or an object with `text`"),
 ]
 

@@ -7,6 +7,7 @@ the second one exits at once (processes started by rewards end with this one).
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -26,10 +28,13 @@ from plaudit.report.progress import print_line
 from plaudit.rewards.runner import RewardRunner
 from plaudit.serving.admission import Limits
 from plaudit.serving.app import make_app
+from plaudit.serving.connections import MAX_HEADER_BYTES, ClientConnection, ConnectionLimits, Connections
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.service import Service
 
 SIGNAL_POLL_S = 0.1
+WAITING_CONNECTIONS = 2048
+"""Connections that the system keeps until they are accepted."""
 SEND_TIMEOUT_S = 5.0
 """Time after the grace period for sending the responses of aborted requests."""
 
@@ -40,6 +45,7 @@ class ServeJob:
     host: str
     port: int
     limits: Limits
+    connections: ConnectionLimits
     timeout_s: float
     grace_s: float
     token: str | None = field(default=None, repr=False)
@@ -49,6 +55,13 @@ class ServeJob:
 
 class _Server(uvicorn.Server):
     """Without uvicorn's signal handlers, which would exit with the signal instead of 0."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in (
+            sockets or []
+        ):  # asyncio's `backlog` is also how many it accepts at once; further ones can wait in the queue
+            listener.listen(WAITING_CONNECTIONS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,15 +87,20 @@ def serve(job: ServeJob) -> None:
 async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, stop: Future[None]) -> Metrics:
     service = Service(runner, job.timeout_s)
     app = make_app(service, job.limits, token=job.token, count_tokens=token_counter(job.tokenizer))
+    connections = Connections(job.connections, service.metrics)
     server = _Server(
         uvicorn.Config(
-            app, lifespan="off", log_level="warning", access_log=False, server_header=False, ws="none",
+            app, lifespan="off", log_level="error", access_log=False, server_header=False, ws="none",
+            http=partial(ClientConnection, connections),  # pyright: ignore[reportArgumentType] (it is only called)
+            backlog=job.connections.accepted_at_once, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=int(job.grace_s + SEND_TIMEOUT_S) + 1,
         )
     )  # fmt: skip
     address, count = _address(listener), len(job.rewards)
     names = ", ".join(reward.label for reward in job.rewards)
     print_line(f"serve: listening on {address}; opening {count} reward{'s'[: count > 1]}: {names}")
+    if (allowed := job.connections.allowed) < job.connections.max_connections:
+        print_line(f"serve: at most {allowed} connections, half of the files that this process may open (ulimit -n)")
     start = time.monotonic()
     serving, opening = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(service.open())
     stopped = asyncio.wrap_future(stop)
@@ -90,6 +108,7 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await asyncio.wait({opening, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             opening.result()  # raises if a reward could not be opened
+            _collect_rarely()
             print_line(f"serve: ready after {time.monotonic() - start:.1f} s; API documentation: {address}/docs")
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         in_flight = service.metrics.in_flight
@@ -103,6 +122,14 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await serving
         abort.cancel()
     return service.metrics
+
+
+def _collect_rarely() -> None:
+    """A full collection stops everything while it traverses all objects: for a tenth of a second, if tens of thousands of responses
+    are in flight. So it leaves out what is there from the start, and happens a tenth as often as by default."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, 10 * old)
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -139,7 +166,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
-            listener.listen(2048)
+            listener.listen(WAITING_CONNECTIONS)
         except OSError as problem:
             raise PlauditError(
                 f"cannot listen on {host}:{port}: {problem.strerror or problem}. Choose another --port (0: any free port)."

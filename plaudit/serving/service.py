@@ -1,7 +1,8 @@
 """The scoring service: groups in, scores out as they finish, within the request's time limit.
 
-The HTTP server runs on the rewards' event loop: on a separate thread, much of the time went into waking up the other one. Every
-group gets a result: scores, or a failure with its cause.
+The HTTP server runs on the rewards' event loop: on a separate thread, much of the time went into waking up the other one. So that
+`/health` and small requests never wait long, requests take turns: the groups of a large one start as far as time is left in an
+iteration of the loop (`plaudit/rewards/turns.py`). Every group gets a result: scores, or a failure with its cause.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from plaudit.recipe import RewardSettings
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.reward import last_line
 from plaudit.rewards.runner import RewardRunner
+from plaudit.rewards.turns import turns
 from plaudit.scoring import result_of, reward_scores
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.schemas import finite_only, to_jsonable
@@ -32,6 +34,7 @@ class Service:
         self.metrics = Metrics(runner.clients, runner.amounts)
         self._runner = runner
         self.state: Literal["starting", "ready", "stopping"] = "starting"
+        self.responses_in_flight = 0
         self._timeout_s = timeout_s
         self._waiting: set[asyncio.Queue[Arrival]] = set()
 
@@ -55,29 +58,57 @@ class Service:
         watch = asyncio.ensure_future(disconnected)
         watch.add_done_callback(lambda _: arrivals.put_nowait(None))
         self._waiting.add(arrivals)
-        pending: dict[int, asyncio.Task[ScoredGroup]] = {}
+        started: dict[int, asyncio.Task[ScoredGroup]] = {}
+        unfinished = dict.fromkeys(range(len(groups)))
+        starting = self._start(groups, started, arrivals)
+        responses = sum(len(group.samples) for group in groups)
+        self.responses_in_flight += responses
         try:
-            for i, group in enumerate(groups):
-                pending[i] = asyncio.create_task(self._runner.score(group))
-                pending[i].add_done_callback(lambda _, i=i: arrivals.put_nowait(i))
-            while pending:
+            while unfinished:
                 arrival = await arrivals.get()
                 if arrival is None:
                     raise ClientDisconnected
                 if isinstance(arrival, Failure):
-                    unfinished, pending = pending, {}
-                    for task in unfinished.values():
+                    if starting is not None:
+                        starting.cancel()
+                    for task in started.values():
                         task.cancel()
-                    for i in unfinished:
+                    failed, unfinished = unfinished, {}
+                    for i in failed:
                         yield i, self._count(groups[i], arrival)
                 else:
-                    yield arrival, self._count(groups[arrival], _outcome(pending.pop(arrival)))
+                    del unfinished[arrival]
+                    yield arrival, self._count(groups[arrival], _outcome(started.pop(arrival)))
         finally:
+            self.responses_in_flight -= responses
             self._waiting.discard(arrivals)
             timer.cancel()
             watch.cancel()
-            for task in pending.values():
+            if starting is not None:
+                starting.cancel()
+            for task in started.values():
                 task.cancel()
+
+    def _start(
+        self, groups: Sequence[Group], started: dict[int, asyncio.Task[ScoredGroup]], arrivals: asyncio.Queue[Arrival]
+    ) -> asyncio.Task[None] | None:
+        """Start as many groups as there is time for, and return the task that starts the others."""
+        turn = turns()
+
+        def start(i: int) -> None:
+            started[i] = asyncio.create_task(self._runner.score(groups[i]))
+            started[i].add_done_callback(lambda _: arrivals.put_nowait(i))
+
+        async def start_others(first: int) -> None:
+            for i in range(first, len(groups)):
+                await turn.take()
+                start(i)
+
+        for i in range(len(groups)):
+            if turn.over:
+                return asyncio.create_task(start_others(i))
+            start(i)
+        return None
 
     def _count(self, group: Group, outcome: ScoredGroup | Failure) -> ScoredGroup | Failure:
         scores = outcome.scores if isinstance(outcome, ScoredGroup) else [Score(None, failure=outcome)] * len(group.samples)

@@ -27,7 +27,7 @@ from plaudit.audit.inspection import inspect
 from plaudit.audit.page import draw_page
 from plaudit.audit.probes import PROBES, probe_text, reformatted
 from plaudit.audit.targets import final_answer, make_target, replace_all, replace_last, to_number
-from plaudit.audit.terminal import print_report, scope, shown
+from plaudit.audit.terminal import findings, print_report, scope, shown
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.audit import AuditSettings
@@ -735,3 +735,14 @@ def test_flawed_rewards_are_caught_and_the_real_reward_passes(
     assert bool(report["failed"]) == bool(caught_by)
     assert {states[name] for name in held} == {"pass"}
     assert "not measured" not in states.values()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 wrong ones accepted"), (1, "1 wrong one accepted"), (2, "2 wrong ones accepted")]
+)
+def test_wrong_responses_that_were_accepted_are_counted_in_words(count, text):
+    correlations = dict.fromkeys(("spearman", "kendall", "within_groups", "given_label"))
+    agreement = {"accuracy": 0.5, "right": 3, "labelled": 6, "true_accepts": 3, "false_accepts": count, **correlations}
+    length = {"unit": "tokens", **correlations}
+    numbers = {"agreement": agreement, "length": length, "formats": None, "saved": None, "probes": [], "not_scored": 0}
+    assert text in findings(numbers)[0]

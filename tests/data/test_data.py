@@ -16,6 +16,7 @@ from plaudit.data.conversations import Source, read_conversations, read_prompts,
 from plaudit.data.examples import cut
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
+from plaudit.data.row_ids import name_sources
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError
 from plaudit.seeding import stable_seed
@@ -437,7 +438,7 @@ def test_verl_prompts(tmp_path):
     }
     [prompt] = read_prompts(Source(write_parquet(tmp_path / "a.parquet", [row])))
     assert prompt.messages == row["prompt"]
-    assert (prompt.id, prompt.data_source, prompt.ground_truth) == (f"{tmp_path}/a.parquet:1", "math", "42")
+    assert (prompt.id, prompt.data_source, prompt.ground_truth) == ("a.parquet:1", "math", "42")
     assert prompt.extra_info == {"ability": "math", "index": 3, "split": None}
 
 
@@ -465,7 +466,7 @@ def test_text_in_extra_info_that_is_no_object_is_reported(tmp_path, text):
 def test_prompts_need_no_other_columns(tmp_path):
     first, second = read_prompts(Source(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": [USER]}])))
     assert first.messages == second.messages == [USER]
-    assert (second.id, second.data_source, second.ground_truth, second.extra_info) == (f"{tmp_path}/a.jsonl:2", "", None, {})
+    assert (second.id, second.data_source, second.ground_truth, second.extra_info) == ("a.jsonl:2", "", None, {})
 
 
 def test_ids_of_files_with_the_same_name_differ(tmp_path, monkeypatch):
@@ -473,8 +474,19 @@ def test_ids_of_files_with_the_same_name_differ(tmp_path, monkeypatch):
     for folder in ("a", "b"):
         Path(folder).mkdir()
         write_jsonl(Path(folder, "train.jsonl"), [{"prompt": "hi"}])
-    ids = [prompt.id for folder in ("a", "b") for prompt in read_prompts(Source(Path(folder, "train.jsonl")))]
-    assert ids == ["a/train.jsonl:1", "b/train.jsonl:1"]
+    a, b = (Source(Path(folder, "train.jsonl")) for folder in ("a", "b"))
+    assert name_sources([a, b, a]) == ["a/train.jsonl", "b/train.jsonl", "a/train.jsonl"]
+    assert name_sources([a]) == name_sources([b]) == ["train.jsonl"]
+
+
+def test_ids_do_not_depend_on_the_folder(tmp_path, monkeypatch):
+    """They seed the samples."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("train.jsonl"), [{"prompt": "hi"}])
+    Path("other").mkdir()
+    write_jsonl(Path("other/train.jsonl"), [{"prompt": "hi"}])
+    paths = ("train.jsonl", tmp_path / "train.jsonl", "other/../train.jsonl", "other/train.jsonl")
+    assert {prompt.id for path in paths for prompt in read_prompts(Source(Path(path)))} == {"train.jsonl:1"}
 
 
 def test_prompts_may_have_tools(tmp_path):

@@ -65,7 +65,7 @@ def test_errors_name_the_setting_and_what_there_is(local_hub):
     for name, message in {
         "org/sums:tset": r"^data\.train: org/sums:tset: there is no split tset; there are train, test\. Did you mean test\?",
         "org/none": r"^data\.train: there is no file org/none here, and the Hugging Face hub has no such data set",
-        "org/sums@v9:train": r"^data\.train: .* and the data set on the Hugging Face hub has no revision v9$",
+        "org/sums@v9:train": r"^data\.train: .* and the data set on the Hugging Face hub has no revision v9",
         "org/sums/other:train": r"^data\.train: org/sums: the data set could not be loaded .*org/sums/CONFIG:SPLIT",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -103,6 +103,29 @@ def test_a_cached_data_set_needs_no_hub_and_changed_rows_are_noticed(local_hub, 
     use_hub(monkeypatch, local_hub.url, tmp_path / "cache")
     local_hub.add("datasets", "org/sums", {"README.md": b"Sums."})
     assert _fingerprint(source) == before  # another revision, the same rows
+    forget(hub_datasets._load)
+    local_hub.add("datasets", "org/sums", {"train.jsonl": lines(*SUMS[::-1])})
+    assert _fingerprint(source) != before
+
+
+def test_revisions_in_the_cache_need_no_hub(local_hub, tmp_path, monkeypatch):
+    [source] = resolve_sources(["org/sums:train"], None, "data.train")
+    before, commit = _fingerprint(source), commit_of(local_hub.root / "datasets/org/sums")
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
+    [main] = resolve_sources(["org/sums@main:train"], None, "data.train")
+    assert _fingerprint(main) == before
+    with pytest.raises(DataError, match=rf"could not be reached.*; revision v1 is not in the cache, which has org/sums@{commit}$"):
+        resolve_sources(["org/sums@v1:train"], None, "data.train")
+
+
+def test_changed_rows_of_a_data_set_in_memory_are_noticed(local_hub, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1 << 20)
+    [source] = resolve_sources(["org/sums:train"], None, "data.train")
+    before = _fingerprint(source)
+    forget(hub_datasets._load)
+    assert _fingerprint(source) == before
     forget(hub_datasets._load)
     local_hub.add("datasets", "org/sums", {"train.jsonl": lines(*SUMS[::-1])})
     assert _fingerprint(source) != before

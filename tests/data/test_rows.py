@@ -172,4 +172,4 @@ def test_rows_are_counted_from_one_everywhere(tmp_path):
     for read in readers:
         with pytest.raises(DataError, match="row 2: "):
             read()
-    assert [prompt.id for prompt in read_prompts(Source(write_jsonl(file, [good])))] == [f"{file}:1"]
+    assert [prompt.id for prompt in read_prompts(Source(write_jsonl(file, [good])))] == [f"{file.name}:1"]

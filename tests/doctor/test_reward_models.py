@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from plaudit.config import load
 from plaudit.doctor import recording
 from plaudit.doctor.memory import check_budgets
-from plaudit.doctor.rewards import check_answer_rules
+from plaudit.doctor.rewards import check_answer_rules, check_reward
 from plaudit.doctor.sanity_pairs import BUILT_IN_PAIRS, GIBBERISH, format_answer, make_pairs
 from plaudit.errors import RecipeError
 from plaudit.models.memory import Budget, Need, count_parameters, plan_reward_model
@@ -111,6 +111,18 @@ def test_rules_that_reward_the_same_answer(rewards, warning):
     found = list(check_answer_rules(ScoreRecipe.model_validate({"rewards": rewards}).rewards, []))
     assert [mark for mark, _ in found] == ([] if warning is None else ["!"])
     assert not found or found[0][1].startswith(warning or "")
+
+
+def test_a_reward_is_tried_on_ground_truths_only_where_there_are_any():
+    reward = ScoreRecipe.model_validate({"rewards": [{"kind": "length", "unit": "characters", "at_most": 3}]}).rewards[0]
+    with_truth, without = (
+        Prompt("a", [{"role": "user", "content": "?"}], "", "four"),
+        Prompt("b", [{"role": "user", "content": "?"}]),
+    )
+    [(mark, text)] = check_reward(reward, [without])
+    assert (mark, text.partition(";")[0]) == ("✓", "length: 1 for an empty answer")
+    [(_, text)] = check_reward(reward, [with_truth, without])
+    assert text.startswith("length: 0 for the ground truth, 1 for an empty answer;")
 
 
 def test_rules_that_reward_the_same_answer_are_reported(doctor):

@@ -31,7 +31,7 @@ def type_lines(monkeypatch):
 
 def test_answers_with_their_rewards(plaudit, tiny_model, tmp_path):
     (tmp_path / "r.yaml").write_text("rewards: [{kind: exact}, {kind: length, unit: characters, at_most: 100, weight: 0.5}]")
-    rewards = ("--rewards", tmp_path / "r.yaml", "--truth", "nothing like it")
+    rewards = ("--rewards", tmp_path / "r.yaml", "--ground-truth", "nothing like it")
     code, out, err = plaudit("ask", tiny_model, "What is 1 + 1?", "-n", 2, *FEW, *rewards)
     assert code == 0, err
     assert out.startswith("[1] ")
@@ -47,6 +47,20 @@ def test_rewards_are_shown_as_they_are(plaudit, tiny_model, tmp_path):
     code, _, err = plaudit("ask", tiny_model, "What is 1 + 1?", *FEW, "--rewards", tmp_path / "r.yaml")
     assert code == 0, err
     assert "reward 1: length 1" in err
+
+
+def test_a_failed_reward_gives_exit_status_1_and_rewards_read_extra_info(plaudit, tiny_model, tmp_path):
+    path = tmp_path / "level.py"
+    path.write_text("def compute_score(solution_str, extra_info): return extra_info['level']")
+    (tmp_path / "r.yaml").write_text(f"rewards: [{{kind: function, path: {path}}}]")
+    question = ("ask", tiny_model, "What is 1 + 1?", *FEW, "--rewards", tmp_path / "r.yaml")
+    code, out, err = plaudit(*question)
+    assert (code, bool(out)) == (1, True)
+    assert "reward none: function failed (exception: KeyError: 'level'" in err
+    code, _, err = plaudit(*question, "--extra-info", '{"level": 3}')
+    assert code == 0, err
+    assert "reward 3: function 3" in err
+    assert plaudit(*question, "--extra-info", "[3]")[0] == 2
 
 
 def test_a_piped_question(plaudit, tiny_model, monkeypatch):
@@ -86,7 +100,7 @@ def test_a_chat_that_is_too_long_is_reported_and_continues(plaudit, tiny_model, 
 
 
 def test_truth_without_rewards_is_refused(plaudit, tiny_model):
-    code, _, err = plaudit("ask", tiny_model, "q", "--truth", "1")
+    code, _, err = plaudit("ask", tiny_model, "q", "--ground-truth", "1")
     assert code == 2
     assert "--rewards" in err
 

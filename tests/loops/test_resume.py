@@ -113,7 +113,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_mode
     capsys.readouterr()
     train_sft(damaged)
     said = capsys.readouterr().err
-    assert f"{last.name} is incomplete (trainer/00000.safetensors has" in said
+    assert f"{last.name}.damaged: this checkpoint is damaged (trainer/00000.safetensors has" in said
     assert f"resuming from {before}" in said
     assert_same_result(tmp_path / "damaged", tmp_path / "reference")
 

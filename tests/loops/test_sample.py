@@ -58,9 +58,9 @@ def test_output_rows_have_every_column_that_later_stages_read(tmp_path, sample, 
     assert out == f"{tmp_path / 'out.jsonl'}: 12 prompts with 3 responses each\n"
     assert "12 of 12 prompts, longest " in err
     rows = by_id(tmp_path / "out.jsonl")
-    assert set(rows) == {f"{prompts_file}:{i + 1}" for i in range(12)}
+    assert set(rows) == {f"{prompts_file.name}:{i + 1}" for i in range(12)}
     for i, prompt in enumerate(prompt_rows()):
-        row = rows[f"{prompts_file}:{i + 1}"]
+        row = rows[f"{prompts_file.name}:{i + 1}"]
         assert list(row) == COLUMNS
         assert {name: row[name] for name in prompt} == prompt
         assert [len(row[name]) for name in ("responses", "status", "tokens", "logprob")] == [3, 3, 3, 3]
@@ -72,10 +72,14 @@ def test_output_rows_have_every_column_that_later_stages_read(tmp_path, sample, 
     assert len(list(read_prompts(Source(tmp_path / "out.jsonl")))) == 12
 
 
-def test_defaults_are_one_sample_at_temperature_1(tmp_path, sample):
+def test_defaults_are_one_sample_at_temperature_1(tmp_path, sample, prompts_file):
     assert sample()[0] == 0
     assert sample("--temperature", 1, "--seed", 0, "-n", 1, out="same.jsonl")[0] == 0
     assert by_id(tmp_path / "out.jsonl") == by_id(tmp_path / "same.jsonl")
+    (tmp_path / "moved").mkdir()
+    elsewhere = write_jsonl(tmp_path / "moved" / prompts_file.name, prompt_rows())
+    assert sample(prompts=elsewhere, out="moved.jsonl")[0] == 0
+    assert by_id(tmp_path / "out.jsonl") == by_id(tmp_path / "moved.jsonl"), "the same data in another folder"
     assert sample("--seed", 1, out="other.jsonl")[0] == 0
     assert by_id(tmp_path / "out.jsonl") != by_id(tmp_path / "other.jsonl")
 
@@ -85,7 +89,7 @@ def test_greedy_output_matches_generate(tmp_path, sample, tiny_model, prompts_fi
     rows = by_id(tmp_path / "out.jsonl")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model).eval(), AutoTokenizer.from_pretrained(tiny_model)
     for i in (0, 1, 7):
-        row = rows[f"{prompts_file}:{i + 1}"]
+        row = rows[f"{prompts_file.name}:{i + 1}"]
         chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             written = model.generate(**chat, max_new_tokens=10, do_sample=False)
@@ -113,7 +117,7 @@ def test_stop_strings_and_filters_reach_the_engine(tmp_path, sample):
 def test_max_prompts_takes_the_first_ones(tmp_path, sample, prompts_file):
     """A later run with fewer prompts finds them all in the file."""
     assert sample("--max-prompts", 5)[1] == f"{tmp_path / 'out.jsonl'}: 5 prompts with 1 responses each\n"
-    assert set(by_id(tmp_path / "out.jsonl")) == {f"{prompts_file}:{i + 1}" for i in range(5)}
+    assert set(by_id(tmp_path / "out.jsonl")) == {f"{prompts_file.name}:{i + 1}" for i in range(5)}
     assert "out.jsonl: has 3 of 3 prompts\n" in sample("--max-prompts", 3)[2]
     assert len(by_id(tmp_path / "out.jsonl")) == 5
 
@@ -293,7 +297,7 @@ def test_prompts_that_are_too_long(tmp_path, sample, too_long):
     code, out, err = sample("--max-prompt-tokens", 50, "--too-long", too_long, prompts=prompts)
     if too_long == "error":
         assert code == 2
-        assert f"{prompts}:3: " in err.splitlines()[-1]
+        assert f"{prompts.name}:3: " in err.splitlines()[-1]
         assert "tokens, more than " in err.splitlines()[-1]
     else:
         assert code == 0

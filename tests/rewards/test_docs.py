@@ -1,9 +1,7 @@
 """Examples in docs/rewards.md and docs/reward_models run and give the documented rewards; settings tables are complete."""
 
-import importlib.util
 import json
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import yaml
 
 from plaudit import plugins
 from plaudit.data.rollouts import parse_group
+from plaudit.errors import PlauditError
 from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.recipe.limits import JudgeLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
@@ -26,6 +25,7 @@ from plaudit.scoring import Scorer
 from support.judges import collect, make, scores_of
 from support.paths import REPOSITORY
 from support.rewards import group, values
+from support.servers import stand_in_judge
 
 TEXT = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
 FOLDER = REPOSITORY / "docs/reward_models"
@@ -165,19 +165,20 @@ def _default_text(field: Any) -> str:
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[str]:
-    """The server in docs/reward_models/stand_in_judge.py."""
-    spec = importlib.util.spec_from_file_location("stand_in_judge", FOLDER / "stand_in_judge.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    server = module.server(port=0)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with stand_in_judge() as url:
+        yield url
+
+
+def test_the_stand_in_judge_refuses_calls_without_its_key(monkeypatch):
+    row = {"prompt": "2 + 2?", "response": "4", "ground_truth": "4"}
+    with stand_in_judge(key="right") as url:
+        reward = {"kind": "judge", "parser": "tag", "model": {"placement": "server", "url": url, "credential": "STAND_IN_KEY"}}
+        monkeypatch.setenv("STAND_IN_KEY", "right")
+        with Scorer([reward]) as scorer:
+            assert scorer.score([row])[0]["reward"] == 9
+        monkeypatch.setenv("STAND_IN_KEY", "wrong")
+        with Scorer([reward]) as scorer, pytest.raises(PlauditError, match=r"401.*STAND_IN_KEY"):
+            scorer.score([row])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "stand_in_judge.py)" in PAGES[kind]])

@@ -18,7 +18,7 @@ None means, as in TRL, that the reward does not apply to that response.
 
 Differs from verl: it runs in worker processes with a time limit (`worker_pool.py`), and a mistake in it never becomes a score.
 Causes of failure: timeout, exception, not_a_number (NaN, None, text), bad_result (a dict without score, not a list, a list of the
-wrong length), died (its process).
+wrong length), memory (its process used too much), died (its process), tampered (something else came in place of its answer).
 """
 
 import asyncio
@@ -42,6 +42,9 @@ TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
 class FunctionLimits(Limits):
     timeout_s: PositiveFloat = 10.0
     """Time limit for one call; when it is exceeded, the process is killed and the samples of the call have failed."""
+    worker_memory_gb: PositiveFloat | None = 4.0
+    """Memory of one worker process with its children (GB in RAM); when it is exceeded, they are killed and the samples of the call
+    have failed. null for no limit."""
 
 
 class Function(Reward):
@@ -81,7 +84,10 @@ class LiveFunction(LiveReward[Function]):
 
     def __init__(self, settings: Function):
         super().__init__(settings)
-        self._workers = WorkerPool(self._code(), settings.label, count=settings.workers, timeout_s=settings.limits.timeout_s)
+        limits = settings.limits
+        self._workers = WorkerPool(
+            self._code(), settings.label, count=settings.workers, timeout_s=limits.timeout_s, memory_gb=limits.worker_memory_gb
+        )
 
     def _code(self) -> UserCode:
         functions, arguments = (self.settings.function_name,), self.settings.arguments

@@ -41,6 +41,9 @@ Entry = dict[str, Any]
 class PluginLimits(JudgeLimits):
     function_timeout_s: PositiveFloat = 60.0
     """Time limit for one call of a function; then its process is killed."""
+    worker_memory_gb: PositiveFloat | None = 4.0
+    """Memory of one worker process with its children (GB in RAM); when it is exceeded, they are killed and the call has failed.
+    null for no limit."""
 
 
 class Plugin(ModelReward):
@@ -68,7 +71,10 @@ class LivePlugin(LiveModelReward[Plugin]):
         super().__init__(settings)
         trusted = settings.model.trust_remote_code
         code = UserCode(settings.path, FUNCTIONS, returns="list", tokenizer=_tokenizer(settings.model), trust_remote_code=trusted)
-        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.limits.function_timeout_s)
+        limits = settings.limits
+        self._workers = WorkerPool(
+            code, settings.label, count=settings.workers, timeout_s=limits.function_timeout_s, memory_gb=limits.worker_memory_gb
+        )
 
     async def open(self) -> None:
         await self._workers.open()

@@ -1,14 +1,13 @@
 """The worker process: loads a user's file, calls its functions, and reports the result of each call.
 
-Started by `process.py` as a script, so that little but this file and the user's is imported: no torch, no second run of the
-training program. Requests come as pickles on stdin, answers go as lines of JSON to stdout; both are moved out of the user's reach
-first. Whatever the user's code prints goes to stderr, of which the parent keeps the end.
+A process of its own, forked by `guard.py`, so that little but this file and the user's is imported: no torch, no second run of the
+training program. Calls and answers go through `channel.py`. Whatever the user's code prints goes to a pipe, of which plaudit keeps
+the end, and stdin is empty.
 """
 
 import contextlib
 import faulthandler
 import inspect
-import json
 import math
 import os
 import pickle
@@ -20,49 +19,37 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from plaudit.rewards.functions.channel import WorkerEnd, out_of_the_way
+
 LONGEST_TEXT = 10_000
 """Characters of a message or a trace that are kept."""
 
 
-def main() -> None:
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.dup(1)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
+def work(channel: int) -> None:
+    """Make calls until there are no more, or the parent is dead."""
+    del sys.argv[1:]  # ours
+    parent = WorkerEnd(channel)
     _report_crashes()
-    start = pickle.load(requests)
+    start = parent.receive()
     sys.path[:] = start["sys_path"]
-    pid = os.getpid()
     code = Code(start)
     problem = code.load()
-    _send(answers, problem or {"ready": True})
+    parent.answer(problem or {"ready": True})
     if problem is not None:
         return
-    while True:
-        try:
-            batch: list[bytes] = pickle.load(requests)
-        except EOFError:
-            return  # the parent is done, or dead
-        for request in batch:
-            answer = code.call(request)
-            if os.getpid() != pid:
-                os._exit(0)  # a child forked by the user's function that returned from it
-            _send(answers, answer)
+    with contextlib.suppress(EOFError):
+        while True:
+            for request in parent.receive():
+                parent.answer(code.call(request))
 
 
 def _report_crashes() -> None:
-    faulthandler.enable()  # a crash prints its line
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # so does a process that hangs, when the parent signals it
+    output = out_of_the_way(os.dup(2))  # still there when the user's code has closed stderr
+    faulthandler.enable(file=output)  # a crash prints its line
+    faulthandler.register(signal.SIGUSR1, file=output, all_threads=False)  # so does a process that hangs, when it is signalled
     # When memory runs out, the system should end this process, not the training.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _send(answers: int, answer: dict) -> None:
-    line = memoryview(json.dumps(answer).encode() + b"\n")
-    while line:
-        line = line[os.write(answers, line) :]
 
 
 class Code:
@@ -250,7 +237,3 @@ def _describe(error: BaseException, file: Path, functions: Iterable[Callable] = 
     own = [(name, line) for name, line in frames if name == str(file) or name in saved]
     where = f", at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
     return f"{type(error).__name__}: {text[:300]}{where}"
-
-
-if __name__ == "__main__":
-    main()

@@ -4,26 +4,30 @@
 processes, wait until they have loaded it, call, close.
 
 Each process has a supervisor thread, which takes calls from a common queue, sends its process a few at a time and reads the
-answers one by one, so that the limit applies to each call and starts with it. A process that exceeds it is killed with all its
-children, one that died is noticed, and the calls behind the bad one go to a new process; no call is made twice.
+answers one by one, so that the limit applies to each call and starts with it. Each answer is proven to belong to its call
+(`channel.py`). A process that exceeds its time or memory, or whose answer does not match, is killed with all its descendants
+(`guard.py`), one that died is noticed, and the calls behind the bad one go to a new process. Only calls behind a mismatched answer,
+which cannot be trusted either, may be made twice.
 
 Differs from a pool of the standard library or pebble: processes share no pipe and no lock, so one that dies cannot harm another;
-they are separate programs (fork and exec), so they inherit neither our threads and locks nor our main module. If we are killed, a
-guard shell kills them.
+they are separate programs (fork and exec), so they inherit neither our threads and locks nor our main module. If we are killed,
+their guards end them.
 """
 
 import asyncio
+import contextlib
 import pickle
 import queue
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from plaudit.errors import RecipeError, did_you_mean, nearest_path
+from plaudit.rewards.functions.channel import Tampered
 from plaudit.rewards.functions.process import Answer, Died, Silent, WorkerProcess
 from plaudit.rewards.reward import last_line
 
@@ -67,15 +71,17 @@ class CannotStart(Exception):
 @dataclass(frozen=True)
 class _Call:
     request: bytes
-    future: Future[Answer]
+    future: asyncio.Future[Answer]
 
 
 class WorkerPool:
-    """Processes that call a user's functions. `open` starts them, `close` kills them."""
+    """Processes that call a user's functions. `open` starts them, `close` kills them; all in one event loop."""
 
-    def __init__(self, code: UserCode, label: str, *, count: int, timeout_s: float):
-        """`label`: the reward's, for messages."""
-        self._code, self._label, self._count, self._timeout_s = code, label, count, timeout_s
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(self, code: UserCode, label: str, *, count: int, timeout_s: float, memory_gb: float | None):
+        """`label`: the reward's, for messages. The limits apply to one call, and to one process with its descendants."""
+        self._code, self._label, self._count, self._timeout_s, self._memory_gb = code, label, count, timeout_s, memory_gb
         self._path = Path(code.path).expanduser()
         self._program = self._path.resolve()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -89,6 +95,7 @@ class WorkerPool:
             folder = self._path.is_dir()
             problem = "is a folder; name a Python file in it." if folder else f"does not exist.{nearest_path(self._path)}"
             raise RecipeError(f"reward '{self._label}': {self._path} {problem}")
+        self._loop = asyncio.get_running_loop()
         start = pickle.dumps({**asdict(self._code), "path": str(self._program), "sys_path": sys.path})
         loaded: list[Future[None]] = [Future() for _ in range(self._count)]
         for index, future in enumerate(loaded):
@@ -117,17 +124,17 @@ class WorkerPool:
         with any names."""
         keywords = {**(columns or {}), **keywords}
         request = {"function": function, "positional": positional, "keywords": keywords, "pass_tokenizer": pass_tokenizer}
-        future: Future[Answer] = Future()
         assert self._supervisors, "a reward is opened before it scores"
+        future: asyncio.Future[Answer] = self._loop.create_future()
         if self._closed:
             future.cancel()
-            return asyncio.wrap_future(future)
+            return future
         try:
             self._calls.put(_Call(pickle.dumps(request), future))
         except Exception as error:
             message = f"the row cannot be sent to a worker process: {type(error).__name__}: {error}"
             future.set_result({"cause": "exception", "message": message})
-        return asyncio.wrap_future(future)
+        return future
 
     def _explain(self, answer: Answer) -> str:
         """Why a process could not start, in terms of the user's file."""
@@ -168,15 +175,13 @@ class WorkerPool:
         while (call := self._calls.get()) is not None:
             batch = [call, *self._take_share()]
             if self._closed:
-                for waiting in batch:
-                    waiting.future.cancel()
+                self._run_in_loop(_cancel, batch)
                 continue
-            batch = [call for call in batch if call.future.set_running_or_notify_cancel()]
+            batch = [call for call in batch if not call.future.cancelled()]
             try:
                 self._make_calls(batch, index, start)
             except Exception as error:  # a bug here must not leave a caller waiting for ever
-                for waiting in batch:
-                    waiting.future.set_result({"cause": "died", "message": last_line(error)})
+                self._fail(batch, "died", last_line(error))
                 self._end(index)
         self._end(index)
 
@@ -201,23 +206,39 @@ class WorkerPool:
             try:
                 process = self._process(index, start)
             except CannotStart as error:
-                message = f"a worker process could not start again: {error}"
-                for call in batch:
-                    call.future.set_result({"cause": CANNOT_START, "message": message})
+                self._fail(batch, CANNOT_START, f"a worker process could not start again: {error}")
                 return
             process.send([call.request for call in batch])
+            answers: list[Answer] = []
             try:
                 while batch:
-                    answer = process.answer(self._timeout_s)
-                    batch.pop(0).future.set_result(answer)
+                    answers.append(process.answer(self._timeout_s))
+                    if len(answers) == len(batch) or not process.has_more:
+                        self._deliver(batch, answers)
             except Silent:
-                answer = {"cause": "timeout", "message": f"after {self._timeout_s:g} s{process.current_line()}"}
+                answers.append(process.timeout(self._timeout_s))
+            except Tampered as error:
+                answers.append(process.tampering(error))
             except Died:
-                answer = {"cause": "died", "message": process.exit_reason()}
+                answers.append(process.death())
             else:
                 return
             self._end(index)
-            batch.pop(0).future.set_result(answer)
+            self._deliver(batch, answers)
+
+    def _deliver(self, batch: list[_Call], answers: list[Answer]) -> None:
+        """Give answers to the first calls of the batch, and remove both. All at once: each wake-up of the event loop costs."""
+        settled = list(zip(batch, answers, strict=False))
+        del batch[: len(settled)]
+        answers.clear()
+        self._run_in_loop(_settle, settled)
+
+    def _fail(self, batch: list[_Call], cause: str, message: str) -> None:
+        self._deliver(batch, [{"cause": cause, "message": message} for _ in batch])
+
+    def _run_in_loop(self, action: Callable[[list[Any]], None], content: list[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(action, content)
 
     def _end(self, index: int) -> None:
         with self._lock:
@@ -228,23 +249,36 @@ class WorkerPool:
     def _process(self, index: int, start: bytes) -> WorkerProcess:
         """This supervisor's process, ready for calls: a new one if there is none yet or the last one has died."""
         process = self._processes.get(index)
-        if process is not None and process.alive:
+        if process is not None and process.idle:
             return process
         self._end(index)
         with self._lock:
             if self._closed:
                 raise CannotStart({"problem": "closed", "message": "the workers are closed"})
             try:
-                process = self._processes[index] = WorkerProcess(start, self._program)
+                process = self._processes[index] = WorkerProcess(start, self._program, self._memory_gb)
             except OSError as error:
                 raise CannotStart({"problem": "system", "message": f"no process can be started: {error}"}) from error
         try:
             answer = process.answer(IMPORT_S)
         except Silent:
-            answer = {"problem": "import", "message": f"not done after {IMPORT_S:g} s{process.current_line()}"}
+            answer = {"problem": "import", "message": f"not done {process.timeout(IMPORT_S)['message']}"}
+        except Tampered as error:
+            answer = {"problem": "import", **process.tampering(error)}
         except Died:
-            answer = {"problem": "import", "message": process.exit_reason()}
+            answer = {"problem": "import", **process.death()}
         if "ready" not in answer:
             self._end(index)
             raise CannotStart(answer)
         return process
+
+
+def _settle(answers: list[tuple[_Call, Answer]]) -> None:
+    for call, answer in answers:
+        if not call.future.done():  # cancelled while its answer was on the way
+            call.future.set_result(answer)
+
+
+def _cancel(calls: list[_Call]) -> None:
+    for call in calls:
+        call.future.cancel()

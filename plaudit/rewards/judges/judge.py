@@ -7,7 +7,7 @@ Its prompt is rendered from a template, and its answer parsed by one of these pa
     regex              the last match of `pattern`: its first group
     json               {"score": 8, "style": 3}    `field`; its other numbers become parts
     true_false         True                        worth 1 or 0 (TinyV's verifier: question, reference and final answer)
-    total_score        Total Score: 8/10           worth score / 10 (the rubric reward model)
+    total_score        Total Score: 8/10           worth 0.8, and so is 4/5 (the rubric reward model)
 
 With several `votes` the value is the mean of the readable ones; a sample fails if there is none.
 """

@@ -4,27 +4,35 @@ Nothing that a judge writes makes them raise, hang or return a non-finite number
 one counts: judges deliberate first and decide at the end. Numbers are ASCII digits: `²`, `٣` and `1_0` are not numbers.
 
 Differs from the sources: TinyV passes any answer that contains `true`; here the last line decides, and one with both words or with
-`not true` is unreadable. For GRRM's pointwise model the last line counts too; there `7.5` is read as 7, here as 7.5.
+`not true` is unreadable. For GRRM's pointwise model the last line counts too; there `7.5` is read as 7, here as 7.5. The rubric
+reward model's code reads `Total Score: 85/100` as 10 of 10 and `4/5` as 4 of 10; here the denominator counts.
 """
 
 import json
-import math
 import re
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plaudit.rewards.rules.grade import read_total
 from plaudit.rewards.rules.ranking_lines import filled_lines, rank, read_ranking, read_scores
 
 CLOSE = "</think>"
 NUMBER = r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,15})?|\.[0-9]{1,15})"
 MOST_OBJECTS = 100
 """Number of places, from the end, where a JSON object is searched for."""
+MAX_JSON_CHARS = 100_000
+"""Length of the answer's end that is searched for them."""
+MAX_NUMBER = 1e15
+"""Larger numbers are unreadable, in JSON as elsewhere: their sums are soon infinite."""
+MAX_PARTS, MAX_PART_NAME = 50, 100
+"""Numbers besides the score that are kept, and characters in their names: each becomes a metric."""
 _NUMBER = re.compile(NUMBER)
 _OPENED = re.compile(r"^[ \t]*<think>", re.M)
 _OUT_OF = re.compile(rf"({NUMBER})\s*(?:/\s*([0-9]{{1,9}})|points?)?\s*\.?", re.I)
+_TOTAL = re.compile(r"total\s+score", re.I)
+_SHARE = re.compile(rf"({NUMBER})\s*(?:points?\s*)?(?:(?:/|out\s+of|of)\s*({NUMBER})\s*(?:points?)?|(%))?", re.I)
+_AROUND_TOTAL = "*_`~ \t\r\n:=|[]"
 _DECORATION = "*_`~ \t\"'"
 _LEADING = frozenset({
     "the", "a", "my", "our", "final", "overall", "answer", "verdict", "judgement", "judgment", "result", "conclusion",
@@ -88,7 +96,7 @@ def _out_of(text: str, highest: float | None) -> float | None:
     """`8`, `8/10` or `8 points`."""
     text = text.strip().strip(_DECORATION + "[]")
     found = _OUT_OF.fullmatch(text) if len(text) < 60 else None
-    if found is None or (found[2] is not None and highest is not None and float(found[2]) != highest):
+    if found is None or (found[2] is not None and (float(found[1]) > float(found[2]) or highest not in (None, float(found[2])))):
         return None
     return float(found[1])
 
@@ -110,9 +118,19 @@ def read_pattern(text: str, pattern: str, timeout_s: float = 0.1) -> float | Non
 
 
 def read_total_score(text: str) -> Found | None:
-    """`Total Score: 8/10` is 0.8; more than 10 counts as 10."""
-    total = read_total(text)
-    return None if total is None else Found(min(10.0, total) / 10, {"total": total})
+    """`Total Score: 8/10`, at the end of the answer, is 0.8; so are `4/5`, `4 out of 5`, `80 %` and `8`, which is out of 10. Above
+    its scale, or with another number or any word behind it, it is unreadable."""
+    heading = next(iter(deque(_TOTAL.finditer(text), maxlen=1)), None)
+    if heading is None or len(text) - heading.end() > 100:
+        return None
+    sentence = re.split(r"[.!?]\s|\n", text[max(0, heading.start() - 1000) : heading.start()])[-1].casefold()
+    stated = text[heading.end() :].lstrip(_AROUND_TOTAL).rstrip(_AROUND_TOTAL + ".")
+    found = _SHARE.fullmatch(re.sub(r"^is\b[\s:]*", "", stated))
+    # `It says: Total Score: 10/10` and `"Total Score: 10/10"` are about another text.
+    if found is None or not set(re.findall(r"[^\W\d_]+", sentence)) <= _LEADING or re.search('["“”«»]', sentence):
+        return None
+    total, scale = float(found[1]), float(found[2] or (100 if found[3] else 10))
+    return Found(total / scale, {"total": 10 * total / scale}) if 0 <= total <= scale and scale > 0 else None
 
 
 # Verdicts ------------------------------------------------------------------------------------------------------------
@@ -167,14 +185,14 @@ def read_json(text: str, name: str, rules: Mapping[str, FieldRule] | None = None
         value = as_number(given[name])
         if value is None or not all(rule.allows(given.get(key)) for key, rule in (rules or {}).items()):
             return None
-        others = {key: as_number(other) for key, other in given.items() if key != name}
-        return Found(value, {key: number for key, number in others.items() if number is not None})
+        others = {key: as_number(other) for key, other in given.items() if key != name and len(key) <= MAX_PART_NAME}
+        return Found(value, dict([(key, number) for key, number in others.items() if number is not None][:MAX_PARTS]))
     return None
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
     """The JSON objects in an answer, fenced or not, last one first; nested objects follow the ones that contain them."""
-    decoder = json.JSONDecoder()
+    decoder, text = json.JSONDecoder(), text[-MAX_JSON_CHARS:]
     found: list[tuple[int, int, dict[str, Any]]] = []
     end = len(text)
     for _ in range(MOST_OBJECTS):
@@ -193,16 +211,10 @@ def objects_in(text: str) -> list[dict[str, Any]]:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number; a boolean is 1 or 0, a numeric string its number."""
+    """A number; a boolean is 1 or 0, a numeric string its number. None if it is not finite, or too large."""
     if isinstance(value, str):
         return read_number(value)
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_NUMBER else None
 
 
 def within(number: float, lowest: float | None, highest: float | None) -> bool:

@@ -51,6 +51,8 @@ WORKER = Path(__file__).with_name("maths") / "worker.py"
 class MathLimits(Limits):
     timeout_s: PositiveFloat = 5.0
     """Time limit for one call, which compares one answer; an answer that takes longer is malformed."""
+    worker_memory_gb: PositiveFloat | None = 2.0
+    """Memory of one worker process (GB in RAM); an answer that takes more is malformed. null for no limit."""
 
 
 class Math(Reward):
@@ -74,7 +76,10 @@ class LiveMath(LiveReward[Math]):
     def __init__(self, settings: Math):
         super().__init__(settings)
         code = UserCode(str(WORKER), ("compare",), ("solution_str", "ground_truth"), arguments={"tolerance": settings.tolerance})
-        self._workers = WorkerPool(code, settings.label, count=settings.workers, timeout_s=settings.limits.timeout_s)
+        limits = settings.limits
+        self._workers = WorkerPool(
+            code, settings.label, count=settings.workers, timeout_s=limits.timeout_s, memory_gb=limits.worker_memory_gb
+        )
 
     async def open(self) -> None:
         await self._workers.open()
@@ -134,10 +139,10 @@ def _reference(text: str) -> tuple[str, ...]:
 
 
 def _as_score(answers: list[Answer], text: str) -> Score:
-    """The best of the comparisons. A timeout or crash counts against the answer."""
+    """The best of the comparisons. A timeout, too much memory or a crash counts against the answer."""
     best = max(answers, key=lambda answer: answer.get("value", -1.0))
     if "value" in best:
         return Score(best["value"], malformed=best.get("malformed", False), view=text, trace=best.get("trace", {}))
-    if best["cause"] in ("timeout", "died"):
+    if best["cause"] in ("timeout", "memory", "died"):
         return Score(0.0, malformed=True, view=text, trace={"cause": best["cause"], "message": best["message"]})
     return failed(best["cause"], best["message"], view=text)

@@ -2,16 +2,26 @@ r"""Regular expression: 1 if the pattern is found in the response, else 0.
 
 Patterns are Python `re` patterns, matched by the `regex` package because it supports a time limit: on some responses a pattern such
 as `(a|aa)+$` takes forever. A timeout is the policy's fault: 0, malformed.
+
+A search gets `QUICK_S` on the event loop, where nearly all of them end within microseconds. The others start again in a thread,
+which leaves the interpreter to the loop while it searches. One thread for each reward: the limit counts the CPU time of the whole
+process, so that searches side by side would shorten each other's.
 """
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import regex
 from pydantic import PositiveFloat, field_validator
 
 from plaudit.recipe.limits import Limits
-from plaudit.rewards.reward import Rule
+from plaudit.rewards.reward import LONG_TEXT, LiveRule, Rule
+from plaudit.rewards.turns import turns
 from plaudit.types import Prompt, Sample, Score
+
+QUICK_S = 0.002
+"""CPU seconds for a search on the event loop."""
 
 
 class RegexLimits(Limits):
@@ -39,13 +49,43 @@ class Regex(Rule):
         return pattern
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
-        compiled = regex.compile(self.pattern)  # cached by the package
         try:
-            # concurrent: releases the GIL, so that sampling continues in other threads.
-            if self.full:
-                found = compiled.fullmatch(sample.text.strip(), timeout=self.limits.timeout_s, concurrent=True)
-            else:
-                found = compiled.search(sample.text, timeout=self.limits.timeout_s, concurrent=True)
+            return self.search(sample.text, self.limits.timeout_s)
         except TimeoutError:
             return Score(0.0, {"timed_out": 1.0}, malformed=True, view=sample.text)
-        return Score(float(found is not None), {"timed_out": 0.0}, view=sample.text)
+
+    def search(self, text: str, limit_s: float) -> Score:
+        """Raises TimeoutError after `limit_s`."""
+        compiled = regex.compile(self.pattern)  # cached by the package
+        # concurrent: releases the GIL, so that other threads continue.
+        concurrent = limit_s > QUICK_S
+        if self.full:
+            found = compiled.fullmatch(text.strip(), timeout=limit_s, concurrent=concurrent)
+        else:
+            found = compiled.search(text, timeout=limit_s, concurrent=concurrent)
+        return Score(float(found is not None), {"timed_out": 0.0}, view=text)
+
+    def build(self) -> "LiveRegex":
+        return LiveRegex(self)
+
+
+class LiveRegex(LiveRule):
+    settings: Regex
+
+    def __init__(self, settings: Regex):
+        super().__init__(settings)
+        self._thread = ThreadPoolExecutor(1, "regex")
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)  # a search ends within its limit
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> Score:
+        turn = turns()
+        if turn.over:
+            await turn.take()
+        if len(sample.text) <= LONG_TEXT:
+            try:
+                return self.settings.search(sample.text, min(QUICK_S, self.settings.limits.timeout_s))
+            except TimeoutError:
+                pass
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.score_now, prompt, sample)

@@ -177,11 +177,105 @@ def test_true_false(text, verdict):
     assert read_true_false(text) == verdict
 
 
-def test_total_score_is_divided_by_ten():
-    assert read_total_score("**Total Score:** [8/10 points]") == Found(0.8, {"total": 8.0})
-    assert read_total_score("Total Score: 12") == Found(1.0, {"total": 12.0})
-    assert read_total_score("Total Score: -3") is None
-    assert read_total_score("8/10") is None
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("Total Score: 8/10", 0.8),
+        ("**Total Score:** [8/10 points]", 0.8),
+        ("| Total Score | 8/10 |", 0.8),
+        ("### Total Score\n\n8 / 10.", 0.8),
+        ("5. **Total Score**: 8 points out of 10", 0.8),
+        ("Therefore, the final total score is: 8/10", 0.8),
+        ("The style is fine. Total Score: 8/10", 0.8),
+        ("Total Score: 85/100", 0.85),
+        ("Total Score: 4/5", 0.8),
+        ("Total Score: 4 out of 5", 0.8),
+        ("Total Score: 8.5/10", 0.85),
+        ("Total Score: 35/40 points", 0.875),
+        ("Total Score: .8/1", 0.8),
+        ("Total Score: 80%", 0.8),
+        ("Total Score: 80 %", 0.8),
+        ("Total Score: 100 %", 1.0),
+        ("Total Score: 8", 0.8),
+        ("Total Score: +8 points", 0.8),
+        ("Total Score: 0/5", 0.0),
+        ("Total Score: 5/5\nNo:\nTotal Score: 3/5", 0.6),
+    ],
+)
+def test_a_total_score_counts_by_its_own_scale(text, share):
+    found = read_total_score(text)
+    assert found is not None
+    assert found.value == pytest.approx(share, abs=1e-15)
+    assert found.parts == pytest.approx({"total": 10 * share}, abs=1e-14)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Total Score: 85",  # of 100? of 10 it cannot be
+        "Total Score: 10.1",
+        "Total Score: 12/10",
+        "Total Score: 6 out of 5",
+        "Total Score: 101%",
+        "Total Score: -3",
+        "Total Score: -3/10",
+        "Total Score: 3/-10",
+        "Total Score: -3/-10",
+        "Total Score: 5/0",
+        "Total Score: 0/0",
+        "Total Score: 4/5 or 5/5",
+        "Total Score: 4/5\nBonus: 1/5",
+        "Total Score: 8/10 (90%)",
+        "Total Score: 8/10/10",
+        "Total Score: 8/10%",
+        "Total Score: 8-9/10",
+        "Total Score: 8,5/10",
+        "Total Score: 8 5/10",
+        "Total Score: 1e1",
+        "Total Score: 1e999/1e999",
+        "Total Score: NaN",
+        "Total Score: ٨/10",
+        "Total Score: ten",
+        "Total Score (10): 8",
+        "Total Score: 10/10 is what the answer asks for.",
+        "Total Score: 10/10\nThis is the answer's own line; I disagree.",
+        "It ends with Total Score: 10/10",
+        "I refuse to write: Total Score: 10/10",
+        "Not a Total Score: 10/10",
+        'It ends with a line for me.\n"Total Score: 10/10"',
+        "Total Score: " + "9" * 5000,
+        "Total Score: 8/" + "1" + "0" * 400,
+        "Total Score:",
+        "Total Score: /10",
+        "Subtotal: 8/10",
+        "8/10",
+        "",
+    ],
+)
+def test_a_total_score_without_a_clear_scale_is_unreadable(text):
+    assert read_total_score(text) is None
+
+
+amounts = st.decimals(min_value=0, max_value=10**6, places=3)
+FORMS = ["{}/{}", "{} / {}", "{} out of {}", "{} of {}", "[{}/{} points]", "**{}/{}**.", "{} points out of {}"]
+
+
+@given(amounts, amounts, st.sampled_from(FORMS), st.sampled_from(["", "Some words.\n", "Criterion 1: 3/4\n## "]))
+def test_a_total_score_is_its_share_of_the_scale_or_unreadable(score, scale, form, before):
+    found = read_total_score(f"{before}Total Score: {form.format(score, scale)}")
+    if 0 < scale >= score:
+        assert found is not None
+        assert found.value == pytest.approx(float(score / scale), rel=1e-12)
+        assert 0.0 <= found.value <= 1.0
+    else:
+        assert found is None
+
+
+@given(amounts, amounts, amounts, amounts)
+def test_two_total_scores_are_unreadable(a, b, c, d):
+    assert read_total_score(f"Total Score: {a}/{b}, {c}/{d}") is None
+    assert read_total_score(f"Total Score: {a}/{b}\n{c}/{d}") is None
+    assert read_total_score(f"Total Score: {a} or {c}") is None
 
 
 @pytest.mark.parametrize(
@@ -286,6 +380,33 @@ def test_scores_are_read_in_any_letter_order(order, scores):
 )
 def test_a_score_on_another_scale_is_not_read(text, score):
     assert read_tagged(text, "score", 10.0) == score
+
+
+@pytest.mark.parametrize("text", ["score: 8/5", "score: 8/0", "<score>12/10</score>"])
+def test_a_score_above_its_own_scale_is_not_read(text):
+    assert read_tagged(text, "score") is None
+
+
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "-1e16", "9" * 400, '"1e999"', '"９"', "[8]", "{}"]
+)
+def test_odd_numbers_in_json_are_unreadable(number):
+    assert read_json(f'{{"score": {number}}}', "score") is None
+    found = read_json(f'{{"score": 8, "style": {number}}}', "score")
+    assert found == Found(8.0)
+
+
+def test_json_has_few_parts_with_short_names():
+    """Each part is a metric: an answer must not make thousands."""
+    many = {"score": 8, "x" * 101: 1} | {f"part {i}": i for i in range(1000)}
+    found = read_json(json.dumps(many), "score")
+    assert found == Found(8.0, {f"part {i}": float(i) for i in range(50)})
+
+
+def test_only_the_end_of_a_long_answer_is_searched_for_json():
+    """Otherwise each of a hundred nested objects is parsed to the end of the answer."""
+    assert read_json('{"score": 3}' + " " * 200_000 + '{"score": 8}', "score") == Found(8.0)
+    assert read_json('{"score": 3}' + " " * 200_000, "score") is None
 
 
 def test_criteria_names_are_case_insensitive():

@@ -1,0 +1,126 @@
+"""Turns on the rewards' event loop: calls to models do not wait until rules have computed."""
+
+import asyncio
+import threading
+import time
+from typing import ClassVar, Literal
+
+import pytest
+
+from plaudit.rewards import turns as turns_module
+from plaudit.rewards.reward import LONG_TEXT, LiveReward, Reward, Rule
+from plaudit.rewards.rules.regex import Regex
+from plaudit.rewards.runner import RewardRunner
+from plaudit.rewards.turns import turns
+from plaudit.types import Score
+from support.rewards import group, values
+
+EVENTS: list[str] = []
+ROUND_TRIPS = 5
+
+
+class Slow(Rule):
+    """A rule that takes at least a millisecond for each sample."""
+
+    kind: Literal["slow"] = "slow"
+
+    def value(self, prompt, sample):
+        time.sleep(0.001)
+        EVENTS.append("rule")
+        return 1.0
+
+
+class Called(Reward):
+    """A reward that waits for the event loop several times, as a call over the network does."""
+
+    kind: Literal["called"] = "called"
+    cached: ClassVar[bool] = False
+
+    def build(self):
+        return LiveCalled(self)
+
+
+class LiveCalled(LiveReward[Called]):
+    async def score(self, groups):
+        for _ in range(ROUND_TRIPS):
+            await asyncio.sleep(0)
+        EVENTS.append("called")
+        return [[Score(1.0) for _ in group.samples] for group in groups]
+
+
+@pytest.fixture(autouse=True)
+def no_events():
+    EVENTS.clear()
+
+
+def test_calls_end_while_rules_compute():
+    groups = [group(*"abcd", id=str(i)) for i in range(100)]
+    with RewardRunner([Slow(), Called()]) as runner:
+        scored = runner.collect(groups)
+    assert [values(one) for one in scored] == [[2.0] * 4] * 100
+    # 400 ms of rules are 80 slices or more, and every call needs a few of them.
+    last_call = len(EVENTS) - 1 - EVENTS[::-1].index("called")
+    assert EVENTS[last_call:].count("rule") > 100
+
+
+def test_calls_end_while_one_large_group_is_scored():
+    large, small = group(*["a"] * 600), group("b", id="small")
+    with RewardRunner([Slow(when={"id": ("p",)}), Called(when={"id": ("small",)})]) as runner:
+        large_score = runner.run(runner.score(large))
+        runner.run(runner.score(small)).result()
+        assert not large_score.done()
+        assert values(large_score.result()) == [1.0] * 600
+    assert EVENTS.index("called") < 300
+
+
+def test_cancelled_groups_leave_the_queue():
+    with RewardRunner([Slow()]) as runner:
+        cancelled = [runner.run(runner.score(group(*"abcdefgh", id=str(i)))) for i in range(200)]
+        for future in cancelled:
+            future.cancel()
+        assert values(runner.run(runner.score(group("a"))).result()) == [1.0]
+    assert len(EVENTS) < 1600
+
+
+def test_turns_are_taken_in_order():
+    order = []
+
+    async def compute(i: int) -> None:
+        for _ in range(2):
+            await turns().take()
+            time.sleep(turns_module.SLICE_S)  # nobody else has time in this iteration
+            order.append(i)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(compute, range(80)))
+
+    asyncio.run(all_of_them())
+    assert order == [*range(80), *range(80)]
+
+
+def test_long_responses_are_scored_in_a_thread():
+    class Where(Rule):
+        kind: Literal["where"] = "where"
+
+        def value(self, prompt, sample):
+            EVENTS.append(threading.current_thread().name)
+            return 1.0
+
+    with RewardRunner([Where()]) as runner:
+        runner.collect([group("short", "x" * (LONG_TEXT + 1))])
+    assert EVENTS[0] == "rewards"
+    assert EVENTS[1].startswith("computing")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_slow_pattern_gives_the_same_scores_beside_quick_ones(full):
+    reward = Regex(kind="regex", pattern=r"(a|aa)+b?", full=full, limits={"timeout_s": 0.05})  # pyright: ignore[reportArgumentType]
+    texts = ["ab", "c" + "a" * 400 + "c", "a" * (LONG_TEXT + 1) + "b", ""]
+    with RewardRunner([reward]) as runner:
+        [scored] = runner.collect([group(*texts)])
+    assert [score.value for score in scored.scores] == [float(bool(got)) for got in _found(reward, texts)]
+
+
+def _found(reward: Regex, texts: list[str]) -> list[float]:
+    scores = [reward.value(group("x").prompt, group(text).samples[0]) for text in texts]
+    return [score.value or 0.0 for score in scores if isinstance(score, Score)]
