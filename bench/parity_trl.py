@@ -49,11 +49,11 @@ from plaudit.data.order import RowOrder
 from plaudit.data.pairs import load_pairs
 from plaudit.data.prompts import load_prompts
 from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.data.transcript import Transcript
 from plaudit.inputs import load_checked
 from plaudit.loops import dpo, reward_model, sft
 from plaudit.models.classifier import load_classifier
 from plaudit.models.reference import Reference
-from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import load_policy
 from plaudit.objectives.advantages import grpo
 from plaudit.prepare.tiny_model import make_tiny_model
@@ -266,7 +266,8 @@ def rows_in_order(recipe: dict) -> list[dict]:
     """Every row of every step as plaudit tokenises it, in the order it trains on them, as TRL's trainers take it."""
     template, source = load_model_template(recipe["model"]["path"]), Source(Path(recipe["data"]["train"]))
     if recipe["stage"] == "sft":
-        examples = load_examples([source], template, max_tokens=4096, too_long="error").examples
+        in_turns = lambda conversations: template.examples(conversations, "all")  # noqa: E731
+        examples = load_examples([source], in_turns, max_tokens=4096, too_long="error").examples
         rows = [{"input_ids": e.tokens.tolist(), "assistant_masks": e.loss_mask.astype(int).tolist()} for e in examples]
     else:
         tokenise: Callable = Transcript(template.tokenizer, template.text).examples

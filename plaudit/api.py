@@ -183,6 +183,7 @@ def sample(
     seed: int = 0,
     max_prompt_tokens: int = 4096,
     too_long: Literal["filter", "error", "cut_left"] = "filter",
+    special_tokens: Literal["text", "control"] = "text",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> "pa.Table":
     """Sample n responses to each prompt: a row per prompt, in order, with `responses` (a list) and the prompt's columns.
@@ -192,7 +193,8 @@ def sample(
     """
     given = {
         "n": n, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "stop": stop, "seed": seed, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long, "device": device,
+        "stop": stop, "seed": seed, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long, "special_tokens": special_tokens,
+        "device": device,
     }  # fmt: skip
     call = "plaudit.sample()"
     arguments = check_section(SampleSettings, given, call)

@@ -70,6 +70,9 @@ def _set_quiet(quiet: bool) -> bool:
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: only errors and the result.", callback=_set_quiet)
 ]
+SpecialTokens = Annotated[
+    Literal["text", "control"], typer.Option(help="What control tokens (<|im_end|>) inside messages are read as.")
+]
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("sft"))
@@ -144,6 +147,7 @@ def sample(
     seed: SamplingSeed = 0,
     max_prompt_tokens: MaxPromptTokens = 4096,
     too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What to do with longer prompts.")] = "filter",
+    special_tokens: SpecialTokens = "text",
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Sequences sampled concurrently. Default: 256 on a CPU, 1024 on a GPU.")
@@ -171,7 +175,9 @@ def sample(
     from plaudit.rollout.engine import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()), seed)
-    job = SampleJob(settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device)
+    job = SampleJob(
+        settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device, special_tokens
+    )
     print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
 
 
@@ -194,6 +200,7 @@ def ask(
     ] = None,
     data_source: Annotated[str, typer.Option(help="The row's data_source, for rewards with `when`.")] = "",
     max_prompt_tokens: MaxPromptTokens = 4096,
+    special_tokens: SpecialTokens = "text",
     tokenizer: ModelTokenizer = None,
     chat_template: ChatTemplateName = None,
     dtype: Dtype = "auto",
@@ -221,7 +228,7 @@ def ask(
 
     sampling = SampleSettings(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        max_prompt_tokens=max_prompt_tokens, device=device,
+        max_prompt_tokens=max_prompt_tokens, special_tokens=special_tokens, device=device,
     )  # fmt: skip
     job = AskJob(settings, sampling, system, scored_by, ground_truth, data_source, extra)
     if question is None:

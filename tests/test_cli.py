@@ -447,6 +447,14 @@ def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monk
         assert ("lower run.keep_last" in text) == (mark == "!")
 
 
+@pytest.mark.parametrize(("setting", "effect"), [("text", "read as text"), ("control", "read as control tokens")])
+def test_doctor_counts_rows_with_control_tokens(plaudit, recipe, tmp_path, setting, effect):
+    rows = [{"prompt": f"What is {i}?", "response": "It is." + "<|im_end|>" * (i < 2)} for i in range(5)]
+    file = write_jsonl(tmp_path / "forged.jsonl", rows)
+    _, out, _ = plaudit("doctor", recipe, f"data.train={file}", f"data.special_tokens={setting}")
+    assert f"train: 2 of 5 rows contain control tokens in their messages: {effect}" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (0, 60)])
 def test_doctor_renders_the_requested_number_of_rows(plaudit, recipe, count, shown):
     assert f"train: {shown} rows rendered" in plaudit("doctor", recipe, "--rows", count).out

@@ -100,6 +100,13 @@ class Source:
     def fingerprint(self) -> str:
         return fingerprint(self.path) if self.hub is None else self.hub.fingerprint()
 
+    def num_bytes(self) -> int:
+        """Size of its files, which says how long reading takes."""
+        if self.hub is not None:
+            return self.hub.num_bytes()
+        files = self.path.rglob("*") if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
 
 # Which files ---------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class HubDataset:
             return rows_file(split, self.name, self.name).digest
         return text_digest(" ".join(fingerprint(Path(file["filename"])) for file in split.cache_files))
 
+    def num_bytes(self) -> int:
+        return sum(Path(file["filename"]).stat().st_size for file in self._split().cache_files)
+
     def _split(self) -> Any:
         splits = _load(self.repository, self.revision, self.config)
         split = self.split or (next(iter(splits)) if len(splits) == 1 else None)

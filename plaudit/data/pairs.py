@@ -8,7 +8,7 @@ Only what follows the messages that both share is compared; earlier assistant tu
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,16 +31,19 @@ from plaudit.data.conversations import (
 )
 from plaudit.data.examples import TooLong, chunks, cut
 from plaudit.data.rows import Rows
+from plaudit.data.token_cache import TokenCache, build_in_memory
+from plaudit.data.token_store import StoredPairs, TokenWriter
+from plaudit.data.tokenise_workers import Tokenise, Workers
 from plaudit.errors import DataError
-from plaudit.types import Conversation, Example, Message, Pair
+from plaudit.types import Conversation, Message, Pair
 
 HINT = (
     "Preference rows have `chosen` and `rejected`: full conversations, or answers to `prompt`. Map other names in the file that "
     'data.dataset_info points to: {"mine": {"file_name": "pairs.jsonl", "ranking": true, "columns": {"prompt": "question", '
     '"chosen": "better", "rejected": "worse"}}}, with data.train: mine.'
 )
-Tokenise = Callable[[Sequence[tuple[str, Conversation]]], Sequence[Example]]
-"""Conversations, each with its location for error messages → tokenised sequences with target masks."""
+PAIRS_PER_CHUNK = 128
+"""Pairs that are rendered and tokenised together."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +169,7 @@ def _skip_shared_messages(preference: Preference, where: str) -> Preference:
 
 
 @dataclass
-class PairSet:
-    pairs: list[Pair] = field(default_factory=list)
+class PairCounts:
     rows: int = 0
     equal: int = 0
     """Rows with two identical answers: left out."""
@@ -178,24 +180,23 @@ class PairSet:
     equal_when_cut: int = 0
     """Pairs left out because the cut made both sequences the same."""
 
-    @property
-    def longest(self) -> int:
-        return max(len(example) for pair in self.pairs for example in (pair.chosen, pair.rejected))
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.pairs))
+@dataclass(frozen=True)
+class PairSet:
+    pairs: StoredPairs
+    counts: PairCounts
 
     def summary(self, too_long: TooLong, max_tokens: int) -> str:
-        parts = [f"{len(self.pairs):,} of {self.rows:,} pairs, {self.num_tokens:,} tokens, longest sequence {self.longest:,}"]
-        if self.equal:
-            parts.append(f"{self.equal:,} left out because both answers are the same")
-        if self.too_long:
-            parts.append(f"{self.too_long:,} longer than {max_tokens:,} {'left out' if too_long == 'filter' else 'cut'}")
-        if self.emptied:
-            parts.append(f"{self.emptied:,} left out because the cut would have left no prompt or no answer")
-        if self.equal_when_cut:
-            parts.append(f"{self.equal_when_cut:,} left out because the cut made both the same")
+        counts, lengths = self.counts, self.pairs.side_lengths
+        parts = [f"{len(lengths):,} of {counts.rows:,} pairs, {lengths.sum():,} tokens, longest sequence {lengths.max():,}"]
+        if counts.equal:
+            parts.append(f"{counts.equal:,} left out because both answers are the same")
+        if counts.too_long:
+            parts.append(f"{counts.too_long:,} longer than {max_tokens:,} {'left out' if too_long == 'filter' else 'cut'}")
+        if counts.emptied:
+            parts.append(f"{counts.emptied:,} left out because the cut would have left no prompt or no answer")
+        if counts.equal_when_cut:
+            parts.append(f"{counts.equal_when_cut:,} left out because the cut made both the same")
         return "; ".join(parts)
 
 
@@ -208,58 +209,70 @@ def load_pairs(
     equal: Literal["error", "filter"] = "error",
     margin_column: str | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
+    workers: Callable[[], Workers] | None = None,
+    cache: TokenCache | None = None,
 ) -> PairSet:
-    """Read, render and tokenise every row."""
-    result = PairSet()
-    preferences = (item for source in sources for item in read_pairs(source, margin_column))
-    for chunk in chunks(_without_equal(progress(preferences), equal, result), 128):
-        conversations = [(where, side) for where, row in chunk for side in (row.chosen, row.rejected)]
-        sequences = iter(tokenise(conversations))
-        for where, row in chunk:
-            pair = Pair(next(sequences), next(sequences), row.margin)
-            if _same(pair):  # a template may trim contents
-                _drop_equal(where, "the same once they are rendered", equal, result)
-                continue
-            pair = _fit(pair, where, max_tokens, too_long, result)
-            if pair is not None:
-                result.pairs.append(pair)
-    if not result.pairs:
-        names = ", ".join(str(source.path) for source in sources)
-        raise DataError(
-            f"{names}: no usable pairs among {result.rows:,} ({result.too_long:,} are longer than data.max_tokens = {max_tokens:,}"
-            f", {result.equal:,} have equal answers, {result.emptied + result.equal_when_cut:,} could not be cut)"
+    """Read, render and tokenise every row, unless the cache has the result."""
+
+    def build(writer: TokenWriter) -> dict[str, int]:
+        counts = PairCounts()
+        preferences = (item for source in sources for item in read_pairs(source, margin_column))
+        read = (
+            (chunk, [(where, side) for where, row in chunk for side in (row.chosen, row.rejected)])
+            for chunk in chunks(_without_equal(progress(preferences), equal, counts), PAIRS_PER_CHUNK)
         )
-    return result
+        with workers() if workers is not None else Workers(tokenise) as pool:
+            for chunk, examples in pool.map(read):
+                sequences = iter(examples)
+                for where, row in chunk:
+                    pair = Pair(next(sequences), next(sequences), row.margin)
+                    if _same(pair):  # a template may trim contents
+                        _drop_equal(where, "the same once they are rendered", equal, counts)
+                        continue
+                    pair = _fit(pair, where, max_tokens, too_long, counts)
+                    if pair is not None:
+                        writer.add_pair(pair)
+        if not len(writer):
+            names = ", ".join(str(source.path) for source in sources)
+            raise DataError(
+                f"{names}: no usable pairs among {counts.rows:,} ({counts.too_long:,} are longer than data.max_tokens = "
+                f"{max_tokens:,}, {counts.equal:,} have equal answers, {counts.emptied + counts.equal_when_cut:,} could not be cut)"
+            )
+        return asdict(counts)
+
+    settings = {"rows": "pairs", "max_tokens": max_tokens, "too_long": too_long, "equal": equal, "margin_column": margin_column}
+    store, counts = build_in_memory(build) if cache is None else cache.load(sources, settings, build)
+    return PairSet(StoredPairs(store), PairCounts(**counts))
 
 
 def _without_equal(
-    preferences: Iterable[tuple[str, Preference]], on_equal: Literal["error", "filter"], result: PairSet
+    preferences: Iterable[tuple[str, Preference]], on_equal: Literal["error", "filter"], counts: PairCounts
 ) -> Iterator[tuple[str, Preference]]:
     for where, row in preferences:
-        result.rows += 1
+        counts.rows += 1
         if not row.equal:
             yield where, row
         else:
-            _drop_equal(where, "the same", on_equal, result)
+            _drop_equal(where, "the same", on_equal, counts)
 
 
-def _drop_equal(where: str, how: str, on_equal: Literal["error", "filter"], result: PairSet) -> None:
+def _drop_equal(where: str, how: str, on_equal: Literal["error", "filter"], counts: PairCounts) -> None:
     if on_equal == "error":
         raise DataError(
             f"{where}: chosen and rejected are {how}, so neither is preferred. Remove the row, or set data.equal=filter."
         )
-    result.equal += 1
+    counts.equal += 1
 
 
 def _same(pair: Pair) -> bool:
     return np.array_equal(pair.chosen.tokens, pair.rejected.tokens)
 
 
-def _fit(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: PairSet) -> Pair | None:
+def _fit(pair: Pair, where: str, max_tokens: int, too_long: TooLong, counts: PairCounts) -> Pair | None:
     """The pair, cut to the limit if needed; None if it is left out."""
     longest = max(len(pair.chosen), len(pair.rejected))
     if longest > max_tokens:
-        result.too_long += 1
+        counts.too_long += 1
         if too_long == "error":
             raise DataError(
                 f"{where}: {longest:,} tokens, more than data.max_tokens = {max_tokens:,}. Raise it, or set data.too_long to "
@@ -269,11 +282,11 @@ def _fit(pair: Pair, where: str, max_tokens: int, too_long: TooLong, result: Pai
             return None
         cut_pair = _cut_left(pair, longest - max_tokens) if too_long == "cut_left" else _cut_right(pair, max_tokens)
         if cut_pair is None:
-            result.emptied += 1
+            counts.emptied += 1
             return None
         pair = cut_pair
     if _same(pair):
-        result.equal_when_cut += 1
+        counts.equal_when_cut += 1
         return None
     return pair
 

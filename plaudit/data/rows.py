@@ -1,14 +1,15 @@
 """Reading rows: parquet, JSONL, JSON, and folders written by Hugging Face's `save_to_disk`.
 
-`Rows` is a sequence of dicts. JSONL and JSON are held as dicts; parquet as a more compact Arrow table whose rows become dicts
-on access; only a `save_to_disk` folder stays on disk, memory-mapped. Nothing here interprets columns.
+`Rows` is a sequence of dicts. Small JSONL files and JSON are held as dicts; parquet as a more compact Arrow table whose rows become
+dicts on access; large JSONL files and a `save_to_disk` folder stay on disk. Nothing here interprets columns.
 """
 
 import codecs
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -18,12 +19,14 @@ from plaudit.errors import DataError, nearest_path
 from plaudit.shipped import find_shipped
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
+LARGE_BYTES = 64 << 20
+"""JSONL files from this size on stay on disk."""
 
 
 class Rows(Sequence[dict[str, Any]]):
     """The rows of one file, in order, with its name for error messages."""
 
-    def __init__(self, source: str, table: pa.Table | list[dict[str, Any]]):
+    def __init__(self, source: str, table: "pa.Table | list[dict[str, Any]] | _JsonLines"):
         self.source = source
         self._table = table
         if len(self) == 0:
@@ -39,12 +42,12 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if isinstance(self._table, list):
+        if isinstance(self._table, list | _JsonLines):
             return self._table[index]
         return self._table.slice(range(len(self))[index], 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if isinstance(self._table, list):
+        if isinstance(self._table, list | _JsonLines):
             yield from self._table
         else:
             for batch in self._table.to_batches(max_chunksize=1024):
@@ -58,7 +61,7 @@ class Rows(Sequence[dict[str, Any]]):
     @property
     def nulls_mean_absent(self) -> bool:
         """Arrow pads structs with nulls for keys that other rows have; in JSON a null is explicit."""
-        return not isinstance(self._table, list)
+        return not isinstance(self._table, list | _JsonLines)
 
     @property
     def columns(self) -> list[str]:
@@ -98,16 +101,66 @@ def _read_parquet(path: Path) -> pa.Table:
         raise DataError(f"{path}: not a complete parquet file: {error}") from None
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    with path.open("rb") as lines:
-        return [
-            _as_row(parse_json(text, path, number), f"{path}:{number}")
-            for number, line in enumerate(lines, 1)
-            if (text := line.removeprefix(codecs.BOM_UTF8).strip())
-        ]
+def _read_jsonl(path: Path) -> "list[dict[str, Any]] | _JsonLines":
+    rows = _JsonLines(path)
+    return list(rows.scan()) if path.stat().st_size < LARGE_BYTES else rows.indexed()
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
+class _JsonLines(Sequence[dict[str, Any]]):
+    """The rows of a large file, parsed on access: as dicts they would take several times its size."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._starts, self._numbers = array("Q"), array("Q")
+        """Where the line of each row starts, and its number."""
+        self.column_names: list[str] = []
+
+    def scan(self) -> Iterator[dict[str, Any]]:
+        """Each row, in order."""
+        for number, _, line in self._lines():
+            yield self._parse(line, number)
+
+    def indexed(self) -> Self:
+        """Check every line, and find the rows."""
+        columns: dict[str, None] = {}
+        for number, start, line in self._lines():
+            columns |= dict.fromkeys(self._parse(line, number))
+            self._starts.append(start)
+            self._numbers.append(number)
+        self.column_names = list(columns)
+        return self
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
+        with self._path.open("rb") as lines:
+            start = 0
+            for number, line in enumerate(lines, 1):
+                if line.removeprefix(codecs.BOM_UTF8).strip():
+                    yield number, start, line
+                start += len(line)
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        text = line.removeprefix(codecs.BOM_UTF8).strip()
+        return _as_row(parse_json(text, self._path, number), f"{self._path}:{number}")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self.scan()
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        with self._path.open("rb") as file:
+            file.seek(self._starts[index])
+            return self._parse(file.readline(), self._numbers[index])
+
+
+def _read_json(path: Path) -> "list[dict[str, Any]] | _JsonLines":
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if text.lstrip().startswith(b"{") and b"\n{" in text.strip():
         return _read_jsonl(path)  # JSONL misnamed .json is common

@@ -13,6 +13,7 @@ pre-fills (`<think>`) nor what follows the end token.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
 from itertools import pairwise, takewhile
@@ -23,6 +24,7 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from plaudit.data.control_tokens import ControlTokens, Encoded, SpecialTokens
 from plaudit.data.conversations import REASONING
 from plaudit.data.rendering import render_chat
 from plaudit.errors import DataError, RecipeError, nearest_path
@@ -35,6 +37,9 @@ from plaudit.types import Conversation, Example, Message
 NAMED = ("chatml", "llama3", "qwen", "plain")
 # Unicode noncharacters, reserved for internal use: no text contains them, and no template trims them.
 MARK, HIDDEN_THINK, HIDDEN_END_THINK = "\ufdd0", "\ufdd1", "\ufdd2"
+MAX_TURNS_LOCATED_ALONE = 32
+MAX_RENDERED_MESSAGES = 500_000
+"""Messages rendered to locate the turns of one row: seconds."""
 # What rendering may raise: the template's own raise_exception, an expression that does not fit the messages, or messages
 # nested too deeply.
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
@@ -43,7 +48,8 @@ RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
 class ChatTemplate:
     """A tokenizer and the chat template used with it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: SpecialTokens = "text"):
+        """`special_tokens`: what control tokens in messages are."""
         if not tokenizer.is_fast:
             raise RecipeError(
                 f"{tokenizer.name_or_path}: plaudit needs a fast tokenizer (a tokenizer.json), which maps tokens to text offsets"
@@ -52,10 +58,11 @@ class ChatTemplate:
         self.text = text
         tokenizer.chat_template = text
         self._shows_reasoning = True
-        self._probe()
+        self.control_tokens = ControlTokens(tokenizer, special_tokens="control")
+        self.control_tokens = ControlTokens(tokenizer, self._probe(), special_tokens)
 
-    def _probe(self) -> None:
-        """Render markers as contents to learn what the template writes between and after messages."""
+    def _probe(self) -> list[str]:
+        """Render markers as contents to learn what the template writes between and after messages. Returns these texts."""
         user, assistant = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
         try:
             after_question = self.render([user]).partition(MARK)[2]
@@ -84,10 +91,11 @@ class ChatTemplate:
         openings = [re.escape(opening) for opening in openings if opening.strip() and line + letter == both]
         self._split_after = re.compile("|".join(openings) or "(?!)")
         # The end token appears whether or not another turn follows; Phi-3 adds one more at the end of the conversation.
-        (tokens, covered), (tokens_if_followed, _) = self._encode([after, *after_if_followed])
+        (tokens, covered), (tokens_if_followed, _) = self._encode([(after, ""), *((text, "") for text in after_if_followed)])
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, tokens_if_followed, strict=False)))
         self._end_token = after[: covered[:shared, 1].max(initial=0)].rstrip() or after.rstrip()
         self._after_end_token = after.removeprefix(self._end_token)
+        return [before_answer, *shown, *after_if_followed]
 
     @property
     def end_token(self) -> int | None:
@@ -103,7 +111,13 @@ class ChatTemplate:
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
         """The rendered and tokenised prompt, including the generation prompt."""
-        return self._encode([self.render(messages, tools, generation_prompt=True)])[0][0]
+        marked, tools, mark = self.control_tokens.quote(messages, tools)
+        return self._encode([(self.render(marked, tools, generation_prompt=True), mark)])[0][0]
+
+    def conversation_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """A complete conversation in one piece, as scalar models are trained on it."""
+        marked, _, mark = self.control_tokens.quote(messages)
+        return self.control_tokens.encode([self.render(marked)], [mark])[0][0]
 
     def _fold_reasoning(self, message: Message) -> Message:
         """Move a separate reasoning field into the content if the template would not show it."""
@@ -148,34 +162,30 @@ class ChatTemplate:
 
     def examples(self, conversations: Sequence[tuple[str, Conversation]], train_on: Literal["all", "last"]) -> list[Example]:
         """Tokenise each conversation and mask its target tokens."""
-        texts, spans = zip(*(self.spans(c, where, train_on) for where, c in conversations), strict=True)
+        texts, spans = zip(*(self._marked_spans(c, where, train_on) for where, c in conversations), strict=True)
         result = []
         for (where, _), targets, (tokens, covered) in zip(conversations, spans, self._encode(texts), strict=True):
-            mask = np.zeros(len(tokens), dtype=bool)
-            for begin, end in targets:
-                mask |= (covered[:, 1] > begin) & (covered[:, 0] < end)
+            mask = _overlapping(covered, targets)
             mask[:1] = False
             if not mask.any():
                 raise DataError(f"{where}: the chat template leaves no target tokens; `plaudit doctor` shows how rows are rendered")
             result.append(Example(np.asarray(tokens, dtype=np.int32), mask))
         return result
 
-    def _encode(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Each text's tokens and their character offsets.
+    def _encode(self, texts: Sequence[tuple[str, str]]) -> list[Encoded]:
+        """The tokens of each rendered text, given with its mark, and their character offsets.
 
         Texts are split after generation prompts, so that a prompt's tokens do not depend on how its answer begins.
         """
-        cuts = [[0, *(match.end() for match in self._split_after.finditer(text)), len(text)] for text in texts]
-        pieces = [text[begin:end] for text, at in zip(texts, cuts, strict=True) for begin, end in pairwise(at)]
-        encoded: Any = self.tokenizer(pieces, add_special_tokens=False, return_offsets_mapping=True)
-        encoded_pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        cuts = [[0, *(match.end() for match in self._split_after.finditer(text)), len(text)] for text, _ in texts]
+        pieces = [(text[begin:end], mark) for (text, mark), at in zip(texts, cuts, strict=True) for begin, end in pairwise(at)]
+        encoded_pieces = iter(self.control_tokens.encode(*zip(*pieces, strict=True)))
         result = []
         for at in cuts:
             tokens, covered = [], [np.zeros((0, 2), dtype=np.int64)]
             for begin in at[:-1]:
-                ids, offsets = next(encoded_pieces)
+                ids, span = next(encoded_pieces)
                 tokens += ids
-                span = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
                 span[:, 1] = span[:, 1].clip(min=1)  # some tokenizers report empty spans for white space
                 covered.append(begin + span)
             result.append((tokens, np.concatenate(covered)))
@@ -185,32 +195,84 @@ class ChatTemplate:
         self, conversation: Conversation, where: str, train_on: Literal["all", "last"] = "all"
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered conversation, and the target span of each assistant turn."""
-        tools = conversation.tools
+        (text, mark), spans = self._marked_spans(conversation, where, train_on)
+        if not mark:
+            return text, spans
+        return text.replace(mark, ""), [
+            (begin - text.count(mark, 0, begin), end - text.count(mark, 0, end)) for begin, end in spans
+        ]
+
+    def _marked_spans(
+        self, conversation: Conversation, where: str, train_on: Literal["all", "last"]
+    ) -> tuple[tuple[str, str], list[tuple[int, int]]]:
+        """The same with the control tokens of messages marked; the text comes with the mark."""
         try:
-            messages = self._keep_last_thoughts(conversation.messages, tools)
+            messages, tools, mark = self.control_tokens.quote(conversation.messages, conversation.tools)
+            messages = self._keep_last_thoughts(messages, tools)
             turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= conversation.train_from]
-            return self._spans(messages, turns if train_on == "all" else turns[-1:], tools)
+            text, spans = self._spans(messages, turns if train_on == "all" else turns[-1:], tools)
         except RENDER_ERRORS as error:
             raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None
+        return (text, mark), spans
 
     def _spans(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         full = self.render(messages, tools)
         if messages[-1]["role"] != "assistant":
-            return full, [self._span(messages, i, tools, full) for i in turns]
+            return full, self._turn_spans(messages, turns, tools, full)
         *earlier, last = turns
-        start, end = self._span(messages, last, tools, full)
         prompt = self._render_if_possible(messages[:-1], tools, generation_prompt=True)
+        start, end = self._span(messages, last, tools, full, prompt)
         if prompt is None or prompt.startswith(full[:start]):
-            return full, [*(self._span(messages, i, tools, full) for i in earlier), (start, end)]
+            return full, [*self._turn_spans(messages, earlier, tools, full), (start, end)]
         # The full text contains a different prompt than sampling uses: Mistral's template drops the system prompt once answered.
-        spans = [self._span(messages[:-1], i, tools, prompt, generation_prompt=True) for i in earlier]
+        spans = self._turn_spans(messages[:-1], earlier, tools, prompt, generation_prompt=True)
         return prompt + full[start:], [*spans, (len(prompt), len(prompt) + end - start)]
 
+    def _turn_spans(
+        self, messages: list[Message], turns: list[int], tools: list[Any] | None, full: str, *, generation_prompt: bool = False
+    ) -> list[tuple[int, int]]:
+        """Where each turn starts and ends. In a long conversation, turns between the same texts are alike: some of each kind are
+        located, the others follow from where their contents are. Locating all would render each beginning of the conversation."""
+
+        def locate(i: int) -> tuple[int, int]:
+            prompt = self._render_if_possible(messages[:i], tools, generation_prompt=True)
+            return self._span(messages, i, tools, full, prompt, generation_prompt=generation_prompt)
+
+        if len(turns) <= MAX_TURNS_LOCATED_ALONE:
+            return list(map(locate, turns))
+        rendered = self._render_if_possible(list(map(_with_marked_content, messages)), tools, generation_prompt=generation_prompt)
+        pieces = rendered.split(MARK) if rendered is not None and rendered.replace(MARK, "") == full else []
+        contents = [message["content"].strip() for message in messages]
+        if pieces[1::2] != contents:
+            _require_few_messages(sum(turns))
+            return list(map(locate, turns))
+        places = np.cumsum([0, *map(len, pieces)])  # content i is full[places[2i + 1] : places[2i + 2]]
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for i in turns:
+            kinds[i > 0 and messages[i - 1]["role"], pieces[2 * i], pieces[2 * i + 2], i + 1 < len(messages)].append(i)
+        tried = {i for alike in kinds.values() for i in (alike[0], alike[len(alike) // 2], alike[-1])}
+        _require_few_messages(sum(tried))
+        spans = {i: locate(i) for i in sorted(tried)}
+        for alike in kinds.values():
+            offsets = {(spans[i][0] - places[2 * i + 1], spans[i][1] - places[2 * i + 2]) for i in tried.intersection(alike)}
+            if len(offsets) > 1:
+                _require_few_messages(sum(turns))
+                return list(map(locate, turns))
+            [(before, after)] = offsets
+            spans |= {i: (int(places[2 * i + 1] + before), int(places[2 * i + 2] + after)) for i in alike}
+        return [spans[i] for i in turns]
+
     def _span(
-        self, messages: list[Message], i: int, tools: list[Any] | None, full: str, *, generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        i: int,
+        tools: list[Any] | None,
+        full: str,
+        prompt: str | None,
+        *,
+        generation_prompt: bool = False,
     ) -> tuple[int, int]:
-        """Where turn i starts and ends in the full text."""
-        prompt = self._render_if_possible(messages[:i], tools, generation_prompt=True)
+        """Where turn i starts and ends in the full text. `prompt`: the messages before it, if they can be rendered."""
         upto = self._render_if_possible(messages[: i + 1], tools) if i < len(messages) - 1 else full
         upto = upto and upto.removesuffix(self._after_end_token)
         start = len(prompt) if prompt is not None and full.startswith(prompt) else None
@@ -234,6 +296,27 @@ class ChatTemplate:
         return start, end
 
 
+def _overlapping(covered: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Which tokens overlap one of the spans, which are in order."""
+    begins, ends = np.array([*spans, (np.iinfo(np.int64).max,) * 2], dtype=np.int64).T
+    return begins[np.searchsorted(ends, covered[:, 0], side="right")] < covered[:, 1]
+
+
+def _with_marked_content(message: Message) -> Message:
+    """Markers around the content, inside its outer white space, which a template may trim."""
+    content = message["content"]
+    start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+    return {**message, "content": f"{content[:start]}{MARK}{content[start:end]}{MARK}{content[max(start, end) :]}"}
+
+
+def _require_few_messages(rendered: int) -> None:
+    if rendered > MAX_RENDERED_MESSAGES:
+        raise ValueError(
+            "the conversation is too long: this template changes turns that others follow, so that each has to be located by "
+            "rendering all messages before it. Split the row, or set data.train_on=last"
+        )
+
+
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
@@ -247,15 +330,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise RecipeError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def load_model_template(model: ModelSettings) -> ChatTemplate:
-    """Load the tokenizer and chat template of a recipe's model."""
+def load_model_template(model: ModelSettings, special_tokens: SpecialTokens = "text") -> ChatTemplate:
+    """Load the tokenizer and chat template of a recipe's model. `special_tokens`: the recipe's data.special_tokens."""
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
-    return load_template(tokenizer, model.chat_template)
+    return load_template(tokenizer, model.chat_template, special_tokens)
 
 
-def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> ChatTemplate:
+def load_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None, special_tokens: SpecialTokens = "text") -> ChatTemplate:
     """Load the chosen template: a name, a .jinja file, another model's, or (None) the tokenizer's own."""
-    return ChatTemplate(tokenizer, template_text(tokenizer, chosen))
+    return ChatTemplate(tokenizer, template_text(tokenizer, chosen), special_tokens)
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str:

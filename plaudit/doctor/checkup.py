@@ -122,7 +122,7 @@ class _Checkup(Checks):
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _template(self, recipe: TrainingRecipe) -> Iterator[Finding]:
-        self.template = load_model_template(recipe.model)
+        self.template = load_model_template(recipe.model, recipe.data.special_tokens)
         yield from rows.check_template(self.template, recipe)
 
     def _rows(self, recipe: TrainingRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
@@ -143,6 +143,7 @@ class _Checkup(Checks):
         lengths = np.array([len(rows.prompt_tokens(template, prompt)) for prompt in prompts])
         yield "✓", f"{part}: {len(lengths):,} prompts rendered: {rows.spread(lengths)}"
         yield from rows.check_too_long(part, lengths, "data.max_prompt_tokens", limit, recipe.data.too_long)
+        yield from rows.check_control_tokens(part, template, recipe, [(prompt.messages, prompt.tools) for prompt in prompts])
         yield from rows.check_row_limit(part, len(prompts), max_rows)
         self.longest_prompt = max(self.longest_prompt, min(int(lengths.max()), limit))
         missing = sum(prompt.ground_truth is None for prompt in prompts)
@@ -166,6 +167,7 @@ class _Checkup(Checks):
             return
         rendered = [(where, row, template.example(row, where, recipe.data.train_on)) for where, row in read]
         yield from rows.check_lengths(recipe, part, [example for *_, example in rendered])
+        yield from rows.check_control_tokens(part, template, recipe, [(row.messages, row.tools) for _, row, _ in rendered])
         yield from rows.check_row_limit(part, len(rendered), max_rows)
         if part == "train":
             self.examples = rendered
@@ -182,6 +184,8 @@ class _Checkup(Checks):
         different = [(where, pair) for where, pair in pairs if not pair.equal]
         rendered = preferences.render_pairs(recipe, self.template, different)
         yield from preferences.check_pairs(recipe, part, pairs, rendered)
+        both = [([*pair.chosen.messages, *pair.rejected.messages], pair.chosen.tools) for _, pair in pairs]
+        yield from rows.check_control_tokens(part, self.template, recipe, both)
         yield from rows.check_row_limit(part, len(pairs), max_rows)
         if part == "train":
             self.lengths = [len(chosen) + len(rejected) for chosen, rejected in rendered]

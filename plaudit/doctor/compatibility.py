@@ -200,8 +200,8 @@ def _tokens(name: str, inputs: Sequence[ModelInput], renderer: InputRenderer | N
 def _read_as(renderer: InputRenderer | None, token: str) -> str:
     if renderer is None:
         return "literally"
-    if token in renderer.tokenizer.all_special_tokens:
-        return "as the reward model's own special token, as if a turn began or ended there"
+    if token in renderer.template.control_tokens.names:
+        return "as plain text, not as the reward model's own special token"
     tokens = _num_tokens(renderer, token)
     return f"as {tokens} tokens of plain text" if tokens > 1 else "as a single token"
 

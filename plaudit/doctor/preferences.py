@@ -9,11 +9,12 @@ from rich.text import Text
 from plaudit.data.conversations import Source
 from plaudit.data.pairs import Preference
 from plaudit.data.templates import ChatTemplate
+from plaudit.data.transcript import Transcript
 from plaudit.doctor import rows
 from plaudit.doctor.findings import Finding, print_text
 from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import architecture, read_config
-from plaudit.models.scalar import Transcript, value_head_file
+from plaudit.models.scalar import value_head_file
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe
 from plaudit.types import Example
 
@@ -27,7 +28,7 @@ def render_pairs(
     """Tokenise the pairs as training does."""
     both = [(where, side) for where, pair in pairs for side in (pair.chosen, pair.rejected)]
     if isinstance(recipe, RewardModelRecipe):
-        examples = Transcript(template.tokenizer, template.text).examples(both)
+        examples = Transcript(template.tokenizer, template.text, recipe.data.special_tokens).examples(both)
     else:
         examples = template.examples(both, "all")
     return list(zip(examples[0::2], examples[1::2], strict=True))
@@ -71,7 +72,7 @@ def check_head(recipe: RewardModelRecipe) -> Iterator[Finding]:
 def show_pair(console: Console, template: ChatTemplate, recipe: PreferenceRecipe, pair: Preference) -> None:
     for name, conversation in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if isinstance(recipe, RewardModelRecipe):
-            shown = Text(Transcript(template.tokenizer, template.text).render(conversation.messages))
+            shown = Text(Transcript(template.tokenizer, template.text, recipe.data.special_tokens).render(conversation.messages))
             title = f"The first pair's {name} conversation as the reward model sees it; its last token is scored"
         else:
             text, spans = template.spans(conversation, "the first row")

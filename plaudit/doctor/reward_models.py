@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_template, load_tokenizer
+from plaudit.data.transcript import Transcript
 from plaudit.doctor.findings import Finding, quoted
 from plaudit.doctor.recording import SLOW, ModelInput, RecordingBackend
 from plaudit.doctor.rewards import synthetic_group
@@ -18,7 +19,6 @@ from plaudit.doctor.sanity_pairs import BUILT_IN_IDS, Pair, make_pairs
 from plaudit.errors import PlauditError, RecipeError, redact
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
-from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe.limits import JudgeLimits, Limits
 from plaudit.recipe.rewards import View
@@ -58,7 +58,13 @@ class InputRenderer:
         return self.template.render(model_input.messages, generation_prompt=True)
 
     def tokens(self, model_input: ModelInput) -> list[int]:
-        return self.tokenizer(self.text(model_input), add_special_tokens=False)["input_ids"]
+        if isinstance(model_input, list):
+            template = self.template
+            return template.tokens(model_input) if isinstance(template, Transcript) else template.conversation_tokens(model_input)
+        if model_input.text is not None:
+            return self.template.control_tokens.text_tokens(model_input.marked or model_input.text)
+        assert isinstance(self.template, ChatTemplate), "only generative models take requests"
+        return self.template.prompt_tokens(model_input.messages)
 
 
 class ModelRewardCheck:

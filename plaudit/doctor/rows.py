@@ -1,6 +1,6 @@
 """Checks of the data: files, chat template, lengths, the model's context and the number of steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -15,9 +15,11 @@ from plaudit.doctor.findings import Finding, print_text
 from plaudit.errors import DataError
 from plaudit.models.folder import read_config, require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
-from plaudit.types import Conversation, Example, Prompt
+from plaudit.types import Conversation, Example, Message, Prompt
 
 MAX_SHOWN_TOKENS = 3
+Row = tuple[list[Message], list[Any] | None]
+"""Messages and tools."""
 
 
 def check_files(sources: dict[str, list[Source]]) -> Iterator[Finding]:
@@ -53,6 +55,21 @@ def check_lengths(recipe: SFTRecipe, part: str, examples: list[Example]) -> Iter
     target_share = sum(example.num_targets for example in examples) / lengths.sum()
     yield "✓", f"{part}: {len(lengths):,} rows rendered: {spread(lengths)}; {target_share:.0%} of the tokens are targets"
     yield from check_too_long(part, lengths, "data.max_tokens", recipe.data.max_tokens, recipe.data.too_long)
+
+
+def check_control_tokens(part: str, template: ChatTemplate, recipe: TrainingRecipe, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Count the rows whose messages contain control tokens. `rows`: the messages and tools of each."""
+    found = sum(template.control_tokens.contained_in(messages, tools) for messages, tools in rows)
+    if not found:
+        return
+    effects = {
+        "text": "read as text (data.special_tokens: text)",
+        "control": "read as control tokens (data.special_tokens: control), so a message can end its turn or speak for another role",
+    }
+    yield (
+        "!",
+        f"{part}: {found:,} of {len(rows):,} rows contain control tokens in their messages: {effects[recipe.data.special_tokens]}",
+    )
 
 
 def spread(lengths: np.ndarray) -> str:

@@ -79,7 +79,7 @@ class Chat:
     def __init__(self, job: AskJob, stack: ExitStack):
         """`stack` closes what the chat starts."""
         self._job = job
-        self._template = load_model_template(job.model)
+        self._template = load_model_template(job.model, job.sampling.special_tokens)
         self._rewards = stack.enter_context(RewardRunner(job.rewards, tolerant=True)) if job.rewards else None
         self._engine = load_engine(job.model, self._template, device=job.sampling.device)
         self._out = Console(highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ Differs from the textbook: π_ref is evaluated once, before the first step, and 
 of a pair share a micro-batch, and the split of a step into micro-batches changes nothing.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +19,17 @@ from plaudit.data.conversations import Source
 from plaudit.data.pack import Batches, pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import ChatTemplate, load_model_template
+from plaudit.data.token_store import StoredPairs
+from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
-from plaudit.loops.passes import train_in_passes
+from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
-from plaudit.recipe import DPORecipe, PairDataSettings
-from plaudit.report.progress import print_line, show_progress
+from plaudit.recipe import DPORecipe
+from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -41,7 +44,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.deterministic:
         compute_repeatably(device)
-    template = load_model_template(recipe.model)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     inputs = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     if recipe.reference.path is not None:
@@ -50,10 +53,10 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         )
         inputs["the reference"] = weights_fingerprint(model_folder(recipe.reference.path))
     with Run(loaded, files, template, inputs) as run:
-        pairs = _pairs("train", sources["train"], template, recipe.data)
-        validation = _pairs("val", sources["val"], template, recipe.data) if sources["val"] else []
+        pairs = _pairs("train", sources["train"], template, recipe)
+        validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe, [len(pair) for pair in pairs])
+        resolved = resolve_checkpointing(recipe, pairs.lengths)
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
@@ -70,7 +73,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 
-def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe, progress: Batches = iter) -> dict[str, float]:
+def validate(policy: TrainableModel, pairs: Sequence[Pair], recipe: DPORecipe, progress: Batches = iter) -> dict[str, float]:
     """Loss and metrics over all validation pairs."""
     logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, progress)
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)
@@ -78,14 +81,9 @@ def validate(policy: TrainableModel, pairs: list[Pair], recipe: DPORecipe, progr
     return {f"val/{name}": value.item() for name, value in {"loss": loss, **others}.items()}
 
 
-def _pairs(part: str, sources: list[Source], template: ChatTemplate, data: PairDataSettings) -> list[Pair]:
-    result = load_pairs(
-        sources,
-        lambda conversations: template.examples(conversations, "all"),
-        max_tokens=data.max_tokens,
-        too_long=data.too_long,
-        equal=data.equal,
-        progress=lambda rows: show_progress(rows, f"reading {part} pairs"),
-    )
+def _pairs(part: str, sources: list[Source], template: ChatTemplate, recipe: DPORecipe) -> StoredPairs:
+    data = recipe.data
+    reading = read_rows_with(Tokeniser(recipe.model, data.special_tokens, "turns"), template, sources, f"reading {part} pairs")
+    result = load_pairs(sources, max_tokens=data.max_tokens, too_long=data.too_long, equal=data.equal, **reading)
     print_line(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
     return result.pairs

@@ -4,21 +4,49 @@ Each step makes one update on the next rows of a seeded order, and validates and
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
+from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import Batches
+from plaudit.data.templates import ChatTemplate
+from plaudit.data.token_cache import TokenCache
+from plaudit.data.tokenise_workers import Tokenise, Tokeniser, Workers, worker_count
+from plaudit.files import text_digest
 from plaudit.report.activity import Activity
-from plaudit.report.progress import StepProgress, print_line
+from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.run import Run
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Loss, Trainer
 from plaudit.types import Batch, Example, Pair
 
 Row = TypeVar("Row", Example, Pair)
+
+
+class ReadRows(TypedDict):
+    """How the rows of a data set become tokens: arguments of load_examples and load_pairs."""
+
+    tokenise: Tokenise
+    workers: Callable[[], Workers]
+    cache: TokenCache
+    progress: Callable[[Iterable[Any]], Iterable[Any]]
+
+
+def read_rows_with(tokeniser: Tokeniser, template: ChatTemplate, sources: Sequence[Source], label: str) -> ReadRows:
+    """In worker processes if there are many rows, and then once for all starts."""
+    tokenise = tokeniser.build(template)
+    count = worker_count(sum(source.num_bytes() for source in sources))
+    tokenizer = text_digest(template.tokenizer.backend_tokenizer.to_str())  # pyright: ignore
+    inputs = [tokenizer, template.text, tokeniser.form, tokeniser.train_on, tokeniser.special_tokens]
+    return {
+        "tokenise": tokenise,
+        "workers": partial(Workers, tokenise, tokeniser, count, print_line),
+        "cache": TokenCache(inputs, print_line),
+        "progress": lambda rows: show_progress(rows, label),
+    }
 
 
 def train_in_passes(

@@ -10,23 +10,26 @@ Differs from the textbook: nothing is padded, so nothing depends on the padding 
 accuracy.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.pack import Batches, pair_micro_batches, pair_targets
 from plaudit.data.pairs import load_pairs
-from plaudit.data.templates import load_model_template
+from plaudit.data.templates import ChatTemplate, load_model_template
+from plaudit.data.token_store import StoredPairs
+from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
-from plaudit.loops.passes import train_in_passes
+from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
-from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import TrainableModel, resolve_device
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
-from plaudit.recipe import RewardModelDataSettings, RewardModelRecipe
-from plaudit.report.progress import print_line, show_progress
+from plaudit.recipe import RewardModelRecipe
+from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -41,17 +44,17 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.deterministic:
         compute_repeatably(device)
-    template = load_model_template(recipe.model)
-    transcript = Transcript(template.tokenizer, template.text)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, files, template, columns) as run:
-        pairs = _pairs("train", sources["train"], transcript, recipe.data)
-        validation = _pairs("val", sources["val"], transcript, recipe.data) if sources["val"] else []
+        pairs = _pairs("train", sources["train"], template, recipe)
+        validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe, [len(pair) for pair in pairs])
+        resolved = resolve_checkpointing(recipe, pairs.lengths)
         classifier = load_classifier(resolved.model, template, device, seed=recipe.seed)
-        set_pad_token(classifier, (int(side.tokens[-1]) for pair in [*pairs, *validation] for side in (pair.chosen, pair.rejected)))
+        sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
+        set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
         trainer = Trainer(
             classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
         )
@@ -68,7 +71,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
 
 def validate(
-    classifier: TrainableModel, pairs: list[Pair], recipe: RewardModelRecipe, progress: Batches = iter
+    classifier: TrainableModel, pairs: Sequence[Pair], recipe: RewardModelRecipe, progress: Batches = iter
 ) -> dict[str, float]:
     """Over all validation pairs: loss, accuracy, margin and calibration error."""
     budget = recipe.train.tokens_per_micro_batch
@@ -78,15 +81,11 @@ def validate(
     return {f"val/{name}": value.item() for name, value in measured.items()}
 
 
-def _pairs(part: str, sources: list[Source], transcript: Transcript, data: RewardModelDataSettings) -> list[Pair]:
+def _pairs(part: str, sources: list[Source], template: ChatTemplate, recipe: RewardModelRecipe) -> StoredPairs:
+    data = recipe.data
+    reading = read_rows_with(Tokeniser(recipe.model, data.special_tokens, "transcript"), template, sources, f"reading {part} pairs")
     result = load_pairs(
-        sources,
-        transcript.examples,
-        max_tokens=data.max_tokens,
-        too_long=data.too_long,
-        equal=data.equal,
-        margin_column=data.margin_column,
-        progress=lambda rows: show_progress(rows, f"reading {part} pairs"),
+        sources, max_tokens=data.max_tokens, too_long=data.too_long, equal=data.equal, margin_column=data.margin_column, **reading
     )
     print_line(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
     return result.pairs

@@ -59,7 +59,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     world = World.alone(resolve_device(recipe.run.device))
     if recipe.run.deterministic:
         compute_repeatably(world.device)
-    template = load_model_template(recipe.model)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     code = [file for reward in recipe.rewards for file in reward.files] + recipe.rollout.files
     with (
@@ -144,7 +144,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     recipe = loaded.recipe
     assert isinstance(recipe, RLRecipe)
     world = World.alone(resolve_device(recipe.run.device))
-    template = load_model_template(recipe.model)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
     prompts = _val_prompts(sources["val"], template, recipe)
     policy = load_policy(recipe.model, template, world.device)
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)

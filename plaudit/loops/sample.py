@@ -41,11 +41,12 @@ class SampleJob:
     max_prompts: int | None = None
     max_sequences: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    special_tokens: Literal["text", "control"] = "text"
 
 
 def sample(job: SampleJob) -> int:
     """Sample the prompts that the output lacks; return its final number of prompts."""
-    template = load_model_template(job.model)
+    template = load_model_template(job.model, job.special_tokens)
     loaded = load_prompts(
         job.sources,
         template,
@@ -69,7 +70,7 @@ def sample(job: SampleJob) -> int:
 
 def sample_table(model: ModelSettings, sources: Sequence[Source], settings: SampleSettings) -> pa.Table:
     """The same in memory: a table with a row per prompt, in order."""
-    template = load_model_template(model)
+    template = load_model_template(model, settings.special_tokens)
     loaded = load_prompts(sources, template, max_prompt_tokens=settings.max_prompt_tokens, too_long=settings.too_long)
     engine = load_engine(model, template, device=settings.device, max_sequences=settings.max_sequences)
     sampled = sample_groups(engine, loaded.prompts, settings.n, sampling_of(settings), version=engine.version)
@@ -137,4 +138,5 @@ def _inputs(job: SampleJob, template: str) -> dict[str, Any]:
         **asdict(job.sampling),
         "max_prompt_tokens": job.max_prompt_tokens,
         "too_long": job.too_long,
+        "special_tokens": job.special_tokens,
     }

@@ -8,6 +8,7 @@ Differs from the textbook: N is the whole step's, so the split into micro-batche
 and cannot attend to each other; the full logits are never materialised.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
 from plaudit.data.pack import Batches, micro_batches, pack, split_by_tokens
 from plaudit.data.templates import ChatTemplate, load_model_template
+from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
-from plaudit.loops.passes import train_in_passes
+from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
 from plaudit.objectives.supervised import nll
-from plaudit.recipe import SFTDataSettings, SFTRecipe
-from plaudit.report.progress import print_line, show_progress
+from plaudit.recipe import SFTRecipe
+from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
 from plaudit.train.trainer import Loss, Trainer, compute_repeatably
@@ -39,14 +41,14 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     device = resolve_device(recipe.run.device)
     if recipe.run.deterministic:
         compute_repeatably(device)
-    template = load_model_template(recipe.model)
+    template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, files, template, columns) as run:
-        examples = _examples("train", sources["train"], template, recipe.data).examples
-        validation = _examples("val", sources["val"], template, recipe.data).examples if sources["val"] else []
+        examples = _examples("train", sources["train"], template, recipe).examples
+        validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe, [len(example) for example in examples])
+        resolved = resolve_checkpointing(recipe, examples.lengths)
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         trainer = Trainer(
             policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
@@ -65,7 +67,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
 
 
 @torch.no_grad()
-def validate(policy: TrainableModel, examples: list[Example], recipe: SFTRecipe, progress: Batches = iter) -> dict[str, float]:
+def validate(policy: TrainableModel, examples: Sequence[Example], recipe: SFTRecipe, progress: Batches = iter) -> dict[str, float]:
     """Mean loss per token over all validation rows."""
     policy.model.eval()
     batches = split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch)
@@ -76,14 +78,10 @@ def validate(policy: TrainableModel, examples: list[Example], recipe: SFTRecipe,
     return {"val/loss": -total / sum(example.num_targets for example in examples)}
 
 
-def _examples(part: str, sources: list[Source], template: ChatTemplate, data: SFTDataSettings) -> ExampleSet:
-    result = load_examples(
-        sources,
-        template,
-        max_tokens=data.max_tokens,
-        too_long=data.too_long,
-        train_on=data.train_on,
-        progress=lambda rows: show_progress(rows, f"reading {part} rows"),
-    )
+def _examples(part: str, sources: list[Source], template: ChatTemplate, recipe: SFTRecipe) -> ExampleSet:
+    data = recipe.data
+    tokeniser = Tokeniser(recipe.model, data.special_tokens, "turns", data.train_on)
+    reading = read_rows_with(tokeniser, template, sources, f"reading {part} rows")
+    result = load_examples(sources, max_tokens=data.max_tokens, too_long=data.too_long, **reading)
     print_line(f"{part}: {result.summary(data.too_long, data.max_tokens)}")
     return result

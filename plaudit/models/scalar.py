@@ -21,13 +21,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from plaudit.data.pack import pack, split_by_tokens
-from plaudit.data.rendering import render_chat
-from plaudit.data.templates import RENDER_ERRORS, load_tokenizer, template_text
-from plaudit.errors import DataError, RecipeError
+from plaudit.data.templates import load_tokenizer, template_text
+from plaudit.data.transcript import Transcript
+from plaudit.errors import RecipeError
 from plaudit.hub import model_folder
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
@@ -36,7 +35,7 @@ from plaudit.models.trainable import load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.threads import fit_threads
-from plaudit.types import Batch, Conversation, Example, Message
+from plaudit.types import Batch, Example
 
 VALUE_HEAD = "value_head.safetensors"
 # Per forward pass: enough to keep the device busy; activations without gradients are small (7B in bf16: about 0.1 MB a token).
@@ -161,52 +160,6 @@ def read_value_head(path: str, hidden: int) -> tuple[Tensor, Tensor | None] | No
         found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())) or "nothing"
         raise RecipeError(f"{file}: v_head.summary.weight [1, {hidden}] and v_head.summary.bias [1] are wanted; found: {found}")
     return weight, bias  # pyright: ignore[reportReturnType]
-
-
-# Conversations -------------------------------------------------------------------------------------------------------
-
-
-class Transcript:
-    """Conversations as the reward model sees them: with its own tokenizer and template, and no generation prompt.
-
-    The rendered text is tokenised in one piece, as transformers does and as published models were trained. The tokenizer adds no
-    special tokens: templates write their own BOS.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
-        self.tokenizer, self.template = tokenizer, template
-        probe: list[Message] = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
-        try:
-            shown = self.render(probe)
-        except RENDER_ERRORS as error:
-            raise RecipeError(
-                f"{tokenizer.name_or_path}: the chat template cannot render a user and an assistant message: {error}"
-            ) from None
-        if "Ping?" not in shown or "Pong." not in shown:
-            raise RecipeError(
-                f"{tokenizer.name_or_path}: the chat template does not show what the user and the assistant say; choose another "
-                "with model.chat_template"
-            )
-
-    def render(self, messages: Sequence[Message]) -> str:
-        return render_chat(self.tokenizer, self.template, messages)
-
-    def tokens(self, messages: Sequence[Message]) -> list[int]:
-        ids: Any = self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
-        return ids
-
-    def examples(self, conversations: Sequence[tuple[str, Conversation]]) -> list[Example]:
-        """`tokens` for many conversations, each with its location for error messages: sequences to score, without target tokens."""
-        texts = []
-        for where, conversation in conversations:
-            if conversation.tools:
-                raise DataError(f"{where}: has tools, which reward models are not shown; leave that column out")
-            try:
-                texts.append(self.render(conversation.messages))
-            except RENDER_ERRORS as error:
-                raise DataError(f"{where}: the chat template cannot render these messages: {error}") from None
-        encoded: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [_example(tokens) for tokens in encoded]
 
 
 def transcript_of(settings: RewardModel) -> Transcript:

@@ -20,6 +20,9 @@ class PairDataSettings(Section):
     """Longest sequence, prompt and answer together; the longer of the pair counts."""
     too_long: Literal["filter", "error", "cut_left", "cut_right"] = "filter"
     """What to do with longer pairs. filter: skip and count them; cut_left, cut_right: truncate that side of both sequences."""
+    special_tokens: Literal["text", "control"] = "text"
+    """What control tokens (`<|im_end|>`) inside messages are. text: characters like any other, so that no message can end its turn
+    or speak for another role. control: control tokens."""
     equal: Literal["error", "filter"] = "error"
     """What to do with rows whose chosen and rejected are the same. filter: skip and count them."""
 

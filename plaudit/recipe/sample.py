@@ -20,5 +20,8 @@ class SampleSettings(RolloutSettings):
     """Longest prompt, rendered with the chat template."""
     too_long: Literal["filter", "error", "cut_left"] = "filter"
     """What to do with longer prompts. filter: skip them; cut_left: truncate the left side."""
+    special_tokens: Literal["text", "control"] = "text"
+    """What control tokens (`<|im_end|>`) inside messages are. text: characters like any other, so that no message can end its turn
+    or speak for another role. control: control tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""

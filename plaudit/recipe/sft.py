@@ -19,6 +19,9 @@ class SFTDataSettings(Section):
     """Longest sequence, prompt and answer together."""
     too_long: Literal["filter", "error", "cut_left", "cut_right"] = "filter"
     """What to do with longer sequences. filter: skip and count them; cut_left, cut_right: truncate that side."""
+    special_tokens: Literal["text", "control"] = "text"
+    """What control tokens (`<|im_end|>`) inside messages are. text: characters like any other, so that no message can end its turn
+    or speak for another role. control: control tokens."""
     train_on: Literal["all", "last"] = "all"
     """Train on every assistant turn, or on the last one only (for templates that hide earlier thoughts)."""
 

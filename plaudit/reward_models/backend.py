@@ -7,9 +7,12 @@ Neither method raises because of a single request: a request that could not be a
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plaudit.types import Failure, Message
+
+if TYPE_CHECKING:
+    from plaudit.data.control_tokens import ControlTokens, Marked
 
 UNAUTHORISED = "unauthorised"
 """The cause of a failure that every further call would repeat: the server does not accept the key."""
@@ -28,6 +31,8 @@ class GenerationRequest:
     """Rendered with the judge's own chat template."""
     text: str | None = None
     """Instead of messages: the complete prompt, special tokens included (plugins produce these)."""
+    marked: "Marked | None" = field(default=None, repr=False)
+    """`text` with the control tokens of the strings that it quotes marked: these are text. None if it quotes none."""
     key: str = ""
     """Key of the sampling noise, together with the seed: the same key gives the same answer."""
     affinity: str = ""
@@ -147,3 +152,8 @@ class Backend(ABC):
     def info(self) -> ModelInfo:
         """Known once it is open."""
         return ModelInfo()
+
+    @property
+    def control_tokens(self) -> "ControlTokens | None":
+        """Those of its tokenizer; None if only a server knows them."""
+        return getattr(self.info().template, "control_tokens", None)

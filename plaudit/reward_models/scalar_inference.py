@@ -11,9 +11,10 @@ from typing import ClassVar
 from transformers import PretrainedConfig
 
 from plaudit.data.templates import RENDER_ERRORS
+from plaudit.data.transcript import Transcript
 from plaudit.models.folder import require_matching_tokenizer
 from plaudit.models.fused import can_fuse
-from plaudit.models.scalar import ScalarModel, Transcript, load_scalar, scalar_form, transcript_of
+from plaudit.models.scalar import ScalarModel, load_scalar, scalar_form, transcript_of
 from plaudit.reward_models.backend import ScalarScore
 from plaudit.reward_models.batch_bisection import bisect_failures, failure_of
 from plaudit.reward_models.inference import Inference

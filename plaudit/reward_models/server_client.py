@@ -245,7 +245,7 @@ class ServerClient(Backend):
                 if request.text is None:
                     prompts.append(self._template.prompt_tokens(request.messages))
                 else:
-                    prompts.append(self._template.tokenizer(request.text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+                    prompts.append(self._template.control_tokens.text_tokens(request.marked or request.text))
             except Exception as error:  # templates may raise anything
                 prompts.append(_unrendered(error))
         return prompts
@@ -294,8 +294,7 @@ class ServerClient(Backend):
         prompts: list[list[int] | Failure] = []
         for messages in conversations:
             try:
-                text = self._template.render(messages)
-                prompts.append(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+                prompts.append(self._template.conversation_tokens(messages))
             except Exception as error:
                 prompts.append(_unrendered(error))
         return prompts

@@ -124,8 +124,7 @@ class TextGeneration(Inference[Item, Answer]):
     def _tokens(self, request: GenerationRequest) -> list[int]:
         if request.text is None:
             return self.template.prompt_tokens(request.messages)
-        encoded: Any = self.template.tokenizer(request.text, add_special_tokens=False)
-        return encoded["input_ids"]
+        return self.template.control_tokens.text_tokens(request.marked or request.text)
 
     # Answers ----------------------------------------------------------------------------------------------------------
 

@@ -561,3 +561,51 @@ def test_the_chosen_template_is_saved_with_the_tokenizer(tmp_path):
     chat.tokenizer.save_pretrained(tmp_path)
     saved = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert targets(load_template(saved, None), TALK) == targets(chat, TALK)
+
+
+# Long conversations --------------------------------------------------------------------------------------------------
+
+
+@every_template
+def test_turns_of_a_long_conversation_are_located_as_in_a_short_one(name, monkeypatch):
+    """Turns between the same texts are not all rendered; the spans are the same as if they were."""
+    chat = template(name)
+    said = [
+        user("Where is 東京?"),
+        assistant(" In Japan.\n"),
+        user("And Oslo?"),
+        assistant("Up north. "),
+        user(" Thanks"),
+        assistant(""),
+    ]
+    messages = [SYSTEM] * FORMATS[name].system + said * 15 + TALK
+    ours = make_example(chat, messages)
+    monkeypatch.setattr("plaudit.data.templates.MAX_TURNS_LOCATED_ALONE", 10**9)
+    expected = make_example(chat, messages)
+    assert ours.tokens.tolist() == expected.tokens.tolist()
+    assert ours.loss_mask.tolist() == expected.loss_mask.tolist()
+
+
+def test_the_work_for_a_long_conversation_grows_with_its_length(monkeypatch):
+    """A template of its own counts the messages that it renders."""
+    rendered = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda self, messages, *a, **k: rendered.append(len(messages)) or render(self, messages, *a, **k)
+    )
+    chat = ChatTemplate(byte_tokenizer(), template("qwen25").text)
+    work = []
+    for turns in (200, 400):
+        rendered.clear()
+        assert len(targets(chat, TALK[:2] * turns)) == turns
+        work.append(sum(rendered))
+    assert work[1] < 2.2 * work[0]
+    assert work[1] < 40 * 800
+
+
+def test_a_long_conversation_that_a_template_rewrites_is_refused(monkeypatch):
+    monkeypatch.setattr("plaudit.data.templates.MAX_RENDERED_MESSAGES", 1000)
+    thoughtful = [user("Why?"), assistant("<think>\nHm.\n</think>\n\nBecause.")] * 40
+    with pytest.raises(DataError, match=r"the conversation is too long.*Split the row, or set data.train_on=last"):
+        make_example(template("qwen3"), thoughtful)
+    assert len(targets(template("qwen3"), thoughtful, train_on="last")) == 1

@@ -415,7 +415,7 @@ def test_policy_tokens_in_the_reward_models_input_are_reported(doctor, scalar, t
     assert [line.split(":")[1] for line in found] == [
         " the policy's </call> would be read as 7 tokens of plain text",
         " the policy's <call> would be read as 6 tokens of plain text",
-        " the policy's <|im_end|> would be read as the reward model's own special token, as if a turn began or ended there",
+        " the policy's <|im_end|> would be read as plain text, not as the reward model's own special token",
     ]
     assert "rollout.stop keeps it in responses" in found[0], "<|im_start|> is special, so no response contains it"
     assert "it occurs in 1 of 12 messages of the data; remove it" in found[1]

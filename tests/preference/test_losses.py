@@ -18,8 +18,8 @@ from plaudit.data.conversations import Source, resolve_sources
 from plaudit.data.pack import pack_pairs, pair_micro_batches
 from plaudit.data.pairs import load_pairs, read_pairs
 from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.data.transcript import Transcript
 from plaudit.errors import DataError
-from plaudit.models.scalar import Transcript
 from plaudit.objectives.preference import (
     bradley_terry_loss,
     calibration_error,
@@ -356,14 +356,14 @@ def test_equal_answers_are_an_error_or_filtered(tmp_path, tiny_model):
     with pytest.raises(DataError, match="row 2: chosen and rejected are the same, so neither is preferred"):
         load_rows(tmp_path, tiny_model, rows)
     result, _ = load_rows(tmp_path, tiny_model, rows, equal="filter")
-    assert (len(result.pairs), result.rows, result.equal) == (1, 2, 1)
+    assert (len(result.pairs), result.counts.rows, result.counts.equal) == (1, 2, 1)
     assert "1 left out because both answers are the same" in result.summary("filter", 64)
 
 
 @pytest.mark.parametrize("scalar", [False, True], ids=["dpo", "reward model"])
 def test_pairs_that_are_too_long(tmp_path, tiny_model, scalar):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, LONG], scalar=scalar)
-    assert (len(result.pairs), result.too_long) == (1, 1)
+    assert (len(result.pairs), result.counts.too_long) == (1, 1)
     assert "1 longer than 64 left out" in result.summary("filter", 64)
     with pytest.raises(DataError, match=r"row 2: .* tokens, more than data.max_tokens = 64"):
         load_rows(tmp_path, tiny_model, [PLAIN, LONG], scalar=scalar, too_long="error")
@@ -374,13 +374,13 @@ def test_pairs_that_are_too_long(tmp_path, tiny_model, scalar):
 @pytest.mark.parametrize("scalar", [False, True], ids=["dpo", "reward model"])
 def test_pairs_that_truncation_makes_equal_are_dropped_and_counted(tmp_path, tiny_model, scalar):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, ALIKE], scalar=scalar, too_long="cut_right")
-    assert (len(result.pairs), result.too_long, result.equal_when_cut) == (1, 1, 1)
+    assert (len(result.pairs), result.counts.too_long, result.counts.equal_when_cut) == (1, 1, 1)
     assert "1 left out because the cut made both the same" in result.summary("cut_right", 64)
 
 
 def test_pairs_that_lose_their_answers_to_truncation_are_dropped(tmp_path, tiny_model):
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, LONG], too_long="cut_right")
-    assert (len(result.pairs), result.emptied) == (1, 1)
+    assert (len(result.pairs), result.counts.emptied) == (1, 1)
 
 
 @pytest.mark.parametrize("scalar", [False, True], ids=["dpo", "reward model"])
@@ -394,7 +394,7 @@ def test_left_truncation_leaves_both_sides_the_same_prompt(tmp_path, tiny_model,
     assert chosen[1].startswith("3<|im_end|>")
     hopeless = {"prompt": "?", "chosen": "3", "rejected": "I guess " * 100}
     result, _ = load_rows(tmp_path, tiny_model, [PLAIN, hopeless], scalar=scalar, too_long="cut_left")
-    assert (len(result.pairs), result.emptied) == (1, 1)
+    assert (len(result.pairs), result.counts.emptied) == (1, 1)
 
 
 def test_tools_are_refused_by_reward_models(tmp_path, tiny_model):
@@ -425,7 +425,7 @@ def test_answers_that_render_the_same_count_as_equal(tmp_path, tiny_model):
     with pytest.raises(DataError, match="row 1: chosen and rejected are the same once they are rendered"):
         load_pairs([source], tokenise, max_tokens=64, too_long="filter")
     result = load_pairs([source], tokenise, max_tokens=64, too_long="filter", equal="filter")
-    assert (len(result.pairs), result.equal, result.equal_when_cut) == (1, 1, 0)
+    assert (len(result.pairs), result.counts.equal, result.counts.equal_when_cut) == (1, 1, 0)
 
 
 def test_answers_to_different_questions_are_not_a_pair(tmp_path):

@@ -8,8 +8,8 @@ import torch
 from plaudit.data.conversations import Source
 from plaudit.data.pairs import load_pairs
 from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.data.transcript import Transcript
 from plaudit.models.classifier import load_classifier
-from plaudit.models.scalar import Transcript
 from plaudit.models.trainable import load_policy
 from plaudit.recipe import DPOLossSettings, ModelSettings, RewardModelLossSettings
 from plaudit.types import Pair

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from plaudit.data.control_tokens import Marked
 from plaudit.files import text_digest
 from plaudit.lora_folder import with_tokenizer
 from plaudit.recipe.limits import JudgeLimits
@@ -87,12 +88,17 @@ class LivePlugin(LiveModelReward[Plugin]):
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        prompts = [_rm_prompt(group.prompt)] * len(group.samples)
-        inputs = await self._call("rm_preprocess", prompts, [sample.text for sample in group.samples], pass_tokenizer=True)
+        prompt, responses = _rm_prompt(group.prompt), [sample.text for sample in group.samples]
+        # A complete prompt comes back as text, in which only marks show what it quotes; honest responses contain no control tokens.
+        control_tokens = self.backend.control_tokens
+        quoting = control_tokens and control_tokens.quoting([prompt, *responses])
+        if quoting is not None:
+            prompt, responses = quoting(prompt), list(map(quoting, responses))
+        inputs = await self._call("rm_preprocess", [prompt] * len(responses), responses, pass_tokenizer=True)
         scores: dict[int, Score] = {}
         requests: dict[int, GenerationRequest] = {}
         for i, (entry, sample) in enumerate(zip(inputs, group.samples, strict=True)):
-            request = _request(entry, group.prompt, self.settings.sampling.seed)
+            request = _request(entry, group.prompt, self.settings.sampling.seed, quoting.mark if quoting else "")
             if isinstance(request, Failure):
                 scores[i] = failed(request.cause, f"rm_preprocess: {request.message}", sample.text)
             else:
@@ -164,10 +170,17 @@ def _rm_prompt(prompt: Prompt) -> str:
     return question_of(prompt) if given is None else str(given)
 
 
-def _request(entry: Entry, prompt: Prompt, seed: int) -> GenerationRequest | Failure:
+def _request(entry: Entry, prompt: Prompt, seed: int, mark: str) -> GenerationRequest | Failure:
+    """`mark`: in the control tokens that the entry quotes, if there are any."""
     if "cause" in entry:
         return Failure(entry["cause"], entry["message"])
     text, messages = entry.get("text"), entry.get("messages")
     if text is None and messages is None:
         return Failure("bad_result", f"it gave {entry.get('value')!r}, not a text")
-    return GenerationRequest(messages or [], text, text_digest(f"{seed}/{text}/{messages}"), affinity=text_digest(prompt.id))
+    marked = Marked(text, mark) if text is not None and mark else None
+    text = marked.unmarked if marked is not None else text
+    messages = (
+        [{**message, "content": str(message["content"]).replace(mark, "")} for message in messages or []] if mark else messages
+    )
+    key = text_digest(f"{seed}/{text}/{messages}")
+    return GenerationRequest(messages or [], text, marked, key, affinity=text_digest(prompt.id))

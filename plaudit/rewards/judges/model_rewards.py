@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import model_validator
 
+from plaudit.data.control_tokens import Marked
 from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.limits import JudgeLimits, ModelLimits
@@ -22,7 +23,7 @@ from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, may_be_retried
 from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import strip_thoughts
-from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate, Unrenderable
+from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate, Unrenderable, quoted_strings
 from plaudit.rewards.reward import LiveReward, Loadable, Reward
 from plaudit.types import Failure, Group, Message, Prompt, Sample, Score
 
@@ -216,8 +217,16 @@ class LiveJudgeReward(LiveModelReward[J]):
         text = self._template.render(prompt, variables)
         system: list[Message] = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         key = text_digest(f"{self.settings.sampling.seed}/{vote}/{self.settings.system}/{text}")
-        messages = [] if self.settings.raw else [*system, {"role": "user", "content": text}]
-        return GenerationRequest(messages, text if self.settings.raw else None, key, affinity=text_digest(prompt.id))
+        if self.settings.raw:
+            return GenerationRequest([], text, self._marked(prompt, variables), key, affinity=text_digest(prompt.id))
+        return GenerationRequest([*system, {"role": "user", "content": text}], key=key, affinity=text_digest(prompt.id))
+
+    def _marked(self, prompt: Prompt, variables: dict[str, Any]) -> Marked | None:
+        """A raw prompt in which only the template's own control tokens are any, not those of the row or the responses."""
+        assert self._template is not None
+        control_tokens = self.backend.control_tokens
+        quoting = control_tokens and control_tokens.quoting(quoted_strings(prompt, variables))
+        return None if quoting is None else Marked(self._template.render(prompt, variables, quoting), quoting.mark)
 
     async def query(
         self, requests: Sequence[GenerationRequest], parse: Callable[[int, str], T | None], *, complete: bool = True

@@ -4,7 +4,7 @@ A variable that the kind does not provide is an error when the reward is opened,
 (its ground truth, a field of extra_info) fails that row's samples. Templates can test for it with `is defined`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,15 @@ class JudgeTemplate:
             available = f"Available: {', '.join(known)}.{did_you_mean(unknown[0], known)}"
             raise RecipeError(f"{where}: template: {file} uses {', '.join(unknown)}, which this kind does not provide. {available}")
 
-    def render(self, prompt: Prompt, variables: Mapping[str, Any]) -> str:
-        """The text for this row. Raises Unrenderable."""
+    def render(self, prompt: Prompt, variables: Mapping[str, Any], quote: Callable[[str], str] | None = None) -> str:
+        """The text for this row, with every string of the row and of the responses as `quote` returns it. Raises Unrenderable."""
         import jinja2
 
         try:
-            return self._template.render({**_row(prompt), **variables})
+            values = {**_row(prompt), **variables}
+            return self._template.render(
+                values if quote is None else {name: _quoted(value, quote) for name, value in values.items()}
+            )
         except jinja2.UndefinedError as error:
             cause = "no_ground_truth" if "ground_truth" in str(error) else "no_field"
             missing = str(error).replace("'dict object' has no attribute", "no field")
@@ -67,6 +70,22 @@ class JudgeTemplate:
         except Exception as error:  # a filter that does not fit the row's value, or anything else a template may do
             message = f"row {prompt.id}: {self.file.name} cannot be rendered: {type(error).__name__}: {error}"
             raise Unrenderable(Failure("no_field", message[:500])) from None
+
+
+def quoted_strings(prompt: Prompt, variables: Mapping[str, Any]) -> list[str]:
+    """Every string that `render` may quote."""
+    found: list[str] = []
+    _quoted({**_row(prompt), **variables}, lambda text: found.append(text) or text)
+    return found
+
+
+def _quoted(value: Any, quote: Callable[[str], str]) -> Any:
+    """Keys stay as they are: templates look values up by them."""
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, Mapping):
+        return {key: _quoted(inner, quote) for key, inner in value.items()}
+    return [_quoted(inner, quote) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
