@@ -12,7 +12,7 @@ from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.command_help import VerbGroup, examples
 from plaudit.config import load
-from plaudit.errors import Interrupted, PlauditError, nearest_path, redact
+from plaudit.errors import Interrupted, PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.options import (
@@ -35,6 +35,7 @@ from plaudit.options import (
 )
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
+from plaudit.redaction import redact
 from plaudit.serving.cli import serve
 
 app = typer.Typer(

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from plaudit.errors import RecipeError, nearest_path, redact
+from plaudit.errors import RecipeError, nearest_path
+from plaudit.redaction import redact
 
 LIMIT_S = 5.0
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow", ".txt", ".yaml", ".jinja", ".safetensors", ".bin", ".gguf")

@@ -43,11 +43,12 @@ from plaudit.checkpoint import (
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
-from plaudit.errors import Interrupted, PlauditError, RunError, StopRequested, TrainingStopped, redact
+from plaudit.errors import Interrupted, PlauditError, RunError, StopRequested, TrainingStopped
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe_file import COMMAND_LINE
+from plaudit.redaction import redact
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples

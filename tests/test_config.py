@@ -17,10 +17,11 @@ from pydantic import Field, ValidationError
 from plaudit import plugins
 from plaudit.config import LoadedRecipe, flatten, load
 from plaudit.config import settings as recipe_settings
-from plaudit.errors import PlauditError, RecipeError, nearest_path, redact
+from plaudit.errors import PlauditError, RecipeError, nearest_path
 from plaudit.explain import explain, to_yaml
 from plaudit.recipe import STAGES, OptimSettings, RewardSettings, Section, SFTRecipe
 from plaudit.recipe.rewards import OneReward
+from plaudit.redaction import redact
 from plaudit.train.schedule import lr_at
 from support.paths import REPOSITORY
 

@@ -384,7 +384,8 @@ def test_a_foreign_run_json_is_not_replaced(tmp_path, recipe, plaudit, text):
     (tmp_path / "run/run.json").write_text(text)
     code, _, err = plaudit("sft", recipe())
     assert code == 2
-    assert err == f"{tmp_path / 'run/run.json'}: cannot be read as the record of a plaudit run; choose another run.dir\n"
+    assert err.startswith(f"{tmp_path / 'run/run.json'}: cannot be read as the record of a plaudit run")
+    assert err.endswith("; choose another run.dir\n")
     assert (tmp_path / "run/run.json").read_text() == text
 
 

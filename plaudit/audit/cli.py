@@ -129,8 +129,8 @@ def _create(folder: Path) -> None:
 
 def write_report(report: "Report", folder: Path) -> None:
     from plaudit.audit.page import draw_page
-    from plaudit.errors import redact
     from plaudit.files import write_atomic
+    from plaudit.redaction import redact
 
     try:
         write_atomic(folder / "audit.json", redact(json.dumps(report.as_dict(), indent=1, ensure_ascii=False)) + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 from plaudit.audit.checks import EXPLOIT
 from plaudit.audit.inspection import Report
 from plaudit.audit.terminal import general_checks, scope, shown, summarise, unscored
-from plaudit.errors import redact
+from plaudit.redaction import redact
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --dim: #667079; --line: #d9dee3; --back: #fff; --soft: #f4f6f8;

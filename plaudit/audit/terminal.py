@@ -9,7 +9,7 @@ from rich.text import Text
 
 from plaudit.audit.checks import EXPLOIT, Check
 from plaudit.audit.inspection import Report
-from plaudit.errors import redact
+from plaudit.redaction import redact
 
 STYLES = {"pass": "green", "fail": "bold red", "not measured": "dim"}
 NARROW_NAME = 24

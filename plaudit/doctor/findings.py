@@ -7,7 +7,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from plaudit.config import LoadedRecipe
-from plaudit.errors import PlauditError, redact
+from plaudit.errors import PlauditError
+from plaudit.redaction import redact
 
 Finding = tuple[str, str]
 """A mark (✓, ! or ✗) and the message."""

@@ -16,12 +16,13 @@ from plaudit.doctor.findings import Finding, quoted
 from plaudit.doctor.recording import SLOW, ModelInput, RecordingBackend
 from plaudit.doctor.rewards import synthetic_group
 from plaudit.doctor.sanity_pairs import BUILT_IN_IDS, Pair, make_pairs
-from plaudit.errors import PlauditError, RecipeError, redact
+from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
 from plaudit.models.trainable import resolve_device, resolve_dtype
 from plaudit.recipe.limits import JudgeLimits, Limits
 from plaudit.recipe.rewards import View
+from plaudit.redaction import redact
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
 from plaudit.reward_models.model_registry import build_backend
 from plaudit.rewards.client import ROW_FAULTS

@@ -7,10 +7,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from plaudit.data.templates import load_tokenizer
-from plaudit.errors import RecipeError, redact
+from plaudit.errors import RecipeError
 from plaudit.hub import model_folder
 from plaudit.lora_folder import WEIGHTS, LoraFolder, read_lora_folder
 from plaudit.model_files import list_names, require_config, require_sizes_of_weights, require_weights
+from plaudit.redaction import redact
 
 # Share of tokens that may differ between the policy's tokenizer and that of a model that reads the policy's tokens: reserved slots
 # that were given names. With more, it is another tokenizer.

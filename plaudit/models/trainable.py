@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from plaudit.data.templates import ChatTemplate
-from plaudit.errors import RecipeError, redact
+from plaudit.errors import RecipeError
 from plaudit.host import return_freed_memory
 from plaudit.hub import model_folder
 from plaudit.lora_folder import read_lora_folder
@@ -29,6 +29,7 @@ from plaudit.models.fused import prepare_layers
 from plaudit.models.lora import attach_lora, merge_lora, merged_weights
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
+from plaudit.redaction import redact
 from plaudit.threads import fit_threads
 
 if TYPE_CHECKING:

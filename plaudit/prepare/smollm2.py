@@ -16,8 +16,9 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plaudit.errors import PlauditError, install_extra, nearest_path, redact
+from plaudit.errors import PlauditError, install_extra, nearest_path
 from plaudit.files import atomic_folder, is_disk_error
+from plaudit.redaction import redact
 from plaudit.report.progress import print_line
 
 if TYPE_CHECKING:

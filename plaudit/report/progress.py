@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from plaudit.errors import redact
+from plaudit.redaction import redact
 from plaudit.report.activity import Activity
 from plaudit.report.fitting import Part, duration, fit
 

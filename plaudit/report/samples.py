@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.cells import cell_len
 
-from plaudit.errors import redact
 from plaudit.files import atomic_file
+from plaudit.redaction import redact
 from plaudit.report.fitting import cut, printable
 from plaudit.types import Score, ScoredGroup
 

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import torch
 
-from plaudit.errors import redact
 from plaudit.models.weights import release_memory
+from plaudit.redaction import redact
 from plaudit.reward_models.model_thread import Closed
 from plaudit.types import Failure
 

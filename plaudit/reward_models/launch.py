@@ -20,11 +20,12 @@ from typing import TypeVar
 
 import aiohttp
 
-from plaudit.errors import RecipeError, redact
+from plaudit.errors import RecipeError
 from plaudit.host import describe_exit
 from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.redaction import redact
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.server_client import ServerClient

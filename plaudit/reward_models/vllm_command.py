@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plaudit.errors import redact
+from plaudit.redaction import redact
 
 PROBE = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('vllm') is None else 0)"
 """What a Python that may have vLLM is given: it ends with 3 if it has not."""

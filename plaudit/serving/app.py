@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 
 from plaudit import __version__
 from plaudit.data.rollouts import parse_group, with_token_counts
-from plaudit.errors import DataError, did_you_mean, redact
+from plaudit.errors import DataError, did_you_mean
+from plaudit.redaction import redact
 from plaudit.report.progress import print_line
 from plaudit.rewards.reward import last_line
 from plaudit.rewards.turns import turns

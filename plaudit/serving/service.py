@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, Literal
 
-from plaudit.errors import redact
 from plaudit.recipe import RewardSettings
+from plaudit.redaction import redact
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.reward import last_line
 from plaudit.rewards.runner import RewardRunner

@@ -302,7 +302,7 @@ def test_an_answer_that_eats_memory_is_malformed_for_math(monkeypatch, tmp_path)
     """As for one that hangs: dropping the sample would teach the policy to write such answers."""
     worker = tmp_path / "worker.py"
     worker.write_text(
-        "def compare(solution_str, ground_truth, tolerance=0.0):\n kept = []\n while True: kept.append(b'x' * 2**22)\n"
+        "def compare(solution_str, ground_truth, key, **settings):\n kept = []\n while True: kept.append(b'x' * 2**22)\n"
     )
     monkeypatch.setattr("plaudit.rewards.rules.math.WORKER", worker)
     reward = Math.model_validate({"kind": "math", "workers": 1, "limits": {"worker_memory_gb": 0.2}})

@@ -56,5 +56,5 @@ def test_it_starts_in_any_folder(tmp_path, monkeypatch):
 def write_files(folder: Path, *names: str) -> bool:
     folder.mkdir(parents=True)
     for name in names:
-        (folder / name).write_text("{}\n")
+        (folder / name).write_text('{"prompt": "Sort: b a", "response": "a b"}\n')
     return True

@@ -1122,7 +1122,7 @@ def test_exceeding_the_context_is_reported_before_sampling(tmp_path, recipe, pro
     with pytest.raises(PlauditError) as error:
         train_rl(file)
     message = str(error.value)
-    assert f"{rows}:12: 1," in message
+    assert f"{rows.name}:12: 1," in message
     assert "exceed the context of the model, 2,048 tokens" in message
     assert "max_new_tokens" in message
     assert "\n" not in message
