@@ -81,7 +81,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     crc = 0
     for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
-        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
+        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
 
 

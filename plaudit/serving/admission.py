@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plaudit.serving.json_size import ValueCounter
 from plaudit.serving.schemas import dump
 from plaudit.serving.service import Service
 
@@ -24,7 +25,7 @@ PUBLIC_PATHS = ("/health", "/docs", "/openapi.json")
 MAX_BODIES = 16
 """Bodies of the largest size that fit into memory at the same time, those arriving and those in flight each."""
 MAX_JSON_VALUES = 2**19
-"""Commas and brackets in a body, those in texts included: parsing millions of empty lists would block everything for seconds."""
+"""Commas and brackets of a body: parsing millions of empty lists would block everything for seconds."""
 DRAIN_TIMEOUT_S, DRAIN_BYTES = 5.0, 256 * 2**20
 """A rejected body is drained up to these limits: many clients read the response only after sending all of it."""
 CLIENT_CLOSED_REQUEST = 499
@@ -130,7 +131,7 @@ class AdmissionControl:
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | Response | None:
         """The complete body, an error response if it is too large or too slow, or None if the client disconnected."""
-        limit, size, values, chunks = self._limits.max_body_bytes, 0, 0, []
+        limit, size, values, chunks = self._limits.max_body_bytes, 0, ValueCounter(), []
         content_length = headers.get("content-length", "")
         too_large = content_length.isdecimal() and int(content_length[:20]) > limit
         deadline = asyncio.timeout(self._limits.body_timeout_s)
@@ -143,8 +144,8 @@ class AdmissionControl:
                     chunk = message.get("body", b"")
                     chunks.append(chunk)
                     size += len(chunk)
-                    values += chunk.count(b",") + chunk.count(b"[") + chunk.count(b"{")
-                    too_large = size > limit or values > MAX_JSON_VALUES
+                    values.add(chunk)
+                    too_large = size > limit or values.count > MAX_JSON_VALUES
                     if not message.get("more_body", False):
                         break
                     self._hold(deadline, len(chunk))
@@ -156,8 +157,8 @@ class AdmissionControl:
         if not too_large:
             return b"".join(chunks)
         await _drain(headers, receive)
-        most = f"{limit:,} bytes" if values <= MAX_JSON_VALUES else f"{MAX_JSON_VALUES:,} commas and brackets"
-        hint = "" if values > MAX_JSON_VALUES else ", or start the service with a larger --max-body-bytes"
+        most = f"{limit:,} bytes" if values.count <= MAX_JSON_VALUES else f"{MAX_JSON_VALUES:,} commas and brackets"
+        hint = "" if values.count > MAX_JSON_VALUES else ", or start the service with a larger --max-body-bytes"
         message = f"the body exceeds {most}; send fewer items per request{hint}"
         return error_response(413, "too_large", message, headers={"Connection": "close"})
 
