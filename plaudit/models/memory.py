@@ -51,10 +51,8 @@ PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
 
 CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 2**25, 3
 """Chunks of offloaded optimiser state on the device at a time (train/offload.py): 128 MiB of each kind keep the bus busy."""
-RUNTIME = 0.6e9
-"""What Python, torch and the other libraries take before there is a model; on a GPU, what CUDA takes."""
-RUNTIME_WITH_CUDA = 0.9e9
-"""The same on a CPU, with a torch built for CUDA: its libraries are larger."""
+RUNTIME = {"cpu": 0.9e9, "cuda": 0.6e9}
+"""What Python, torch and the other libraries take besides models; on a GPU, what CUDA takes."""
 SAFE_SHARE = 0.9
 """Share of a device's memory up to which an estimate is trusted to fit."""
 
@@ -141,11 +139,6 @@ def plan_memory(
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
         one_micro_batch=one_micro_batch,
     )
-
-
-def plan_runtime(device: torch.device) -> float:
-    """What is taken before there is a model."""
-    return RUNTIME_WITH_CUDA if device.type == "cpu" and torch.version.cuda else RUNTIME
 
 
 def _streamed(trainable: int, state: float) -> float:

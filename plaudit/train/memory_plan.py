@@ -16,6 +16,7 @@ from plaudit.errors import PlauditError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
     PHASES,
+    RUNTIME,
     SAFE_SHARE,
     Budget,
     MemoryPlan,
@@ -24,7 +25,6 @@ from plaudit.models.memory import (
     plan_cache,
     plan_memory,
     plan_reward_model,
-    plan_runtime,
     plan_sampling,
     total_memory,
 )
@@ -59,7 +59,7 @@ def plan_devices(recipe: Recipe, lengths: Lengths = None) -> dict[str, Budget]:
     needs: Needs = defaultdict(list)
     if not isinstance(recipe, ScoreRecipe):
         device = resolve_device(recipe.run.device)
-        needs[device.type].append(Need("torch and other libraries", PHASES, plan_runtime(device)))
+        needs[device.type].append(Need("torch and other libraries", PHASES, RUNTIME[device.type]))
         _policy(recipe, lengths, device, needs)
     for name, reward in local_reward_models(recipe):
         if reward.model.placement in ("resident", "offload"):

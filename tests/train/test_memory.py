@@ -412,8 +412,8 @@ def test_the_memory_plan_accounts_for_offloading(ppo, tiny_model, monkeypatch):
     assert "cpu" not in resident
     # bf16: two bytes per weight, twelve for moments and master.
     [engine] = [need.fixed for need in resident["cuda"].needs if need.name.startswith("engine")]
-    assert resident["cuda"].at("sampling", fixed_only=True) == RUNTIME + engine + (2 + 2 + 12) * policy + (2 + 12) * critic
-    assert offloaded["cuda"].at("sampling", fixed_only=True) == RUNTIME + engine + 2 * policy
+    assert resident["cuda"].at("sampling", fixed_only=True) == RUNTIME["cuda"] + engine + (2 + 2 + 12) * policy + (2 + 12) * critic
+    assert offloaded["cuda"].at("sampling", fixed_only=True) == RUNTIME["cuda"] + engine + 2 * policy
     assert [offloaded["cpu"].at(phase) for phase in ("sampling", "training")] == [(2 + 12) * policy + (2 + 12) * critic] * 2
     # In training the critic is on device; the states of models this small are streamed in one chunk, one after the other.
     needs = {need.name: need for need in offloaded["cuda"].needs}
