@@ -327,14 +327,15 @@ def test_a_member_whose_shared_memory_is_unknown_counts_in_full():
 
 
 def test_children_of_an_idle_worker_are_searched_for_only_now_and_then(monkeypatch):
-    searches, cpu_s = [], [1.0]
+    searches, switches = [], [1]
 
     def children(process, recursive):
         searches.append(process.pid)
         return [psutil.Process()]
 
     monkeypatch.setattr(psutil.Process, "children", children)
-    monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: SimpleNamespace(user=cpu_s[0], system=0.0))
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: SimpleNamespace(user=1.0, system=0.0))
+    monkeypatch.setattr(psutil.Process, "num_ctx_switches", lambda _: (switches[0], 0))
     monkeypatch.setattr(guard, "SEARCH_EVERY_S", 1e9)
     tree = guard.SearchedTree("mark")
 
@@ -345,7 +346,7 @@ def test_children_of_an_idle_worker_are_searched_for_only_now_and_then(monkeypat
 
     assert searches_of(2) == 2  # the first finds the worker
     assert searches_of(5) == 0
-    cpu_s[0] += 0.01  # it may have started a child
+    switches[0] += 1  # it may have started a child
     assert searches_of(5) == 1
     monkeypatch.setattr(guard, "SEARCH_EVERY_S", 0.0)
     tree.members()

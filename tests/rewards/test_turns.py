@@ -120,16 +120,16 @@ def test_closed_turns_neither_wait_nor_cancel():
     """Another user of the loop may still compute in the thread, and more may be queued."""
     released = threading.Event()
 
-    async def close_while_computing() -> tuple[bool, str]:
+    async def close_while_computing() -> list[bool | str]:
         closed = turns()
         works = [asyncio.create_task(closed.in_thread(work)) for work in (released.wait, lambda: "queued")]
         await asyncio.sleep(0)
         closed.close()  # would block for ever if it waited for the thread
         assert turns() is not closed
         released.set()
-        return tuple(await asyncio.gather(*works))
+        return await asyncio.gather(*works)
 
-    assert asyncio.run(close_while_computing()) == (True, "queued")
+    assert asyncio.run(close_while_computing()) == [True, "queued"]
 
 
 def test_long_responses_are_scored_in_a_thread():

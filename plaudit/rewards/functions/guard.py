@@ -190,7 +190,7 @@ class SearchedTree:
 
     def __init__(self, mark: str):
         self._mark, self._seen = mark, set()
-        self._next_search, self._cpu_at_search = 0.0, 0.0
+        self._next_search, self._activity_at_search = 0.0, (0.0, 0)
 
     def members(self) -> list[int]:
         self._search()
@@ -199,7 +199,7 @@ class SearchedTree:
     def resident(self) -> dict[int, int]:
         import psutil
 
-        if time.monotonic() >= self._next_search or self._cpu_s() != self._cpu_at_search:
+        if time.monotonic() >= self._next_search or self._activity() != self._activity_at_search:
             self._search()
         sizes = {}
         for process in self._seen:
@@ -210,20 +210,21 @@ class SearchedTree:
     def _search(self) -> None:
         import psutil
 
-        self._next_search, self._cpu_at_search = time.monotonic() + SEARCH_EVERY_S, self._cpu_s()
+        self._next_search, self._activity_at_search = time.monotonic() + SEARCH_EVERY_S, self._activity()
         self._seen |= set(psutil.Process().children(recursive=True))
         self._seen = {process for process in self._seen if process.is_running()}
 
-    def _cpu_s(self) -> float:
-        """CPU time of those seen: whoever starts a process uses some."""
+    def _activity(self) -> tuple[float, int]:
+        """CPU time and context switches of those seen: who starts a process has been woken for it, or computes."""
         import psutil
 
-        total = 0.0
+        cpu_s, switches = 0.0, 0
         for process in self._seen:
             with suppress(psutil.Error):
                 times = process.cpu_times()
-                total += times.user + times.system
-        return total
+                cpu_s += times.user + times.system
+                switches += sum(process.num_ctx_switches())
+        return cpu_s, switches
 
 
 def marked(mark: str) -> list[int]:
