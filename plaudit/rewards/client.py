@@ -69,21 +69,6 @@ class RewardClient:
     async def score(self, group: Group, selected: Sequence[bool] | None = None, earlier: EarlierFailures = ()) -> tuple[Score, ...]:
         """A score for each sample: NOT_SCORED where `when` does not match or it is not `selected`, the earlier failure where there
         is one. Never raises for a sample."""
-        if len(group.samples) <= SLICE_SAMPLES or not self._divisible:
-            return await self._score(group, selected, earlier)
-        slices = [slice(start, start + SLICE_SAMPLES) for start in range(0, len(group.samples), SLICE_SAMPLES)]
-        works = [
-            self._score(dataclasses.replace(group, samples=group.samples[part]), selected and selected[part], earlier[part])
-            for part in slices
-        ]  # fmt: skip
-        return tuple(score for scores in await asyncio.gather(*works) for score in scores)
-
-    @property
-    def _divisible(self) -> bool:
-        """Whether a slice of a group gets the scores that it gets within the group."""
-        return self.reward.scores_alone and not self.reward.rounded_together
-
-    async def _score(self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures) -> tuple[Score, ...]:
         scores, views = await self._seen(group, selected, earlier)
         if views:
             results = await self._cached_or_scored(subgroup(group, [sample for _, sample, _ in views]))
@@ -103,10 +88,10 @@ class RewardClient:
         failures = list(earlier) or [None] * len(group.samples)
         if views:
             seen = subgroup(group, [sample for _, sample, _ in views])
-            names, cached = self._lookup(seen)
+            names, cached = await self._lookup(seen)
             left = {name: i for i, name in enumerate(names) if name not in cached}
             if left:
-                rest = dataclasses.replace(seen, samples=tuple(seen.samples[i] for i in left.values()))
+                rest = subgroup(seen, [seen.samples[i] for i in left.values()])
                 scores = await self._with_retries(rest, partial(self.live.prepare, phase=phase))
                 failed = {name: score for name, score in zip(left, scores, strict=True) if score.failure is not None}
                 for (i, _, _), name in zip(views, names, strict=True):
@@ -116,21 +101,29 @@ class RewardClient:
     async def _seen(
         self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures
     ) -> tuple[list[Score | None], list[tuple[int, Sample, str | None]]]:  # fmt: skip
+        """Scores that need no call; and the remaining samples as the reward sees them, each with its index and format problem."""
         turn = turns()
         await turn.take()
-        if any(len(sample.text) > LONG_TEXT for sample in group.samples):
-            return await turn.in_thread(self._views, group, selected, earlier)
-        return self._views(group, selected, earlier)
-
-    def _views(
-        self, group: Group, selected: Sequence[bool] | None, earlier: EarlierFailures
-    ) -> tuple[list[Score | None], list[tuple[int, Sample, str | None]]]:  # fmt: skip
-        """Scores that need no call; and the remaining samples as the reward sees them, each with its index and format problem."""
         if not self.reward.applies_to(group.prompt):
             return [NOT_SCORED] * len(group.samples), []
         scores: list[Score | None] = list(earlier) or [None] * len(group.samples)
         views: list[tuple[int, Sample, str | None]] = []
-        for i, sample in enumerate(group.samples):
+        for start in range(0, len(group.samples), SLICE_SAMPLES):
+            await turn.take()
+            part = range(start, min(start + SLICE_SAMPLES, len(group.samples)))
+            if any(len(group.samples[i].text) > LONG_TEXT for i in part):
+                views += await turn.in_thread(self._views, group, part, selected, scores)
+            else:
+                views += self._views(group, part, selected, scores)
+        return scores, views
+
+    def _views(
+        self, group: Group, part: range, selected: Sequence[bool] | None, scores: list[Score | None]
+    ) -> list[tuple[int, Sample, str | None]]:  # fmt: skip
+        """`_seen` for a part of the samples; adds to `scores`."""
+        views: list[tuple[int, Sample, str | None]] = []
+        for i in part:
+            sample = group.samples[i]
             if selected is not None and not selected[i]:
                 scores[i] = NOT_SCORED
             elif scores[i] is None:
@@ -140,7 +133,7 @@ class RewardClient:
                     views.append((i, seen, view.problem))
                 else:
                     scores[i] = Score(0.0, malformed=True, view=view.text, trace={"malformed": view.problem})
-        return scores, views
+        return views
 
     def _count(self, score: Score) -> None:
         if score.failure is not None:
@@ -150,27 +143,37 @@ class RewardClient:
 
     # Cache and retries ------------------------------------------------------------------------------------------------
 
-    def _lookup(self, group: Group) -> tuple[list[str], dict[str, Score]]:
+    async def _lookup(self, group: Group) -> tuple[list[str], dict[str, Score]]:
         """Each sample's key in the cache, and the scores found there."""
         if self._cache is None:
             return [str(i) for i in range(len(group.samples))], {}
+        names: list[str] = []
+        scores: dict[str, Score] = {}
+        for part in self._slices(group):
+            await turns().take()
+            part_names, found = self._lookup_slice(part, self._cache)
+            names += part_names
+            scores |= found
+        return names, scores
+
+    def _lookup_slice(self, group: Group, cache: ScoreCache) -> tuple[list[str], dict[str, Score]]:
         self._digest = self._digest or text_digest(reward_digest(self.reward) + "".join(self.live.served_names))
         names = keys(self._digest, group, scores_alone=self.reward.scores_alone)
         if self._by_group:
             of_group = "".join(names)
             names = [text_digest(of_group + name) for name in names]
-        cached = self._cache.get(names)
+        cached = cache.get(names)
         alone = self.reward.scores_alone and not self._by_group
         return names, cached if alone or len(cached) == len(set(names)) else {}
 
     async def _cached_or_scored(self, group: Group) -> list[Score]:
         if self._cache is None:
             return await self._with_retries(group, self.live.score)
-        names, scores = self._lookup(group)
+        names, scores = await self._lookup(group)
         self.counts["cached"] += len(scores)
         left = {name: i for i, name in enumerate(names) if name not in scores}  # identical responses are scored once
         if left:
-            rest = dataclasses.replace(group, samples=tuple(group.samples[i] for i in left.values()))
+            rest = subgroup(group, [group.samples[i] for i in left.values()])
             new = dict(zip(left, await self._with_retries(rest, self.live.score, rest_of_group=bool(scores)), strict=True))
             self._cache.put(new)
             scores |= new
@@ -188,8 +191,8 @@ class RewardClient:
                 again = list(range(len(scores)))
             self.counts["retries"] += len(again)
             rest_of_group |= len(again) < len(scores)
-            subgroup = dataclasses.replace(group, samples=tuple(group.samples[i] for i in again))
-            for i, score in zip(again, await self._call(subgroup, work, rest_of_group), strict=True):
+            retried = subgroup(group, [group.samples[i] for i in again])
+            for i, score in zip(again, await self._call(retried, work, rest_of_group), strict=True):
                 scores[i] = score
         return scores
 
@@ -214,7 +217,7 @@ class RewardClient:
             self._given_up_until = time.monotonic() + self.limits.pause_s  # one call tries again; the others still fail at once
         self.counts["calls"] += 1
         began = time.monotonic()
-        scores = await self._checked_call(group, work)
+        scores = await self._call_slices(group, work)
         self.seconds += time.monotonic() - began
         failures = [score.failure for score in scores if score.failure is not None and score.failure.cause not in ROW_FAULTS]
         if len(failures) < len(scores):
@@ -224,6 +227,26 @@ class RewardClient:
             if self.given_up is not None:
                 self._given_up_until = time.monotonic() + self.limits.pause_s
         return scores
+
+    async def _call_slices(self, group: Group, work: Work) -> list[Score]:
+        """The slices of a large group are scored concurrently; they are one call for the limits and the counts."""
+        slices = self._slices(group)
+        if len(slices) == 1:
+            return await self._checked_call(group, work)
+
+        async def score_slice(part: Group) -> list[Score]:
+            await turns().take()
+            return await self._checked_call(part, work)
+
+        return [score for scores in await asyncio.gather(*map(score_slice, slices)) for score in scores]
+
+    def _slices(self, group: Group) -> list[Group]:
+        """The group in slices of `SLICE_SAMPLES`, if a slice gets the scores and the keys that it gets within the group."""
+        divisible = self.reward.scores_alone and not self.reward.rounded_together
+        if not divisible or len(group.samples) <= SLICE_SAMPLES:
+            return [group]
+        starts = range(0, len(group.samples), SLICE_SAMPLES)
+        return [dataclasses.replace(group, samples=group.samples[start : start + SLICE_SAMPLES]) for start in starts]
 
     async def _checked_call(self, group: Group, work: Work) -> list[Score]:
         """A bug in the reward is a failure of these samples, not the end of the run."""

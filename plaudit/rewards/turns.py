@@ -29,10 +29,9 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The turns of one event loop."""
+    """The turns of one event loop. Holds no reference to it, so that both go when nobody else uses the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
+    def __init__(self):
         self._slice_ends = 0.0
         self._scheduled = False
         """Whether `_begin_slice` will be called in the next iteration."""
@@ -53,14 +52,14 @@ class Turns:
         while self.over:
             if not self._scheduled:
                 self._schedule()
-            resumed: asyncio.Future[None] = self._loop.create_future()
+            resumed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             queue.append(resumed)
             await resumed
             queue = self._returned
 
     def _schedule(self) -> None:
         self._scheduled = True
-        self._loop.call_soon(self._begin_slice)
+        asyncio.get_running_loop().call_soon(self._begin_slice)
 
     def _begin_slice(self) -> None:
         self._scheduled = False
@@ -78,11 +77,14 @@ class Turns:
         """Compute something that cannot be divided, one after the other in a thread of its own."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "computing")
-        return await self._loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))
 
     def close(self) -> None:
+        """End the thread after what it still has to compute, which may be for others on this loop; whoever takes a turn later gets
+        new turns."""
+        _TURNS.pop(asyncio.get_running_loop(), None)
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._thread.shutdown(wait=False)
             self._thread = None
 
 
@@ -94,5 +96,5 @@ def turns() -> Turns:
     loop = asyncio.get_running_loop()
     found = _TURNS.get(loop)
     if found is None:
-        found = _TURNS[loop] = Turns(loop)
+        found = _TURNS[loop] = Turns()
     return found

@@ -58,9 +58,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listener in (
-            sockets or []
-        ):  # asyncio's `backlog` is also how many it accepts at once; further ones can wait in the queue
+        # asyncio's `backlog` is also how many it accepts at once; further ones can wait in the queue.
+        for listener in sockets or []:
             listener.listen(WAITING_CONNECTIONS)
 
     @contextlib.contextmanager

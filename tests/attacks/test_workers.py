@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from plaudit.errors import RecipeError
-from plaudit.rewards.functions import channel, process
+from plaudit.rewards.functions import channel, guard, process
 from plaudit.rewards.functions.function import FunctionLimits
 from plaudit.rewards.rules.math import Math
 from plaudit.rewards.runner import RewardRunner
@@ -121,6 +123,21 @@ HOSTILE = dedent("""
     def act_child_eats():
         if os.fork() == 0: fill()
         time.sleep(1000)
+
+    def act_share():
+        table = b"x" * 100_000_000
+        read_end, write_end = os.pipe()
+        children = []
+        for _ in range(5):
+            if (child := os.fork()) == 0:
+                os.close(write_end)
+                os.read(read_end, 1)  # until the parent has closed the pipe
+                os._exit(len(table) & 1)
+            children.append(child)
+        time.sleep(0.5)  # the guard looks several times
+        os.close(write_end)
+        for child in children: os.waitpid(child, 0)
+        return 5.0
 
     def daemon(folder):
         if (child := os.fork()) == 0:
@@ -290,6 +307,52 @@ def test_a_function_that_eats_memory_fails_its_sample(hostile, act):
     assert re.search(r"it used \d+\.\d\d GB with its children; limits\.worker_memory_gb is 0\.2", failure(scored, 1).message)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not say what processes share")
+@pytest.mark.usefixtures("system")
+def test_memory_that_forked_children_share_counts_once(hostile):
+    limits = FunctionLimits(worker_memory_gb=0.3, timeout_s=100.0)
+    [scored] = collect(function(hostile, limits=limits), group("1", "share", "2"))
+    assert values(scored) == [1.0, 5.0, 2.0]
+
+
+def test_a_member_whose_shared_memory_is_unknown_counts_in_full():
+    class Tree:
+        def members(self) -> list[int]:
+            return [-1, -2]
+
+        def resident(self) -> dict[int, int]:
+            return {-1: 10, -2: 20}
+
+    assert guard.memory_used(Tree(), limit=15) == 30
+
+
+def test_children_of_an_idle_worker_are_searched_for_only_now_and_then(monkeypatch):
+    searches, switches = [], [1]
+
+    def children(process, recursive):
+        searches.append(process.pid)
+        return [psutil.Process()]
+
+    monkeypatch.setattr(psutil.Process, "children", children)
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: SimpleNamespace(user=1.0, system=0.0))
+    monkeypatch.setattr(psutil.Process, "num_ctx_switches", lambda _: (switches[0], 0))
+    monkeypatch.setattr(guard, "SEARCH_EVERY_S", 1e9)
+    tree = guard.SearchedTree("mark")
+
+    def searches_of(looks: int) -> int:
+        before = len(searches)
+        assert all(tree.resident()[os.getpid()] > 0 for _ in range(looks))
+        return len(searches) - before
+
+    assert searches_of(2) == 2  # the first finds the worker
+    assert searches_of(5) == 0
+    switches[0] += 1  # it may have started a child
+    assert searches_of(5) == 1
+    monkeypatch.setattr(guard, "SEARCH_EVERY_S", 0.0)
+    tree.members()
+    assert searches_of(5) == 5
+
+
 def test_a_file_that_needs_more_memory_than_the_limit_is_reported_at_the_start(tmp_path):
     path = tmp_path / "reward.py"
     path.write_text("table = b'x' * 300_000_000\nimport time\ntime.sleep(1000)\ndef compute_score(solution_str): return 1\n")
@@ -317,7 +380,8 @@ def test_an_answer_that_eats_memory_is_malformed_for_math(monkeypatch, tmp_path)
 @pytest.mark.parametrize("act", ["daemon", "daemon_then_exit", "daemon_then_hang"])
 @pytest.mark.usefixtures("system")
 def test_a_daemon_ends_with_its_worker(hostile, tmp_path, act):
-    reward = function(hostile, arguments={"folder": str(tmp_path)}, limits=FunctionLimits(timeout_s=3.0))
+    limits = FunctionLimits(timeout_s=3.0 if act == "daemon_then_hang" else 100.0)
+    reward = function(hostile, arguments={"folder": str(tmp_path)}, limits=limits)
     with RewardRunner([reward]) as rewards:
         [scored] = rewards.collect([group("1", act, "2")])
         if act != "daemon":

@@ -141,6 +141,29 @@ def test_rows_without_a_ground_truth_do_not_count_towards_giving_up():
     assert score(reward, *(group("none", id=str(i)) for i in range(5)), group("a")) == [[None]] * 5 + [[1.0]]
 
 
+def test_a_large_group_counts_once_towards_giving_up_and_the_limits():
+    """Although the reward is called with one slice after another."""
+    reward = Busy(limits={"max_concurrent_groups": 1, "groups_per_s": 0.001, "give_up_after": 2}).build()
+    with RewardRunner([reward], tolerant=True) as runner:
+        [scored] = runner.collect([group(*(f"f{9 + i}" for i in range(200)))])  # a second call would wait for 1000 s
+        client = runner.clients[0]
+        assert (client.given_up, client.counts["calls"]) == (None, 1)
+    assert [score.failure.cause for score in scored.scores if score.failure] == ["http"] * 200
+    assert (len(reward.started), reward.max_in_flight) == (4, 4)
+    assert len(reward.tries) == 200
+
+
+def test_a_slice_of_a_large_group_fails_alone():
+    class Raises(LiveBusy):
+        async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+            if any(sample.text == "bug" for one in groups for sample in one.samples):
+                raise ValueError("bug")
+            return await super().score(groups)
+
+    reward = Raises(Busy(limits={"give_up_after": 1}))
+    assert score(reward, group(*["a"] * 128, "bug", "a"), group("a", id="next")) == [[1.0] * 128 + [None] * 2, [1.0]]
+
+
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +241,17 @@ def test_duplicate_responses_are_scored_once(tmp_path):
     reward = Busy().build()
     assert score(reward, group("a", "b", "a"), cache=tmp_path / "c.sqlite") == [[1.0, 1.0, 1.0]]
     assert reward.tries == {"a": 1, "b": 1}
+
+
+def test_duplicate_responses_of_a_large_group_are_scored_once(tmp_path):
+    """A reward that draws at random must not score equal responses differently, however many there are."""
+    reward = Busy().build()
+    texts = [f"{i % 130}" for i in range(400)]
+    assert score(reward, group(*texts), cache=tmp_path / "c.sqlite") == [[1.0] * 400]
+    assert reward.tries == dict.fromkeys(texts, 1)
+    again = Busy().build()
+    assert score(again, group(*texts, "new"), cache=tmp_path / "c.sqlite") == [[1.0] * 401]
+    assert again.tries == {"new": 1}
 
 
 def test_an_unwritable_cache_only_turns_off_caching(tmp_path, capsys):

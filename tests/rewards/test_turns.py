@@ -1,6 +1,7 @@
 """Turns on the rewards' event loop: calls to models do not wait until rules have computed."""
 
 import asyncio
+import gc
 import threading
 import time
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ from plaudit.rewards.reward import LONG_TEXT, LiveReward, Reward, Rule
 from plaudit.rewards.rules.regex import Regex
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rewards.turns import turns
-from plaudit.types import Score
+from plaudit.types import Score, ScoredGroup
 from support.rewards import group, values
 
 EVENTS: list[str] = []
@@ -67,10 +68,14 @@ def test_calls_end_while_rules_compute():
 def test_calls_end_while_one_large_group_is_scored():
     large, small = group(*["a"] * 600), group("b", id="small")
     with RewardRunner([Slow(when={"id": ("p",)}), Called(when={"id": ("small",)})]) as runner:
-        large_score = runner.run(runner.score(large))
-        runner.run(runner.score(small)).result()
-        assert not large_score.done()
-        assert values(large_score.result()) == [1.0] * 600
+
+        async def score_both() -> ScoredGroup:  # started on the loop, so that the order does not depend on this thread
+            large_score = asyncio.create_task(runner.score(large))
+            await runner.score(small)
+            assert not large_score.done()
+            return await large_score
+
+        assert values(runner.run(score_both()).result()) == [1.0] * 600
     assert EVENTS.index("called") < 300
 
 
@@ -99,6 +104,34 @@ def test_turns_are_taken_in_order():
     assert order == [*range(80), *range(80)]
 
 
+def test_turns_go_with_their_loop():
+    async def compute() -> None:
+        await turns().take()
+        await turns().in_thread(int)
+
+    before = len(turns_module._TURNS)
+    for _ in range(3):
+        asyncio.run(compute())
+    gc.collect()
+    assert len(turns_module._TURNS) == before
+
+
+def test_closed_turns_neither_wait_nor_cancel():
+    """Another user of the loop may still compute in the thread, and more may be queued."""
+    released = threading.Event()
+
+    async def close_while_computing() -> list[bool | str]:
+        closed = turns()
+        works = [asyncio.create_task(closed.in_thread(work)) for work in (released.wait, lambda: "queued")]
+        await asyncio.sleep(0)
+        closed.close()  # would block for ever if it waited for the thread
+        assert turns() is not closed
+        released.set()
+        return await asyncio.gather(*works)
+
+    assert asyncio.run(close_while_computing()) == [True, "queued"]
+
+
 def test_long_responses_are_scored_in_a_thread():
     class Where(Rule):
         kind: Literal["where"] = "where"
@@ -115,7 +148,7 @@ def test_long_responses_are_scored_in_a_thread():
 
 @pytest.mark.parametrize("full", [False, True])
 def test_slow_pattern_gives_the_same_scores_beside_quick_ones(full):
-    reward = Regex(kind="regex", pattern=r"(a|aa)+b?", full=full, limits={"timeout_s": 0.05})  # pyright: ignore[reportArgumentType]
+    reward = Regex(kind="regex", pattern=r"(a|aa)+b?", full=full, limits={"timeout_s": 100})  # pyright: ignore[reportArgumentType]
     texts = ["ab", "c" + "a" * 400 + "c", "a" * (LONG_TEXT + 1) + "b", ""]
     with RewardRunner([reward]) as runner:
         [scored] = runner.collect([group(*texts)])

@@ -11,9 +11,11 @@ plaudit looks for processes with the worker's mark in their environment. macOS h
 descendants it has seen and looks for the mark. A daemon that emptied its environment gets away if the guard was killed or, on
 macOS, if it was started between two looks.
 
-**Memory** is what the worker and its descendants hold in RAM (resident set), on Linux and macOS. Not RLIMIT_AS or RLIMIT_DATA:
-these count memory that is reserved and never used, of which torch, CUDA and the JVM take a lot, and macOS does not enforce them.
-The guard looks again before the rest could be used up, so that the limit is exceeded by a fraction of a GB at most.
+**Memory** is what the worker and its descendants hold in RAM. Not RLIMIT_AS or RLIMIT_DATA: these count memory that is reserved
+and never used, of which torch, CUDA and the JVM take a lot, and macOS does not enforce them. Their resident sets are summed, which
+is quick; if the sum exceeds the limit, Linux's proportional sets decide, in which a page that n processes share counts 1/n for each
+of them. Forked children share most of their pages. macOS has no proportional sets: there, shared pages count once per process. The
+guard looks again before the rest could be used up, so that the limit is exceeded by a fraction of a GB at most.
 """
 
 import ctypes
@@ -32,6 +34,9 @@ MARK = "PLAUDIT_WORKER"
 GROWTH_PER_S = 8e9
 """Bytes of memory that a process can fill in a second, at most."""
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 1.0
+SEARCH_EVERY_S = 1.0
+"""Without a subreaper, children are searched for among all processes of the system, which takes milliseconds: while the known ones
+are idle, only this often."""
 ENDING_S = 2.0
 """How long processes may take to end after SIGKILL."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -91,7 +96,7 @@ def _watch(worker: int, control: int, child_ended: int, tree: "Tree", memory_lim
     while True:
         wait_s = LONGEST_WAIT_S
         if memory_limit:
-            used = tree.memory()
+            used = memory_used(tree, memory_limit)
             if used > memory_limit:
                 os.kill(worker, signal.SIGUSR1)  # it prints the line that it is executing
                 time.sleep(0.02)
@@ -131,9 +136,25 @@ class Tree(Protocol):
         """Every process below this one."""
         ...
 
-    def memory(self) -> int:
-        """Bytes of RAM that they hold."""
+    def resident(self) -> dict[int, int]:
+        """The resident set of each, in bytes."""
         ...
+
+
+def memory_used(tree: Tree, limit: int) -> int:
+    """Bytes of RAM that the members of a tree hold. Below the limit this may be too high: shared pages count for each process."""
+    resident = tree.resident()
+    used = sum(resident.values())
+    return used if used <= limit else sum(_proportional(pid, size) for pid, size in resident.items())
+
+
+def _proportional(pid: int, resident: int) -> int:
+    """A process's memory, with its part of what it shares; its resident set, which is larger, where the system does not say."""
+    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return resident
 
 
 class SubreaperTree:
@@ -147,12 +168,12 @@ class SubreaperTree:
             unexplored += children
         return found
 
-    def memory(self) -> int:
-        pages = 0
+    def resident(self) -> dict[int, int]:
+        sizes, page_bytes = {}, os.sysconf("SC_PAGE_SIZE")
         for pid in self.members():
             with suppress(OSError), open(f"/proc/{pid}/statm") as file:
-                pages += int(file.read().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+                sizes[pid] = int(file.read().split()[1]) * page_bytes
+        return sizes
 
 
 def _children(pid: int) -> list[int]:
@@ -169,26 +190,41 @@ class SearchedTree:
 
     def __init__(self, mark: str):
         self._mark, self._seen = mark, set()
+        self._next_search, self._activity_at_search = 0.0, (0.0, 0)
 
     def members(self) -> list[int]:
-        self._look()
+        self._search()
         return [*{process.pid for process in self._seen if process.is_running()} | set(marked(self._mark))]
 
-    def memory(self) -> int:
+    def resident(self) -> dict[int, int]:
         import psutil
 
-        self._look()
-        total = 0
+        if time.monotonic() >= self._next_search or self._activity() != self._activity_at_search:
+            self._search()
+        sizes = {}
         for process in self._seen:
             with suppress(psutil.Error):
-                total += process.memory_info().rss
-        return total
+                sizes[process.pid] = process.memory_info().rss
+        return sizes
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         import psutil
 
+        self._next_search, self._activity_at_search = time.monotonic() + SEARCH_EVERY_S, self._activity()
         self._seen |= set(psutil.Process().children(recursive=True))
         self._seen = {process for process in self._seen if process.is_running()}
+
+    def _activity(self) -> tuple[float, int]:
+        """CPU time and context switches of those seen: who starts a process has been woken for it, or computes."""
+        import psutil
+
+        cpu_s, switches = 0.0, 0
+        for process in self._seen:
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                cpu_s += times.user + times.system
+                switches += sum(process.num_ctx_switches())
+        return cpu_s, switches
 
 
 def marked(mark: str) -> list[int]:
