@@ -134,6 +134,22 @@ RIGHT: dict[str, list[Pair]] = {
         ("\\frac{1}{x} + \\frac{1}{y} = 1", "y + x = xy"), ("x - 2y > 4", "2x - 4y > 8"), ("y = \\frac{x}{x+1}", "xy + y = x"),
         ("x^2 = 4y", "y = \\frac{x^2}{4}"),
     ],
+    "rough values": [
+        ("5\\sqrt{2}", "x = 5\\sqrt{2} \\approx 7.07"), ("7.07", "x \\approx 7.07"), ("\\pi \\approx 3.14", "3.14"),
+        ("\\pi \\approx 3.14", "\\pi"), ("3.14", "\\pi \\approx 3.14"),
+        ("5\\sqrt{2} \\text{ cm}", "5\\sqrt{2} \\approx 7.07 \\text{ cm}"), ("x \\approx 3", "3"),
+        ("0.67", "\\frac{2}{3} \\approx 0.67"), ("\\frac{2}{3}", "\\frac{2}{3} ≈ 0.667"), ("1.41", "x = \\sqrt{2} ≈ 1.41"),
+        ("\\sqrt{2}", "\\sqrt{2} \\approx 1.4"), ("2.50", "x ≈ 2.5"), ("-0.33", "-\\frac{1}{3} \\approx -0.33"),
+    ],
+    "accents and vectors": [
+        ("z\\bar z", "\\bar{z} z"), ("\\bar{z}+1", "1+\\overline{z}"), ("\\bar z", "\\overline{z}"),
+        ("2\\vec{a}+\\vec{b}", "\\vec b + 2 \\vec a"), ("\\vec{a}+\\vec{b}", "\\overrightarrow{b}+\\overrightarrow{a}"),
+        ("3\\mathbf{i}+4\\mathbf{j}", "4\\hat{j}+3\\hat{i}"), ("3\\mathbf{i}+4\\mathbf{j}", "3i+4j"),
+        ("\\hat{y}=1.5x+2", "y=1.5x+2"), ("\\hat{y}=1.5x+2", "\\hat{y} = 2+1.5x"), ("1/3", "0.\\overline{3}"),
+        ("\\overline{AB}", "\\overline{AB}"), ("AB = 5", "\\overline{AB} = 5"), ("|\\vec{a}| \\cdot 2", "2|\\vec{a}|"),
+        ("2 \\cdot \\vec{a}", "2\\vec{a}"), ("\\vec{a}\\times\\vec{b}", "\\vec a \\times \\vec b"), ("\\bar{x}_1", "\\bar{x_1}"),
+        ("\\overrightarrow{AB}+\\overrightarrow{AC}", "\\overrightarrow{AC}+\\overrightarrow{AB}"),
+    ],
 }  # fmt: skip
 
 WRONG: dict[str, list[Pair]] = {
@@ -264,6 +280,21 @@ WRONG: dict[str, list[Pair]] = {
         ("x^2 + y^2 = 4", "\\frac{x^2}{4} - \\frac{y^2}{4} = 1"), ("x - 2y > 4", "4y - 2x > -8"), ("xy > 6", "y > \\frac{6}{x}"),
         ("A = 60", "A = B = 60"), ("2x + y = 5", "5"), ("xy = 6", "\\frac{6}{t}"), ("x + y = 1", "x + y = 2"),
         ("x = y = z = 5", "x = y = 5"), ("(y-x)^2 = 0", "y = 2x"),
+    ],
+    "rough values": [
+        ("3", "4 \\approx 3"), ("2", "1 \\approx 2"), ("0", "0.9 \\approx 0"), ("1", "\\frac{1}{100} \\approx 1"),
+        ("0.5", "0.6 \\approx 0.5"), ("3", "\\pi \\approx 3"), ("3", "4 ~ 3"), ("3", "x \\approx 3"),
+        ("7.10", "7.14 \\approx 7.10"), ("0.5", "0.46 \\approx \\frac{1}{2}"), ("7", "5\\sqrt{2} \\approx 7"),
+        ("\\pi", "\\pi \\approx 3.15"), ("3", "3 ≈ 4"),
+    ],
+    "accents and vectors": [
+        ("z\\bar z", "z^2"), ("\\bar z+1", "z+1"), ("\\bar{z}+1", "z+1"), ("\\overline{z}", "z"), ("A\\bar B+\\bar A B", "2AB"),
+        ("\\vec a\\times\\vec b", "\\vec b\\times\\vec a"), ("\\vec{a}\\times\\vec{b}", "\\vec{b}\\times\\vec{a}"),
+        ("\\vec{a}\\times\\vec{b}", "\\vec{a}\\cdot\\vec{b}"), ("\\mathbf{a}\\times\\mathbf{b}", "\\mathbf{b}\\times\\mathbf{a}"),
+        ("2\\vec{a}\\times\\vec{b}", "2\\vec{b}\\times\\vec{a}"), ("\\hat{i}\\times\\hat{j}", "\\hat{j}\\times\\hat{i}"),
+        ("\\overrightarrow{AB}\\times\\overrightarrow{AC}", "\\overrightarrow{AC}\\times\\overrightarrow{AB}"),
+        ("\\tilde x + x", "2x"), ("\\hat{x}+x", "2x"),
+        ("(\\vec{a}+\\vec{b})\\times\\vec{c}", "\\vec{c}\\times(\\vec{a}+\\vec{b})"), ("\\vec{a}", "\\hat{a}"),
     ],
 }  # fmt: skip
 

@@ -155,6 +155,7 @@ _HTML = re.compile(r"<(su[bp])>([^<>]{1,100})</\1>", re.I)
 _CIRCLED = re.compile("[①-⑳](?:[\\s,]?[①-⑳])*")
 # '$8$, $4$' are formulas, '$8, $4' is money: a formula neither begins nor ends with a space or a separator.
 _FORMULAS = re.compile(r"(?<![\\$])\$(?![\s$])([^$]{1,2000}?)(?<![\s\\$,;-])\$(?![\d$])")
+_VECTOR = r"\\(?:vec|hat|mathbf|boldsymbol|bm)\s?{\s?([A-Za-z])\s?}"
 # Applied in this order.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
@@ -182,7 +183,12 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
     (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
     (re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
-    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf|vec|hat)(?![a-zA-Z])\s*(?={)"), ""),
+    (re.compile(r"\\(vec|hat|bar|tilde)\s([A-Za-z])"), r"\\\1{\2}"),
+    # The estimate in a regression line is written y as well; the unit vectors i, j, k in bold, with an arrow, a hat or nothing.
+    (re.compile(r"^\s?\\(?:wide)?hat\s?{\s?y\s?}\s?="), "y ="),
+    (re.compile(rf"{_VECTOR}(?=\s?\\(?:times|cdot)(?![a-zA-Z]))"), r"\\vec{\1}"),
+    (re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
+    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
     (re.compile(r"\{,\}|(?<=\d),\\!(?=\d)|\\!"), ""),
     (re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),

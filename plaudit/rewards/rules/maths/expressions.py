@@ -45,7 +45,9 @@ _TIMES = frozenset(["*", "\\cdot", "\\times", "\\ast"])
 _UNKNOWN_FUNCTIONS = frozenset("fghFG")
 """Letters that denote a function before a bracket; any other letter is a factor."""
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_NAMED = frozenset(["\\overline", "\\overrightarrow", "\\widehat", "\\bar", "\\tilde", "\\text"])
+_ACCENTS = {"\\bar": "bar", "\\overline": "bar", "\\hat": "hat", "\\widehat": "hat", "\\tilde": "tilde", "\\widetilde": "tilde",
+            "\\vec": "vec", "\\overrightarrow": "vec"}  # fmt: skip
+_NAMED = frozenset(["\\text", *_ACCENTS])
 CONSTANTS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
 
 
@@ -120,6 +122,8 @@ class _Reader:
         tree = self.power()
         while True:
             if self.token in _TIMES:
+                if _is_vector(tree):
+                    raise Unreadable("a product of vectors")  # neither of the two is a product of numbers
                 self.take()
                 tree = ("mul", tree, self.signed())
             elif self.token in ("/", "\\div"):
@@ -225,7 +229,7 @@ class _Reader:
         if token[1:] in _EVALUATED:
             return self.function(token[1:])
         if token in _NAMED:
-            return self.symbol(self.name())
+            return self.symbol(_accented(_ACCENTS.get(token, ""), self.name()))
         if token in _ATOMS:
             return _ATOMS[token](self)
         raise Unreadable(f"unknown {token}" if token else "it ends too early")
@@ -326,6 +330,20 @@ class _Reader:
 
     def binomial(self) -> Tree:
         return ("binom", self.argument(), self.argument())
+
+
+def _accented(accent: str, name: str) -> str:
+    """z̄ is another symbol than z. A bar over several letters is a segment, AB, or the digits of a number."""
+    if not accent or (accent == "bar" and not name.startswith("\\") and len(name.split("_")[0]) > 1):
+        return name
+    return f"{accent} {name}"
+
+
+def _is_vector(tree: Tree) -> bool:
+    """Whether it is built from vectors; |a| is a number."""
+    if tree[0] == "sym":
+        return tree[1].startswith("vec ")
+    return tree[0] in ("neg", "add", "mul", "div") and any(_is_vector(part) for part in tree[1:])
 
 
 _ATOMS: dict[str, Callable[[_Reader], Tree]] = {

@@ -315,19 +315,29 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
     also = []
     while name and not bound and len(values) > 1 and re.fullmatch(r"\\?[A-Za-z](?:_\w)?", values[0]) and set(signs) == {"="}:
         also.append(_named(values.pop(0))[0])
-    rough = None
-    if signs[-1] == "~" and len(values) > 1:
-        rough = _formula(values.pop())
-        signs = signs[:-1]
-    if "~" in signs[: len(signs) - 1] or not values:
+    if "~" in signs[:-1]:
         raise Unreadable("a chain of rough equations")
+    rough = None
+    if signs[-1] == "~":
+        rough = _quantity(values[-1])
+        if rough.unit.unknown:
+            raise Unreadable("an unknown unit")
+        values = values[:-1] if len(values) > 1 else values
     last = read_form(values[-1])
     if isinstance(last, Region | Many) and len(values) == 1 and not also:
         return replace(last, variable=name) if isinstance(last, Region) else last
     if not isinstance(last, Value) or last.name:
         raise Unreadable("an equation of another kind")
     others = tuple(_formula(value) for value in values[:-1])
-    return replace(last, name=name, also=tuple(sorted(also)), bound=bound, others=others, rough=rough)
+    return replace(
+        last,
+        name=name,
+        also=tuple(sorted(also)),
+        bound=bound,
+        others=others,
+        rough=rough and rough.tree,
+        rough_decimals=rough and rough.decimals,
+    )
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -77,9 +77,12 @@ class Comparison:
             return False  # '8 + 16 = 24' and '6 · 4 = 24': it is unclear which side was required; equal texts never get here
         values = [tree]
         if answer.rough is not None:
-            if not rounds_to(answer.tree, answer.rough):
+            if not rounds_to(answer.tree, answer.rough, answer.rough_decimals):
                 return False  # '3 ≈ 5' is two answers
-            values.append(answer.rough)
+            # A whole number, or a formula, is exact: 'π ≈ 3' is not 3.
+            rough_is_enough = truth.decimals is not None or truth.rough is not None
+            values = [] if answer.rough == answer.tree else values
+            values += [answer.rough] if rough_is_enough else []
         wanted = [truth.tree] if truth.rough is None else [truth.tree, truth.rough]
         if any(self.same_quantity(one, truth.unit, value, answer.unit) for one in wanted for value in values):
             return True

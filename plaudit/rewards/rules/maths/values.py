@@ -220,11 +220,15 @@ def _root(n: Any, value: Any) -> Any:
     return mpmath.sqrt(value) if n == 2 else _power(value, 1 / n)
 
 
-def rounds_to(value: Tree, rough: Tree) -> bool:
-    """Whether `rough` equals `value` to its last digit."""
+def rounds_to(value: Tree, rough: Tree, decimals: int | None) -> bool:
+    """Whether `value`, rounded to the digits of `rough`, is `rough`: |value − rough| ≤ ½ · 10^−decimals. `decimals`: those of a
+    plain number; -1 if it is a formula with a point, as 1.5 · 10³, whose shortest decimal counts; None if it has no point."""
     b = exact(rough)
-    places = None if b is None else next((n for n in range(30) if (b * 10**n).denominator == 1), None)
-    return b is not None and places is not None and within(value, b, mpmath.mpf(10) ** -places)
+    if b is None:
+        return False
+    tried = range(30) if decimals == -1 else [decimals or 0]
+    places = next((n for n in tried if (b * 10**n).denominator == 1), None)
+    return places is not None and within(value, b, mpmath.mpf(10) ** -places / 2)
 
 
 def within(tree: Tree, value: Any, distance: Any) -> bool:
