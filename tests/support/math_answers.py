@@ -150,6 +150,22 @@ RIGHT: dict[str, list[Pair]] = {
         ("2 \\cdot \\vec{a}", "2\\vec{a}"), ("\\vec{a}\\times\\vec{b}", "\\vec a \\times \\vec b"), ("\\bar{x}_1", "\\bar{x_1}"),
         ("\\overrightarrow{AB}+\\overrightarrow{AC}", "\\overrightarrow{AC}+\\overrightarrow{AB}"),
     ],
+    "unknown functions": [
+        ("x(x+1)", "x^2+x"), ("a(b+c)", "ab+ac"), ("k(k+1)", "k^2+k"), ("n(n+1)/2", "\\frac{n^2+n}{2}"), ("A(B+C)", "AB+AC"),
+        ("N(N-1)", "N^2-N"), ("uv(u+v)", "u^2v+uv^2"), ("P(1+r)^t", "P(r+1)^t"), ("E(X)^2+1", "1+(E(X))^2"), ("T(n)+1", "1+T(n)"),
+        ("P(A)+P(B)", "P(B)+P(A)"), ("R(1-\\cos\\theta)", "R-R\\cos\\theta"), ("\\alpha(\\beta+1)", "\\alpha\\beta+\\alpha"),
+        ("E(2X)", "E(X \\cdot 2)"),
+    ],
+    "logic, figures and sets": [
+        ("1, 2", "x = 1 or 2"), ("1, 2", "x = 1 \\lor x = 2"),
+        ("1, 3", "x_1 = 1 or x_2 = 3"), ("1 or 3", "3 and 1"), ("x=1 or x=2", "x=2 and x=1"),
+        ("p \\land q", "q \\land p"), ("x=1 and y=2", "y=2, x=1"), ("x=1 and y=2", "(1,2)"), ("\\angle ABC", "∠ABC"),
+        ("\\angle ABC", "ABC"), ("\\angle A = 60^\\circ", "60^\\circ"), ("60^\\circ", "∠A = 60°"),
+        ("\\angle A = 60^\\circ", "A = 60^\\circ"), ("∆ = 4", "4"), ("\\{1\\}", "1"), ("1", "\\{1\\}"), ("\\{1,2\\}", "1, 2"),
+        ("\\{1\\}, \\{2\\}", "\\{2\\}, \\{1\\}"), ("10000", "10{,}000"), ("1234567", "1{,}234{,}567"), ("1000", "1,\\!000"),
+        ("(1,2) or (3,4)", "(3,4) and (1,2)"), ("f(x)=x or f(x)=-x", "f(x)=-x and f(x)=x"),
+        ("\\{\\{1\\}, \\{2\\}\\}", "\\{\\{2\\}, \\{1\\}\\}"), ("x<1 \\text{ or } x>3", "x>3 or x<1"),
+    ],
 }  # fmt: skip
 
 WRONG: dict[str, list[Pair]] = {
@@ -295,6 +311,18 @@ WRONG: dict[str, list[Pair]] = {
         ("\\overrightarrow{AB}\\times\\overrightarrow{AC}", "\\overrightarrow{AC}\\times\\overrightarrow{AB}"),
         ("\\tilde x + x", "2x"), ("\\hat{x}+x", "2x"),
         ("(\\vec{a}+\\vec{b})\\times\\vec{c}", "\\vec{c}\\times(\\vec{a}+\\vec{b})"), ("\\vec{a}", "\\hat{a}"),
+    ],
+    "unknown functions": [
+        ("S(n)", "Sn"), ("V(2X)", "2V(X)"), ("\\sigma(m)\\sigma(n)", "\\sigma(mn)\\sigma"), ("E(X^2)", "E(X)^2"),
+        ("E[X^2]", "E[X]^2"), ("P(A)+P(B)", "P(A+B)"), ("T(n)", "nT"), ("u(x)v(x)", "uvx^2"), ("\\phi(n)", "n\\phi"),
+        ("P_1(x)", "xP_1"), ("D(X+Y)", "D(X)+D(Y)"), ("f_1(x)", "xf_1"), ("p(x)q(x)", "pqx^2"), ("T(n)T(m)", "T(nm)T"),
+    ],
+    "logic, figures and sets": [
+        ("p \\land q", "p \\lor q"), ("x=1 and y=2", "x=1 or y=2"), ("x=1, y=2", "x=1 or y=2"), ("(1,2)", "x=1 or y=2"),
+        ("\\triangle ABC", "\\angle ABC"), ("△ABC", "∠ABC"), ("\\{1\\}", "\\{\\{1\\}\\}"), ("\\emptyset", "\\{\\emptyset\\}"),
+        ("\\{\\emptyset\\}", "\\emptyset"), ("\\{1, 2\\}", "\\{\\{1\\}, 2\\}"), ("17", "1{,}7"), ("17", "1,\\!7"),
+        ("x+y=1 and x-y=2", "x+y=1 or x-y=2"), ("p and q", "p or q"), ("x=1 and y=1 or x=2 and y=2", "x=1 and y=2 or x=2 and y=1"),
+        ("1", "\\{\\{1\\}\\}"),
     ],
 }  # fmt: skip
 

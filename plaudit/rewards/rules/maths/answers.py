@@ -138,7 +138,7 @@ _UNICODE = {
     "＝": "=", "＜": "<", "＞": ">",
     "｜": "|", "∣": "|", "’": "'", "‘": "'", "“": '"', "”": '"', "\u00a0": " ", "\u2009": " ", "α": r"\alpha ", "β": r"\beta ",
     "γ": r"\gamma ", "δ": r"\delta ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ",
-    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "∠": "", "△": "", "∆": "",
+    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "∠": r"\angle ", "△": r"\triangle ", "∆": r"\triangle ",
     "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "∀": r"\forall ", "∃": r"\exists ", "、": ", ", "∖": r"\setminus ",
 }  # fmt: skip
 _TRANSLATE = str.maketrans(_UNICODE)
@@ -190,12 +190,13 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
     (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
-    (re.compile(r"\{,\}|(?<=\d),\\!(?=\d)|\\!"), ""),
+    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\!"), ""),
     (re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
     (re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
     (re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
-    (re.compile(r"\\(?:angle|triangle)(?![a-zA-Z])"), ""),
     (re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
     (re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
     (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
@@ -260,6 +261,7 @@ _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
 _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_FIGURE = re.compile(r"\\(angle|triangle)(?![a-zA-Z])")
 _OPERATOR = re.compile(r"[}\s]*(?:[\^+*/=!_<>]|-(?!\d))")
 
 
@@ -303,8 +305,18 @@ def split_choice(text: str) -> tuple[str, str]:
     return found[1], found[2].strip()
 
 
+def without_figures(text: str) -> str:
+    """The text without the signs for angles and triangles, which may be left out: '\\angle A = 60' is 'A = 60'."""
+    return _FIGURE.sub("", text).strip().removeprefix("= ")
+
+
 def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: bool = False) -> bool | None:
     """True or False, or None if plain comparison cannot decide. Both texts are normalised."""
+    if "angle" in answer or "angle" in truth:
+        figures = [frozenset(_FIGURE.findall(text)) for text in (answer, truth)]
+        if all(figures) and figures[0] != figures[1]:
+            return False
+        answer, truth = without_figures(answer), without_figures(truth)
     if key(answer) == key(truth):
         return True
     said, wanted = words(answer), words(truth)

@@ -42,8 +42,10 @@ FUNCTIONS = frozenset(
 _EVALUATED = FUNCTIONS - frozenset(["det", "gcd", "lcm", "max", "min", "sgn"])
 _DIGITS = frozenset("0123456789.")
 _TIMES = frozenset(["*", "\\cdot", "\\times", "\\ast"])
-_UNKNOWN_FUNCTIONS = frozenset("fghFG")
-"""Letters that denote a function before a bracket; any other letter is a factor."""
+_FUNCTION_LETTERS = frozenset("fghFGEPT")
+"""Letters that denote a function before any bracket: E(X + Y), P(A + B), T(n - 1)."""
+_POSSIBLE_FUNCTIONS = frozenset("ABCDHIJKLMNOQRSUVWXYZuvpq") | GREEK
+"""These, and any letter with an index, denote a function before a single term, and are a factor of a sum: S(n), but A(B + C)."""
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _ACCENTS = {"\\bar": "bar", "\\overline": "bar", "\\hat": "hat", "\\widehat": "hat", "\\tilde": "tilde", "\\widetilde": "tilde",
             "\\vec": "vec", "\\overrightarrow": "vec"}  # fmt: skip
@@ -274,9 +276,23 @@ class _Reader:
         if self.token == "_":
             self.take()
             name += "_" + self.name()
-        if name in _UNKNOWN_FUNCTIONS and self.token == "(":
-            return ("apply", name, self.atom())
+        if self.token in ("(", "["):
+            possible = name in _POSSIBLE_FUNCTIONS or "_" in name
+            if name in _FUNCTION_LETTERS or (possible and not self.is_sum_ahead()):
+                return ("apply", name, self.atom())
         return ("sym", name)
+
+    def is_sum_ahead(self) -> bool:
+        """Whether the brackets that open here enclose a sum: looked up, since reading it twice takes time exponential in depth."""
+        depth = 0
+        for at in range(self.at, len(self.tokens)):
+            token = self.tokens[at]
+            depth += (token[-1] in "([{") - (token[-1] in ")]}")
+            if depth == 0:
+                break
+            if depth == 1 and token in ("+", "-") and at > self.at + 1:
+                return True
+        return False
 
     def function(self, name: str) -> Tree:
         power = base = None

@@ -33,6 +33,8 @@ class Many:
     kind: str
     """list (in any order), set, tuple, ratio, matrix, row, statement (a condition and what holds under it)."""
     items: tuple["Form", ...]
+    joint: str = ""
+    """'and' or 'or' between statements; '' for commas, which mean 'and' there, and between values."""
 
 
 @dataclass(frozen=True)

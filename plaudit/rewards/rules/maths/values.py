@@ -6,6 +6,7 @@ does not know: they are drawn from a key, which is a hash of the run's seed and 
 """
 
 import random
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,8 +183,8 @@ def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
             return mpmath.log(_bounded(_evaluate(a, point))) / 7
         case ("apply", name, a):
             # An unknown function: replaced by an arbitrary fixed one that no answer would contain.
-            x = _bounded(_evaluate(a, point))
-            return mpmath.sin(x * 3 + ord(name)) + x * x / 7 + ord(name)
+            x, which = _bounded(_evaluate(a, point)), zlib.crc32(name.encode()) / mpmath.mpf(2**24)
+            return mpmath.sin(x * 3 + which) + x * x / 7 + which
         case ("call", name, a):
             value = _FUNCTIONS[name](_bounded(_evaluate(a, point)))
             return _not_lost(value) if name == "exp" else value
