@@ -139,7 +139,8 @@ RIGHT: dict[str, list[Pair]] = {
         ("\\pi \\approx 3.14", "\\pi"), ("3.14", "\\pi \\approx 3.14"),
         ("5\\sqrt{2} \\text{ cm}", "5\\sqrt{2} \\approx 7.07 \\text{ cm}"), ("x \\approx 3", "3"),
         ("0.67", "\\frac{2}{3} \\approx 0.67"), ("\\frac{2}{3}", "\\frac{2}{3} ≈ 0.667"), ("1.41", "x = \\sqrt{2} ≈ 1.41"),
-        ("\\sqrt{2}", "\\sqrt{2} \\approx 1.4"), ("2.50", "x ≈ 2.5"), ("-0.33", "-\\frac{1}{3} \\approx -0.33"),
+        ("\\sqrt{2}", "\\sqrt{2} \\approx 1.4"), ("2.50", "x ≈ 2.5"),
+        ("(1.2, 3.4)", "(x, y) ≈ (1.2, 3.4)"), ("-0.33", "-\\frac{1}{3} \\approx -0.33"),
     ],
     "accents and vectors": [
         ("z\\bar z", "\\bar{z} z"), ("\\bar{z}+1", "1+\\overline{z}"), ("\\bar z", "\\overline{z}"),
@@ -302,6 +303,7 @@ WRONG: dict[str, list[Pair]] = {
         ("0.5", "0.6 \\approx 0.5"), ("3", "\\pi \\approx 3"), ("3", "4 ~ 3"), ("3", "x \\approx 3"),
         ("7.10", "7.14 \\approx 7.10"), ("0.5", "0.46 \\approx \\frac{1}{2}"), ("7", "5\\sqrt{2} \\approx 7"),
         ("\\pi", "\\pi \\approx 3.15"), ("3", "3 ≈ 4"),
+        ("(1, 2)", "(x, y) \\approx (1, 2)"), ("x + y = 3", "x + y \\approx 3"),
     ],
     "accents and vectors": [
         ("z\\bar z", "z^2"), ("\\bar z+1", "z+1"), ("\\bar{z}+1", "z+1"), ("\\overline{z}", "z"), ("A\\bar B+\\bar A B", "2AB"),

@@ -317,9 +317,10 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
     if not name:
         left = pieces[0]
         if left.startswith("(") and len(pieces) == 2 and balanced(left[1:-1]) and "," in left:
-            return _assignments(split(left[1:-1], {","})[0], read_form(pieces[1]))
+            form = read_form(pieces[1])
+            return _assignments(split(left[1:-1], {","})[0], _as_rough(form) if signs == ["~"] else form)
         tree = _formula(left)
-        if symbols(tree) and len(pieces) == 2:
+        if symbols(tree) and signs == ["="]:
             return Relation("=", tree, read_expression(pieces[1]))
         if symbols(tree):
             raise Unreadable("a chain of equations")
@@ -331,27 +332,28 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
         also.append(_named(values.pop(0))[0])
     if "~" in signs[:-1]:
         raise Unreadable("a chain of rough equations")
-    rough = None
-    if signs[-1] == "~":
-        rough = _quantity(values[-1])
-        if rough.unit.unknown:
-            raise Unreadable("an unknown unit")
-        values = values[:-1] if len(values) > 1 else values
+    rough = _quantity(values.pop()) if signs[-1] == "~" and len(values) > 1 else None
+    if rough and rough.unit.unknown:
+        raise Unreadable("an unknown unit")
     last = read_form(values[-1])
+    if signs[-1] == "~":
+        last = _as_rough(last, rough)
     if isinstance(last, Region | Many) and len(values) == 1 and not also:
         return replace(last, variable=name) if isinstance(last, Region) else last
     if not isinstance(last, Value) or last.name:
         raise Unreadable("an equation of another kind")
     others = tuple(_formula(value) for value in values[:-1])
-    return replace(
-        last,
-        name=name,
-        also=tuple(sorted(also)),
-        bound=bound,
-        others=others,
-        rough=rough and rough.tree,
-        rough_decimals=rough and rough.decimals,
-    )
+    return replace(last, name=name, also=tuple(sorted(also)), bound=bound, others=others)
+
+
+def _as_rough(form: Form, to: Value | None = None) -> Form:
+    """'form ≈ to'; without `to`, a form that is itself rough: 'x ≈ 1.5', '(x, y) ≈ (1.5, 2.5)'."""
+    if isinstance(form, Many) and to is None:
+        return replace(form, items=tuple(map(_as_rough, form.items)))
+    if not isinstance(form, Value):
+        raise Unreadable("a rough region")
+    to = to or form
+    return replace(form, rough=to.tree, rough_decimals=to.decimals)
 
 
 def _named(text: str) -> tuple[str, str]:
