@@ -134,6 +134,39 @@ RIGHT: dict[str, list[Pair]] = {
         ("\\frac{1}{x} + \\frac{1}{y} = 1", "y + x = xy"), ("x - 2y > 4", "2x - 4y > 8"), ("y = \\frac{x}{x+1}", "xy + y = x"),
         ("x^2 = 4y", "y = \\frac{x^2}{4}"),
     ],
+    "rough values": [
+        ("5\\sqrt{2}", "x = 5\\sqrt{2} \\approx 7.07"), ("7.07", "x \\approx 7.07"), ("\\pi \\approx 3.14", "3.14"),
+        ("\\pi \\approx 3.14", "\\pi"), ("3.14", "\\pi \\approx 3.14"),
+        ("5\\sqrt{2} \\text{ cm}", "5\\sqrt{2} \\approx 7.07 \\text{ cm}"), ("x \\approx 3", "3"),
+        ("0.67", "\\frac{2}{3} \\approx 0.67"), ("\\frac{2}{3}", "\\frac{2}{3} ≈ 0.667"), ("1.41", "x = \\sqrt{2} ≈ 1.41"),
+        ("\\sqrt{2}", "\\sqrt{2} \\approx 1.4"), ("2.50", "x ≈ 2.5"),
+        ("(1.2, 3.4)", "(x, y) ≈ (1.2, 3.4)"), ("-0.33", "-\\frac{1}{3} \\approx -0.33"),
+    ],
+    "accents and vectors": [
+        ("z\\bar z", "\\bar{z} z"), ("\\bar{z}+1", "1+\\overline{z}"), ("\\bar z", "\\overline{z}"),
+        ("2\\vec{a}+\\vec{b}", "\\vec b + 2 \\vec a"), ("\\vec{a}+\\vec{b}", "\\overrightarrow{b}+\\overrightarrow{a}"),
+        ("3\\mathbf{i}+4\\mathbf{j}", "4\\hat{j}+3\\hat{i}"), ("3\\mathbf{i}+4\\mathbf{j}", "3i+4j"),
+        ("\\hat{y}=1.5x+2", "y=1.5x+2"), ("\\hat{y}=1.5x+2", "\\hat{y} = 2+1.5x"), ("1/3", "0.\\overline{3}"),
+        ("\\overline{AB}", "\\overline{AB}"), ("AB = 5", "\\overline{AB} = 5"), ("|\\vec{a}| \\cdot 2", "2|\\vec{a}|"),
+        ("2 \\cdot \\vec{a}", "2\\vec{a}"), ("\\vec{a}\\times\\vec{b}", "\\vec a \\times \\vec b"), ("\\bar{x}_1", "\\bar{x_1}"),
+        ("\\overrightarrow{AB}+\\overrightarrow{AC}", "\\overrightarrow{AC}+\\overrightarrow{AB}"),
+    ],
+    "unknown functions": [
+        ("x(x+1)", "x^2+x"), ("a(b+c)", "ab+ac"), ("k(k+1)", "k^2+k"), ("n(n+1)/2", "\\frac{n^2+n}{2}"), ("A(B+C)", "AB+AC"),
+        ("N(N-1)", "N^2-N"), ("uv(u+v)", "u^2v+uv^2"), ("P(1+r)^t", "P(r+1)^t"), ("E(X)^2+1", "1+(E(X))^2"), ("T(n)+1", "1+T(n)"),
+        ("P(A)+P(B)", "P(B)+P(A)"), ("R(1-\\cos\\theta)", "R-R\\cos\\theta"), ("\\alpha(\\beta+1)", "\\alpha\\beta+\\alpha"),
+        ("E(2X)", "E(X \\cdot 2)"),
+    ],
+    "logic, figures and sets": [
+        ("1, 2", "x = 1 or 2"), ("1, 2", "x = 1 \\lor x = 2"),
+        ("1, 3", "x_1 = 1 or x_2 = 3"), ("1 or 3", "3 and 1"), ("x=1 or x=2", "x=2 and x=1"),
+        ("p \\land q", "q \\land p"), ("x=1 and y=2", "y=2, x=1"), ("x=1 and y=2", "(1,2)"), ("\\angle ABC", "∠ABC"),
+        ("\\angle ABC", "ABC"), ("\\angle A = 60^\\circ", "60^\\circ"), ("60^\\circ", "∠A = 60°"),
+        ("\\angle A = 60^\\circ", "A = 60^\\circ"), ("∆ = 4", "4"), ("\\{1\\}", "1"), ("1", "\\{1\\}"), ("\\{1,2\\}", "1, 2"),
+        ("\\{1\\}, \\{2\\}", "\\{2\\}, \\{1\\}"), ("10000", "10{,}000"), ("1234567", "1{,}234{,}567"), ("1000", "1,\\!000"),
+        ("(1,2) or (3,4)", "(3,4) and (1,2)"), ("f(x)=x or f(x)=-x", "f(x)=-x and f(x)=x"),
+        ("\\{\\{1\\}, \\{2\\}\\}", "\\{\\{2\\}, \\{1\\}\\}"), ("x<1 \\text{ or } x>3", "x>3 or x<1"),
+    ],
 }  # fmt: skip
 
 WRONG: dict[str, list[Pair]] = {
@@ -264,6 +297,34 @@ WRONG: dict[str, list[Pair]] = {
         ("x^2 + y^2 = 4", "\\frac{x^2}{4} - \\frac{y^2}{4} = 1"), ("x - 2y > 4", "4y - 2x > -8"), ("xy > 6", "y > \\frac{6}{x}"),
         ("A = 60", "A = B = 60"), ("2x + y = 5", "5"), ("xy = 6", "\\frac{6}{t}"), ("x + y = 1", "x + y = 2"),
         ("x = y = z = 5", "x = y = 5"), ("(y-x)^2 = 0", "y = 2x"),
+    ],
+    "rough values": [
+        ("3", "4 \\approx 3"), ("2", "1 \\approx 2"), ("0", "0.9 \\approx 0"), ("1", "\\frac{1}{100} \\approx 1"),
+        ("0.5", "0.6 \\approx 0.5"), ("3", "\\pi \\approx 3"), ("3", "4 ~ 3"), ("3", "x \\approx 3"),
+        ("7.10", "7.14 \\approx 7.10"), ("0.5", "0.46 \\approx \\frac{1}{2}"), ("7", "5\\sqrt{2} \\approx 7"),
+        ("\\pi", "\\pi \\approx 3.15"), ("3", "3 ≈ 4"),
+        ("(1, 2)", "(x, y) \\approx (1, 2)"), ("x + y = 3", "x + y \\approx 3"),
+    ],
+    "accents and vectors": [
+        ("z\\bar z", "z^2"), ("\\bar z+1", "z+1"), ("\\bar{z}+1", "z+1"), ("\\overline{z}", "z"), ("A\\bar B+\\bar A B", "2AB"),
+        ("\\vec a\\times\\vec b", "\\vec b\\times\\vec a"), ("\\vec{a}\\times\\vec{b}", "\\vec{b}\\times\\vec{a}"),
+        ("\\vec{a}\\times\\vec{b}", "\\vec{a}\\cdot\\vec{b}"), ("\\mathbf{a}\\times\\mathbf{b}", "\\mathbf{b}\\times\\mathbf{a}"),
+        ("2\\vec{a}\\times\\vec{b}", "2\\vec{b}\\times\\vec{a}"), ("\\hat{i}\\times\\hat{j}", "\\hat{j}\\times\\hat{i}"),
+        ("\\overrightarrow{AB}\\times\\overrightarrow{AC}", "\\overrightarrow{AC}\\times\\overrightarrow{AB}"),
+        ("\\tilde x + x", "2x"), ("\\hat{x}+x", "2x"),
+        ("(\\vec{a}+\\vec{b})\\times\\vec{c}", "\\vec{c}\\times(\\vec{a}+\\vec{b})"), ("\\vec{a}", "\\hat{a}"),
+    ],
+    "unknown functions": [
+        ("S(n)", "Sn"), ("V(2X)", "2V(X)"), ("\\sigma(m)\\sigma(n)", "\\sigma(mn)\\sigma"), ("E(X^2)", "E(X)^2"),
+        ("E[X^2]", "E[X]^2"), ("P(A)+P(B)", "P(A+B)"), ("T(n)", "nT"), ("u(x)v(x)", "uvx^2"), ("\\phi(n)", "n\\phi"),
+        ("P_1(x)", "xP_1"), ("D(X+Y)", "D(X)+D(Y)"), ("f_1(x)", "xf_1"), ("p(x)q(x)", "pqx^2"), ("T(n)T(m)", "T(nm)T"),
+    ],
+    "logic, figures and sets": [
+        ("p \\land q", "p \\lor q"), ("x=1 and y=2", "x=1 or y=2"), ("x=1, y=2", "x=1 or y=2"), ("(1,2)", "x=1 or y=2"),
+        ("\\triangle ABC", "\\angle ABC"), ("△ABC", "∠ABC"), ("\\{1\\}", "\\{\\{1\\}\\}"), ("\\emptyset", "\\{\\emptyset\\}"),
+        ("\\{\\emptyset\\}", "\\emptyset"), ("\\{1, 2\\}", "\\{\\{1\\}, 2\\}"), ("17", "1{,}7"), ("17", "1,\\!7"),
+        ("x+y=1 and x-y=2", "x+y=1 or x-y=2"), ("p and q", "p or q"), ("x=1 and y=1 or x=2 and y=2", "x=1 and y=2 or x=2 and y=1"),
+        ("1", "\\{\\{1\\}\\}"),
     ],
 }  # fmt: skip
 

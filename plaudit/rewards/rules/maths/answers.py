@@ -138,7 +138,7 @@ _UNICODE = {
     "＝": "=", "＜": "<", "＞": ">",
     "｜": "|", "∣": "|", "’": "'", "‘": "'", "“": '"', "”": '"', "\u00a0": " ", "\u2009": " ", "α": r"\alpha ", "β": r"\beta ",
     "γ": r"\gamma ", "δ": r"\delta ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ",
-    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "∠": "", "△": "", "∆": "",
+    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "∠": r"\angle ", "△": r"\triangle ", "∆": r"\triangle ",
     "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "∀": r"\forall ", "∃": r"\exists ", "、": ", ", "∖": r"\setminus ",
 }  # fmt: skip
 _TRANSLATE = str.maketrans(_UNICODE)
@@ -155,6 +155,7 @@ _HTML = re.compile(r"<(su[bp])>([^<>]{1,100})</\1>", re.I)
 _CIRCLED = re.compile("[①-⑳](?:[\\s,]?[①-⑳])*")
 # '$8$, $4$' are formulas, '$8, $4' is money: a formula neither begins nor ends with a space or a separator.
 _FORMULAS = re.compile(r"(?<![\\$])\$(?![\s$])([^$]{1,2000}?)(?<![\s\\$,;-])\$(?![\d$])")
+_VECTOR = r"\\(?:vec|hat|mathbf|boldsymbol|bm)\s?{\s?([A-Za-z])\s?}"
 # Applied in this order.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
@@ -182,14 +183,20 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
     (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
     (re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
-    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf|vec|hat)(?![a-zA-Z])\s*(?={)"), ""),
+    (re.compile(r"\\(vec|hat|bar|tilde)\s([A-Za-z])"), r"\\\1{\2}"),
+    # The estimate in a regression line is written y as well; the unit vectors i, j, k in bold, with an arrow, a hat or nothing.
+    (re.compile(r"^\s?\\(?:wide)?hat\s?{\s?y\s?}\s?="), "y ="),
+    (re.compile(rf"{_VECTOR}(?=\s?\\(?:times|cdot)(?![a-zA-Z]))"), r"\\vec{\1}"),
+    (re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
+    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
-    (re.compile(r"\{,\}|(?<=\d),\\!(?=\d)|\\!"), ""),
+    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\!"), ""),
     (re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
     (re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
     (re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
-    (re.compile(r"\\(?:angle|triangle)(?![a-zA-Z])"), ""),
     (re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
     (re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
     (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
@@ -254,6 +261,7 @@ _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
 _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_FIGURE = re.compile(r"\\(angle|triangle)(?![a-zA-Z])")
 _OPERATOR = re.compile(r"[}\s]*(?:[\^+*/=!_<>]|-(?!\d))")
 
 
@@ -297,8 +305,18 @@ def split_choice(text: str) -> tuple[str, str]:
     return found[1], found[2].strip()
 
 
+def without_figures(text: str) -> str:
+    """The text without the signs for angles and triangles, which may be left out: '\\angle A = 60' is 'A = 60'."""
+    return _FIGURE.sub("", text).strip().removeprefix("= ")
+
+
 def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: bool = False) -> bool | None:
     """True or False, or None if plain comparison cannot decide. Both texts are normalised."""
+    if "angle" in answer or "angle" in truth:
+        figures = [frozenset(_FIGURE.findall(text)) for text in (answer, truth)]
+        if all(figures) and figures[0] != figures[1]:
+            return False
+        answer, truth = without_figures(answer), without_figures(truth)
     if key(answer) == key(truth):
         return True
     said, wanted = words(answer), words(truth)

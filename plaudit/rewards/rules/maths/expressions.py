@@ -42,10 +42,14 @@ FUNCTIONS = frozenset(
 _EVALUATED = FUNCTIONS - frozenset(["det", "gcd", "lcm", "max", "min", "sgn"])
 _DIGITS = frozenset("0123456789.")
 _TIMES = frozenset(["*", "\\cdot", "\\times", "\\ast"])
-_UNKNOWN_FUNCTIONS = frozenset("fghFG")
-"""Letters that denote a function before a bracket; any other letter is a factor."""
+_FUNCTION_LETTERS = frozenset("fghFGEPT")
+"""Letters that denote a function before any bracket: E(X + Y), P(A + B), T(n - 1)."""
+_POSSIBLE_FUNCTIONS = frozenset("ABCDHIJKLMNOQRSUVWXYZuvpq") | GREEK
+"""These, and any letter with an index, denote a function before a single term, and are a factor of a sum: S(n), but A(B + C)."""
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_NAMED = frozenset(["\\overline", "\\overrightarrow", "\\widehat", "\\bar", "\\tilde", "\\text"])
+_ACCENTS = {"\\bar": "bar", "\\overline": "bar", "\\hat": "hat", "\\widehat": "hat", "\\tilde": "tilde", "\\widetilde": "tilde",
+            "\\vec": "vec", "\\overrightarrow": "vec"}  # fmt: skip
+_NAMED = frozenset(["\\text", *_ACCENTS])
 CONSTANTS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty"}
 
 
@@ -120,6 +124,8 @@ class _Reader:
         tree = self.power()
         while True:
             if self.token in _TIMES:
+                if _is_vector(tree):
+                    raise Unreadable("a product of vectors")  # neither of the two is a product of numbers
                 self.take()
                 tree = ("mul", tree, self.signed())
             elif self.token in ("/", "\\div"):
@@ -225,7 +231,7 @@ class _Reader:
         if token[1:] in _EVALUATED:
             return self.function(token[1:])
         if token in _NAMED:
-            return self.symbol(self.name())
+            return self.symbol(_accented(_ACCENTS.get(token, ""), self.name()))
         if token in _ATOMS:
             return _ATOMS[token](self)
         raise Unreadable(f"unknown {token}" if token else "it ends too early")
@@ -270,9 +276,23 @@ class _Reader:
         if self.token == "_":
             self.take()
             name += "_" + self.name()
-        if name in _UNKNOWN_FUNCTIONS and self.token == "(":
-            return ("apply", name, self.atom())
+        if self.token in ("(", "["):
+            possible = name in _POSSIBLE_FUNCTIONS or "_" in name
+            if name in _FUNCTION_LETTERS or (possible and not self.is_sum_ahead()):
+                return ("apply", name, self.atom())
         return ("sym", name)
+
+    def is_sum_ahead(self) -> bool:
+        """Whether the brackets that open here enclose a sum: looked up, since reading it twice takes time exponential in depth."""
+        depth = 0
+        for at in range(self.at, len(self.tokens)):
+            token = self.tokens[at]
+            depth += (token[-1] in "([{") - (token[-1] in ")]}")
+            if depth == 0:
+                break
+            if depth == 1 and token in ("+", "-") and at > self.at + 1:
+                return True
+        return False
 
     def function(self, name: str) -> Tree:
         power = base = None
@@ -326,6 +346,20 @@ class _Reader:
 
     def binomial(self) -> Tree:
         return ("binom", self.argument(), self.argument())
+
+
+def _accented(accent: str, name: str) -> str:
+    """z̄ is another symbol than z. A bar over several letters is a segment, AB, or the digits of a number."""
+    if not accent or (accent == "bar" and not name.startswith("\\") and len(name.split("_")[0]) > 1):
+        return name
+    return f"{accent} {name}"
+
+
+def _is_vector(tree: Tree) -> bool:
+    """Whether it is built from vectors; |a| is a number."""
+    if tree[0] == "sym":
+        return tree[1].startswith("vec ")
+    return tree[0] in ("neg", "add", "mul", "div") and any(_is_vector(part) for part in tree[1:])
 
 
 _ATOMS: dict[str, Callable[[_Reader], Tree]] = {

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from plaudit.rewards.rules.maths.answers import plain_number
+from plaudit.rewards.rules.maths.answers import plain_number, without_figures
 from plaudit.rewards.rules.maths.expressions import Tree, Unreadable, read_expression, symbols
 from plaudit.rewards.rules.maths.labels import same_label, split_label
 from plaudit.rewards.rules.maths.number_words import number_in_words, ordinal
@@ -30,6 +30,7 @@ MOST_ITEMS = 100
 LONGEST = 2000
 """Longer answers, in characters, are not read."""
 _JOINTS = {",", ";", "or", "and", "\\text{or}", "\\text{and}", "\\lor", "\\land", "\\cup"}
+_SAID = {"or": "or", "\\lor": "or", "and": "and", "\\land": "and"}
 _NAME = re.compile(r"\\?[A-Za-z]+'?(?:_(?:{[^{}]*(?:{[^{}]*})?[^{}]*}|\w))?(?:\\text\s*{[^{}]*})?")
 _FUNCTION = re.compile(r"({?\\?[A-Za-z]}?(?:_\w)?)\s*\(\s*(\\?[A-Za-z]+)\s*\)")
 _FUNCTION_VALUE = re.compile(r"[A-Za-z]\s*\(\s*-?\d+\s*\)")
@@ -47,13 +48,13 @@ def read_answer(text: str) -> Answer:
     """The form of a normalised answer, and the domains stated with it; raises Unreadable."""
     if len(text) > LONGEST:
         raise Unreadable("too long")
-    text, domains = split_domains(without_prose(text))
+    text, domains = split_domains(without_prose(without_figures(text)))
     form = read_form(text)
     if isinstance(form, Many) and form.kind == "list":
         for member in form.items:
             if isinstance(member, Member) and domains.setdefault(member.name, member.of) != member.of:
                 raise Unreadable("two domains")
-        form = _flat_list([item for item in form.items if not isinstance(item, Member)] or form.items)
+        form = _flat_list([item for item in form.items if not isinstance(item, Member)] or form.items, form.joint)
     return Answer(form, domains)
 
 
@@ -81,7 +82,20 @@ def read_form(text: str) -> Form:
         return union([as_region(item) for item in items])
     if any(isinstance(item, Region) for item in items):
         return _join_regions(items, joints)
-    return _flat_list(items)
+    return _flat_list(items, _joint(items, joints))
+
+
+def _joint(items: list[Form], joints: list[str]) -> str:
+    """'and' or 'or' where it matters which: 'x = 1 or y = 2', p ∧ q; '' between values of one name: 'x = 1 or 2'."""
+    said = {_SAID[joint] for joint in joints if joint in _SAID}
+    values = [item for item in items if isinstance(item, Value)]
+    several = len({re.sub(r"_?\d+$", "", value.name) for value in values if value.name}) > 1
+    statements = several or any(isinstance(item, Relation | Chain) for item in items)
+    if not said or not (statements or any(value.tree[0] == "sym" and not value.name for value in values)):
+        return ""
+    if len(said) > 1:
+        raise Unreadable("'and' and 'or'")
+    return said.pop()
 
 
 def _mixed(pieces: list[str], joints: list[str]) -> Form | None:
@@ -118,11 +132,11 @@ def _is_gap(region: Region) -> bool:
     return len(region.parts) == 2 and region.parts[0].high == region.parts[1].low
 
 
-def _flat_list(items: Sequence[Form]) -> Form:
+def _flat_list(items: Sequence[Form], joint: str = "") -> Form:
     flat: list[Form] = []
     for item in items:
         flat.extend(item.items if isinstance(item, Many) and item.kind == "list" else [item])
-    return Many("list", tuple(flat)) if len(flat) > 1 else flat[0]
+    return Many("list", tuple(flat), joint) if len(flat) > 1 else flat[0]
 
 
 # One item ------------------------------------------------------------------------------------------------------------
@@ -303,9 +317,10 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
     if not name:
         left = pieces[0]
         if left.startswith("(") and len(pieces) == 2 and balanced(left[1:-1]) and "," in left:
-            return _assignments(split(left[1:-1], {","})[0], read_form(pieces[1]))
+            form = read_form(pieces[1])
+            return _assignments(split(left[1:-1], {","})[0], _as_rough(form) if signs == ["~"] else form)
         tree = _formula(left)
-        if symbols(tree) and len(pieces) == 2:
+        if symbols(tree) and signs == ["="]:
             return Relation("=", tree, read_expression(pieces[1]))
         if symbols(tree):
             raise Unreadable("a chain of equations")
@@ -315,19 +330,30 @@ def _equation(pieces: list[str], signs: list[str]) -> Form:
     also = []
     while name and not bound and len(values) > 1 and re.fullmatch(r"\\?[A-Za-z](?:_\w)?", values[0]) and set(signs) == {"="}:
         also.append(_named(values.pop(0))[0])
-    rough = None
-    if signs[-1] == "~" and len(values) > 1:
-        rough = _formula(values.pop())
-        signs = signs[:-1]
-    if "~" in signs[: len(signs) - 1] or not values:
+    if "~" in signs[:-1]:
         raise Unreadable("a chain of rough equations")
+    rough = _quantity(values.pop()) if signs[-1] == "~" and len(values) > 1 else None
+    if rough and rough.unit.unknown:
+        raise Unreadable("an unknown unit")
     last = read_form(values[-1])
+    if signs[-1] == "~":
+        last = _as_rough(last, rough)
     if isinstance(last, Region | Many) and len(values) == 1 and not also:
         return replace(last, variable=name) if isinstance(last, Region) else last
     if not isinstance(last, Value) or last.name:
         raise Unreadable("an equation of another kind")
     others = tuple(_formula(value) for value in values[:-1])
-    return replace(last, name=name, also=tuple(sorted(also)), bound=bound, others=others, rough=rough)
+    return replace(last, name=name, also=tuple(sorted(also)), bound=bound, others=others)
+
+
+def _as_rough(form: Form, to: Value | None = None) -> Form:
+    """'form ≈ to'; without `to`, a form that is itself rough: 'x ≈ 1.5', '(x, y) ≈ (1.5, 2.5)'."""
+    if isinstance(form, Many) and to is None:
+        return replace(form, items=tuple(map(_as_rough, form.items)))
+    if not isinstance(form, Value):
+        raise Unreadable("a rough region")
+    to = to or form
+    return replace(form, rough=to.tree, rough_decimals=to.decimals)
 
 
 def _named(text: str) -> tuple[str, str]:

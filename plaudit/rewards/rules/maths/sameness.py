@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeGuard
 
 from plaudit.rewards.rules.maths.expressions import Tree, exact, rename, symbols
 from plaudit.rewards.rules.maths.labels import is_label
@@ -18,6 +19,7 @@ from plaudit.rewards.rules.maths.values import equal, number, rounds_to, same_re
 _DEPENDENT = {"y": {"x"}, "rho": {"theta"}, "r": {"theta"}, "z": {"x", "y"}, "s": {"t"}, "v": {"t"}}
 """What a formula without a left-hand side stands for, by its variables: 6/x for xy = 6."""
 _PRODUCT = re.compile(r"[a-z]{2}")
+EMPTY = Value(("sym", "\\emptyset"))
 _ONE: Tree = ("num", Fraction(1))
 
 
@@ -37,9 +39,9 @@ class Comparison:
         return self.same(truth.form, form)
 
     def same(self, truth: Form, answer: Form) -> bool:
-        if isinstance(truth, Many) and truth.kind == "set" and len(truth.items) == 1 and not isinstance(answer, Many):
+        if _is_single(truth) and not isinstance(answer, Many):
             truth = truth.items[0]
-        if isinstance(answer, Many) and answer.kind == "set" and len(answer.items) == 1 and not isinstance(truth, Many):
+        if _is_single(answer) and not isinstance(truth, Many):
             answer = answer.items[0]
         if isinstance(truth, Region) or isinstance(answer, Region):
             return self.same_region(truth, answer)
@@ -77,9 +79,12 @@ class Comparison:
             return False  # '8 + 16 = 24' and '6 · 4 = 24': it is unclear which side was required; equal texts never get here
         values = [tree]
         if answer.rough is not None:
-            if not rounds_to(answer.tree, answer.rough):
+            if not rounds_to(answer.tree, answer.rough, answer.rough_decimals):
                 return False  # '3 ≈ 5' is two answers
-            values.append(answer.rough)
+            # A whole number, or a formula, is exact: 'π ≈ 3' is not 3.
+            rough_is_enough = truth.decimals is not None or truth.rough is not None
+            values = [] if answer.rough == answer.tree else values
+            values += [answer.rough] if rough_is_enough else []
         wanted = [truth.tree] if truth.rough is None else [truth.tree, truth.rough]
         if any(self.same_quantity(one, truth.unit, value, answer.unit) for one in wanted for value in values):
             return True
@@ -146,9 +151,11 @@ class Comparison:
         kinds = {truth.kind, answer.kind}
         if kinds == {"ratio"}:
             return self.same_ratio(truth, answer)
-        if len(truth.items) != len(answer.items):
+        if len(truth.items) != len(answer.items) or (truth.joint == "or") != (answer.joint == "or"):
             return False
         named = _names(truth), _names(answer)
+        if "set" in kinds and _count_sets(truth) != _count_sets(answer):
+            return False  # {{1}} is not {1}
         if kinds <= {"list", "set"}:
             return self.same_list(truth, answer, *named)
         if kinds == {"tuple"} and all(named) and named[0] == named[1]:
@@ -249,6 +256,15 @@ def _same_name(truth: Value, answer: Value) -> bool:
     if bool(truth.bound) != bool(answer.bound):
         return "y" in (truth.name, answer.name)
     return False
+
+
+def _is_single(form: Form) -> TypeGuard[Many]:
+    """{2}, which may stand for 2; {∅} is not ∅."""
+    return isinstance(form, Many) and form.kind == "set" and len(form.items) == 1 and form.items[0] != EMPTY
+
+
+def _count_sets(form: Many) -> int:
+    return sum(item == EMPTY or (isinstance(item, Many) and item.kind == "set") for item in form.items)
 
 
 def _names(form: Many) -> tuple[str, ...] | None:

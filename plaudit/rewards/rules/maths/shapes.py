@@ -21,7 +21,9 @@ class Value:
     others: tuple[Tree, ...] = ()
     """In 'a = b = c', all but the last; all must agree."""
     rough: Tree | None = None
-    """In 'a ≈ b', b."""
+    """In 'a ≈ b', b; in 'x ≈ b', where x is only a name, `tree` is b too."""
+    rough_decimals: int | None = None
+    """As `decimals`, of `rough`."""
     decimals: int | None = None
     """Digits after the point of a plain decimal number; None if it has no point; -1 if it is a formula with one."""
 
@@ -31,6 +33,8 @@ class Many:
     kind: str
     """list (in any order), set, tuple, ratio, matrix, row, statement (a condition and what holds under it)."""
     items: tuple["Form", ...]
+    joint: str = ""
+    """'and' or 'or' between statements; '' for commas, which mean 'and' there, and between values."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ does not know: they are drawn from a key, which is a hash of the run's seed and 
 """
 
 import random
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,8 +183,8 @@ def _evaluate(tree: Tree, point: dict[str, Any]) -> Any:
             return mpmath.log(_bounded(_evaluate(a, point))) / 7
         case ("apply", name, a):
             # An unknown function: replaced by an arbitrary fixed one that no answer would contain.
-            x = _bounded(_evaluate(a, point))
-            return mpmath.sin(x * 3 + ord(name)) + x * x / 7 + ord(name)
+            x, which = _bounded(_evaluate(a, point)), zlib.crc32(name.encode()) / mpmath.mpf(2**24)
+            return mpmath.sin(x * 3 + which) + x * x / 7 + which
         case ("call", name, a):
             value = _FUNCTIONS[name](_bounded(_evaluate(a, point)))
             return _not_lost(value) if name == "exp" else value
@@ -220,11 +221,15 @@ def _root(n: Any, value: Any) -> Any:
     return mpmath.sqrt(value) if n == 2 else _power(value, 1 / n)
 
 
-def rounds_to(value: Tree, rough: Tree) -> bool:
-    """Whether `rough` equals `value` to its last digit."""
+def rounds_to(value: Tree, rough: Tree, decimals: int | None) -> bool:
+    """Whether `value`, rounded to the digits of `rough`, is `rough`: |value − rough| ≤ ½ · 10^−decimals. `decimals`: those of a
+    plain number; -1 if it is a formula with a point, as 1.5 · 10³, whose shortest decimal counts; None if it has no point."""
     b = exact(rough)
-    places = None if b is None else next((n for n in range(30) if (b * 10**n).denominator == 1), None)
-    return b is not None and places is not None and within(value, b, mpmath.mpf(10) ** -places)
+    if b is None:
+        return False
+    tried = range(30) if decimals == -1 else [decimals or 0]
+    places = next((n for n in tried if (b * 10**n).denominator == 1), None)
+    return places is not None and within(value, b, mpmath.mpf(10) ** -places / 2)
 
 
 def within(tree: Tree, value: Any, distance: Any) -> bool:
