@@ -230,8 +230,8 @@ def strings_in(value: Any) -> Iterator[str]:
 def map_strings(value: Any, change: Callable[[str], Any], keys: Literal["kept", "message", "changed"] = "kept") -> Any:
     """A nested value with every string changed.
 
-    `keys`: templates look values up by them, so they are kept; but they may also write them, as they do with the names of arguments.
-    "message" changes those that no template looks up: keys below its own, those of its tool calls and those of its parts.
+    `keys`: templates look values up by them, so they are kept; but they may write them too, as they do with names of arguments.
+    "message" changes those that no template looks up: all but its own, those of its tool calls and those of its parts.
     """
     if isinstance(value, str):
         return change(value)
