@@ -17,10 +17,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from plaudit.data.conversations import Source
 from plaudit.data.token_store import COLUMNS, TokenStore, TokenWriter, checksum, map_store
@@ -60,12 +60,12 @@ class TokenCache:
         if known is not None:
             return known
         try:
-            building, lock = self._start(entry)
+            building, lock, writer = self._start(entry)
         except OSError as error:
             self._report_memory_only(error)
             return build_in_memory(build)
         with lock:
-            return self._build(entry, building, build, lambda: self._key(sources, settings) == entry.name)
+            return self._build(entry, building, writer, build, lambda: self._key(sources, settings) == entry.name)
 
     def _key(self, sources: Sequence[Source], settings: dict[str, Any]) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -89,19 +89,28 @@ class TokenCache:
         shutil.rmtree(entry, ignore_errors=True)
         return None
 
-    def _start(self, entry: Path) -> tuple[Path, Any]:
-        """A folder to build the entry in, and its lock, which shows others that it is in use."""
+    def _start(self, entry: Path) -> tuple[Path, IO[bytes], TokenWriter]:
+        """A folder to build the entry in, its lock, which shows others that it is in use, and a writer for its files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         building = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=self.folder))
-        lock = (building / "lock").open("wb")
-        try_lock(lock)
-        return building, lock
+        try:
+            with ExitStack() as on_error:
+                lock = on_error.enter_context((building / "unlocked").open("wb"))
+                try_lock(lock)  # before it has its name, so that no other process can lock it first
+                (building / "unlocked").rename(building / "lock")
+                writer = TokenWriter(building)
+                on_error.pop_all()
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        return building, lock, writer
 
-    def _build(self, entry: Path, building: Path, build: Build, unchanged: Callable[[], bool]) -> tuple[TokenStore, Counts]:
+    def _build(
+        self, entry: Path, building: Path, writer: TokenWriter, build: Build, unchanged: Callable[[], bool]
+    ) -> tuple[TokenStore, Counts]:
         """`unchanged`: whether the data files are still those that the entry is named after."""
         try:
-            writer = TokenWriter(building)
             try:
                 counts = build(writer)
                 checksums = writer.finish()

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from plaudit.data import rows as rows_module
-from plaudit.data import token_cache, token_store
+from plaudit.data import token_cache, token_store, tokenise_workers
 from plaudit.data.control_tokens import MARKS
 from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
@@ -23,6 +24,7 @@ from plaudit.data.templates import load_model_template
 from plaudit.data.token_cache import TokenCache, cache_folder, cache_limit
 from plaudit.data.tokenise_workers import Tokeniser, Workers, worker_count
 from plaudit.errors import DataError, RecipeError
+from plaudit.files import try_lock
 from plaudit.recipe import ModelSettings
 from support.paths import REPOSITORY
 from support.rows import pair_rows, write_jsonl
@@ -171,6 +173,31 @@ def test_a_cache_that_cannot_be_written_falls_back_to_memory(rows_file, tokenise
     assert "cannot be written (Not a directory)" in LINES[0]
 
 
+def test_a_folder_that_disappears_falls_back_to_memory(rows_file, tokenise, cache, monkeypatch):
+    def rename(building, target):
+        shutil.rmtree(building.parent)
+        return target
+
+    expected = contents(load(rows_file, tokenise))
+    monkeypatch.setattr(Path, "rename", rename)
+    assert contents(load(rows_file, tokenise, cache=cache)) == expected
+    assert len(LINES) == 1
+    assert "No such file or directory" in LINES[0]
+    assert entries(cache) == []
+
+
+def test_a_start_leaves_the_folder_of_another_that_has_not_locked_it_yet(rows_file, tokenise, cache, monkeypatch):
+    def lock_after_another_start(file):
+        monkeypatch.setattr(token_cache, "try_lock", try_lock)
+        cache._remove_abandoned()
+        return try_lock(file)
+
+    monkeypatch.setattr(token_cache, "try_lock", lock_after_another_start)
+    load(rows_file, tokenise, cache=cache)
+    assert contents(load(rows_file, never, cache=cache)) == contents(load(rows_file, tokenise))
+    assert LINES == []
+
+
 def test_a_wrong_row_leaves_nothing(tmp_path, tokenise, cache):
     file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1", "response": "2"}, {"prompt": "1", "response": ""}])
     with pytest.raises(DataError, match="row 2"):
@@ -288,6 +315,42 @@ def test_the_work_of_a_worker_that_dies_is_done_here(rows_file, tokenise, tokeni
     assert contents(loaded) == contents(load(rows_file, tokenise))
     assert len(LINES) == 1
     assert "has ended" in LINES[0]
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_workers_that_cannot_be_started_are_done_without(rows_file, tokenise, tokeniser, monkeypatch, started):
+    class Process:
+        failed = False
+
+        def __init__(self, _):
+            if len(processes) == started:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            processes.append(self)
+
+        def tokenise(self, conversations):
+            used.append(self)
+            return tokenise(conversations)
+
+        def end(self):
+            processes.remove(self)
+
+    processes, used = [], []
+    monkeypatch.setattr(tokenise_workers, "_Process", Process)
+    loaded = load(rows_file, tokenise, workers=partial(Workers, tokenise, tokeniser, 3, LINES.append))
+    assert contents(loaded) == contents(load(rows_file, tokenise))
+    assert bool(used) == bool(started)
+    assert processes == []
+    assert len(LINES) == 1
+    assert "Resource temporarily unavailable" in LINES[0]
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("json.py").write_text("open('imported', 'w')")
+    process = tokenise_workers._Process({})
+    process._process.wait()
+    process.end()
+    assert not Path("imported").exists()
 
 
 def test_small_files_need_no_workers():
