@@ -15,22 +15,29 @@ import importlib.metadata as metadata
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from plaudit.data.conversations import Source
 from plaudit.data.token_store import COLUMNS, TokenStore, TokenWriter, checksum, map_store
 from plaudit.errors import RecipeError
-from plaudit.files import fingerprint, try_lock
+from plaudit.files import fingerprint, text_digest, try_lock
+
+if TYPE_CHECKING:
+    from plaudit.data.templates import ChatTemplate
 
 DEFAULT_GB = 50.0
 MIN_BYTES = 8 << 20
 """Data files smaller than this are tokenised in seconds, so they are not kept."""
-LIBRARIES = ("tokenizers", "transformers", "jinja2")
+LIBRARIES = ("tokenizers", "transformers", "jinja2", "pyarrow")
+PATHS = ("name_or_path", "chat_template")
+"""Arguments of a tokenizer that its tokens do not depend on: a copy elsewhere is the same, and the template used is another input."""
 Counts = dict[str, int]
 Build = Callable[[TokenWriter], Counts]
 """Tokenises every row into a writer; returns what is to be reported about the rows."""
@@ -176,4 +183,31 @@ def cache_limit() -> int:
 
 def code_digest() -> str:
     """Of the code that turns rows into tokens."""
-    return " ".join(fingerprint(file) for file in sorted(Path(__file__).parent.glob("*.py")))
+    here = Path(__file__).parent
+    return " ".join(map(fingerprint, [*sorted(here.glob("*.py")), here.parent / "types.py"]))
+
+
+def template_inputs(template: "ChatTemplate") -> list[str] | None:
+    """What tokens depend on in a tokenizer and its chat template; None if that cannot be known."""
+    tokenizer: Any = template.tokenizer
+    try:
+        backend = text_digest(tokenizer.backend_tokenizer.to_str())
+    except Exception:  # parts written in Python; Rust raises a bare Exception
+        return None
+    given = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PATHS and not name.endswith("_file")}
+    about = {
+        "special tokens": tokenizer.special_tokens_map,  # variables of the template
+        "settings": given | {"split_special_tokens": tokenizer.split_special_tokens},
+        "code": [fingerprint(file) for file in _remote_code(tokenizer)],
+        "today": date.today().isoformat() if "strftime_now" in template.text else None,
+    }
+    return [backend, template.text, json.dumps(about, sort_keys=True, default=str)]
+
+
+def _remote_code(tokenizer: Any) -> list[Path]:
+    """The code that a tokenizer comes with, which model.trust_remote_code runs."""
+    modules = [
+        sys.modules.get(kind.__module__) for kind in type(tokenizer).__mro__ if not kind.__module__.startswith("transformers.")
+    ]
+    folders = {Path(module.__file__).parent for module in modules if module is not None and getattr(module, "__file__", None)}
+    return sorted(file for folder in folders for file in folder.glob("*.py"))

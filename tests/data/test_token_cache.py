@@ -1,12 +1,14 @@
 """Tokenised rows: the same tokens from one process, from several, from memory and from the cache, whatever happens to it."""
 
 import errno
+import importlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +126,44 @@ def test_anything_that_tokens_depend_on_is_another_entry(rows_file, tmp_path, to
         monkeypatch.setattr(token_cache, "code_digest", lambda: "edited")
     with pytest.raises(AssertionError, match="tokenised already"):
         load_examples([source], never, cache=cache, **settings)
+
+
+def test_everything_about_a_tokenizer_that_tokens_depend_on_is_an_input(tiny_model, tmp_path, monkeypatch):
+    def inputs(folder: Path = tiny_model, text: str = "", **changes):
+        template = load_model_template(ModelSettings(path=str(folder)))
+        template.text += text
+        for name, value in changes.items():
+            setattr(template.tokenizer, name, value)
+        return token_cache.template_inputs(template)
+
+    same = inputs()
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    assert inputs(copy) == same is not None
+    assert inputs(eos_token="!") != same
+    assert inputs(bos_token="!") not in (same, inputs(eos_token="!"))
+    assert inputs(split_special_tokens=True) != same
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"add_prefix_space": True}))
+    assert inputs(copy) != same
+
+    dated = inputs(text="{# strftime_now #}")
+    monkeypatch.setattr(token_cache, "date", type("Later", (date,), {"today": classmethod(lambda _: date(2100, 1, 1))}))
+    assert inputs(text="{# strftime_now #}") != dated
+    assert inputs() == same
+
+
+def test_code_that_a_tokenizer_comes_with_is_an_input(tiny_model, tmp_path, monkeypatch):
+    template = load_model_template(ModelSettings(path=str(tiny_model)))
+    file = tmp_path / "own_tokenizer.py"
+    file.write_text("class Mixin: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = type(template.tokenizer)
+    template.tokenizer.__class__ = type(
+        "Own", (importlib.import_module("own_tokenizer").Mixin, own), {"__module__": "own_tokenizer"}
+    )
+    before = token_cache.template_inputs(template)
+    file.write_text("class Mixin: edited = True")
+    assert token_cache.template_inputs(template) != before
 
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "ends", "margins", "about.json"])
