@@ -36,8 +36,8 @@ DEFAULT_GB = 50.0
 MIN_BYTES = 8 << 20
 """Data files smaller than this are tokenised in seconds, so they are not kept."""
 LIBRARIES = ("tokenizers", "transformers", "jinja2", "pyarrow")
-PATHS = ("name_or_path", "chat_template")
-"""Arguments of a tokenizer that its tokens do not depend on: a copy elsewhere is the same, and the template used is another input."""
+NO_INPUTS = ("name_or_path", "chat_template")
+"""Arguments of a tokenizer that tokens do not depend on: its folder, and the template it came with, which may not be used."""
 Counts = dict[str, int]
 Build = Callable[[TokenWriter], Counts]
 """Tokenises every row into a writer; returns what is to be reported about the rows."""
@@ -194,7 +194,7 @@ def template_inputs(template: "ChatTemplate") -> list[str] | None:
         backend = text_digest(tokenizer.backend_tokenizer.to_str())
     except Exception:  # parts written in Python; Rust raises a bare Exception
         return None
-    given = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PATHS and not name.endswith("_file")}
+    given = {name: value for name, value in tokenizer.init_kwargs.items() if name not in NO_INPUTS and not name.endswith("_file")}
     about = {
         "special tokens": tokenizer.special_tokens_map,  # variables of the template
         "settings": given | {"split_special_tokens": tokenizer.split_special_tokens},
@@ -206,8 +206,6 @@ def template_inputs(template: "ChatTemplate") -> list[str] | None:
 
 def _remote_code(tokenizer: Any) -> list[Path]:
     """The code that a tokenizer comes with, which model.trust_remote_code runs."""
-    modules = [
-        sys.modules.get(kind.__module__) for kind in type(tokenizer).__mro__ if not kind.__module__.startswith("transformers.")
-    ]
-    folders = {Path(module.__file__).parent for module in modules if module is not None and getattr(module, "__file__", None)}
-    return sorted(file for folder in folders for file in folder.glob("*.py"))
+    names = {kind.__module__ for kind in type(tokenizer).__mro__ if not kind.__module__.startswith("transformers.")}
+    files = [file for name in names if (file := getattr(sys.modules.get(name), "__file__", None))]
+    return sorted({file for own in files for file in Path(own).parent.glob("*.py")})
