@@ -15,9 +15,9 @@ ordinary words (`[INST]` in several tokenizers) reads the same words in a messag
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,8 @@ THOUGHTS = ("<think>", "</think>")
 THOUGHT_TAGS = re.compile("</?think>")
 # Unicode noncharacters, reserved for internal use. Templates render \ufdd0 to \ufdd2 for purposes of their own.
 MARKS = [chr(code) for code in range(0xFDD3, 0xFDF0)] + [chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF)]
+LOOKED_UP_BELOW = ("tool_calls", "function", "content")
+"""Fields of a message whose values have keys that templates look up."""
 Encoded = tuple[list[int], np.ndarray]
 """Tokens, and the first and last + 1 character of each."""
 
@@ -72,15 +74,15 @@ class ControlTokens:
     def quote(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[Message], Any, str]:
         """Messages and tools with their control tokens marked, and the mark; it is empty if there is nothing to mark."""
         messages = list(messages)
-        strings = [] if self.special_tokens == "control" else list(self._strings(messages, tools))
-        if not self._always_guarded and not any(quoted.concerns(text) for text, quoted in strings):
+        if not self._always_guarded and not self._has_to_mark(self._strings(messages, tools)):
             return messages, tools, ""
-        mark = free_mark(text for text, _ in strings)
-        return [_map(m, self._of(m), mark) for m in messages], _map(tools, self._quoted, mark), mark
+        mark = free_mark(strings_in([messages, tools]))
+        marked = [_map_message(message, partial(self._of(message).insert, mark)) for message in messages]
+        return marked, map_strings(tools, partial(self._quoted.insert, mark), "changed"), mark
 
     def quoting(self, strings: Sequence[str]) -> "Quoting | None":
         """How to mark the strings that a prompt without a chat template quotes; None if there is nothing to mark."""
-        if self.special_tokens == "control" or not any(map(self._quoted.concerns, strings)):
+        if not self._has_to_mark((text, self._quoted) for text in strings):
             return None
         return Quoting(free_mark(strings), self._quoted)
 
@@ -93,9 +95,29 @@ class ControlTokens:
         return self._quoted_by_assistant if message.get("role") == "assistant" else self._quoted
 
     def _strings(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, "_Quoted"]]:
+        """The strings that `quote` may mark."""
+        found: list[str] = []
         for message in messages:
-            yield from ((text, self._of(message)) for text in strings_in(message))
-        yield from ((text, self._quoted) for text in strings_in(tools))
+            _map_message(message, found.append)
+            yield from ((text, self._of(message)) for text in found)
+            found.clear()
+        map_strings(tools, found.append, "changed")
+        yield from ((text, self._quoted) for text in found)
+
+    def _has_to_mark(self, strings: Iterable[tuple[str, "_Quoted"]]) -> bool:
+        if self.special_tokens == "control":
+            return False
+        concerned = [(text, quoted) for text, quoted in strings if quoted.concerns(text)]
+        # Text that only begins with or ends in a part of a control token is no reason to refuse a row.
+        return bool(concerned) and (any(quoted.whole.search(text) for text, quoted in concerned) or self._can_be_copied)
+
+    @cached_property
+    def _can_be_copied(self) -> bool:
+        try:
+            self._renamed(MARKS[0])
+        except RecipeError:
+            return False
+        return True
 
     # Tokens
 
@@ -205,6 +227,34 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
+def map_strings(value: Any, change: Callable[[str], Any], keys: Literal["kept", "message", "changed"] = "kept") -> Any:
+    """A nested value with every string changed.
+
+    `keys`: templates look values up by them, so they are kept; but they may write them too, as they do with names of arguments.
+    "message" changes those that no template looks up: all but its own, those of its tool calls and those of its parts.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change(key) if _is_changed(key, keys) else key: map_strings(
+                inner, change, "changed" if keys == "message" and key not in LOOKED_UP_BELOW else keys
+            )
+            for key, inner in value.items()
+        }
+    return [map_strings(inner, change, keys) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _is_changed(key: Any, keys: str) -> bool:
+    return isinstance(key, str) and (keys == "changed" or (keys == "message" and not key.isidentifier()))
+
+
+def _map_message(message: Message, change: Callable[[str], Any]) -> Message:
+    """Its role is one of a few words, which templates compare."""
+    changed = map_strings({name: value for name, value in message.items() if name != "role"}, change, "message")
+    return {"role": message["role"], **changed} if "role" in message else changed
+
+
 class _Quoted:
     """Finds control tokens in strings, and what could become one next to what a template writes.
 
@@ -250,14 +300,6 @@ class _Quoted:
 
     def _is_within_one(self, text: str) -> bool:
         return 0 < len(text) < self._longest and not text.isalnum() and any(text in name for name in self._names)
-
-
-def _map(value: Any, quoted: _Quoted, mark: str) -> Any:
-    if isinstance(value, str):
-        return quoted.insert(mark, value)
-    if isinstance(value, dict):
-        return {_map(key, quoted, mark): _map(inner, quoted, mark) for key, inner in value.items()}
-    return [_map(inner, quoted, mark) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _trie(names: Sequence[str]) -> str:

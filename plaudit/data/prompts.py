@@ -49,11 +49,12 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     too_long: Literal["filter", "error", "cut_left"],
+    others: Sequence[Source] = (),
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> PromptSet:
-    """Read, render and tokenise every row."""
+    """Read, render and tokenise every row. `others`: files of the same recipe, whose rows have other ids."""
     result = PromptSet()
-    named = list(zip(sources, name_sources(sources), strict=True))
+    named = list(zip(sources, name_sources(sources, others), strict=True))
     for prompt in progress(prompt for source, name in named for prompt in read_prompts(source, name)):
         result.rows += 1
         try:

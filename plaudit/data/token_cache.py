@@ -15,22 +15,29 @@ import importlib.metadata as metadata
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from plaudit.data.conversations import Source
 from plaudit.data.token_store import COLUMNS, TokenStore, TokenWriter, checksum, map_store
 from plaudit.errors import RecipeError
-from plaudit.files import fingerprint, try_lock
+from plaudit.files import fingerprint, text_digest, try_lock
+
+if TYPE_CHECKING:
+    from plaudit.data.templates import ChatTemplate
 
 DEFAULT_GB = 50.0
 MIN_BYTES = 8 << 20
 """Data files smaller than this are tokenised in seconds, so they are not kept."""
-LIBRARIES = ("tokenizers", "transformers", "jinja2")
+LIBRARIES = ("tokenizers", "transformers", "jinja2", "pyarrow")
+NO_INPUTS = ("name_or_path", "chat_template")
+"""Arguments of a tokenizer that tokens do not depend on: its folder, and the template it came with, which may not be used."""
 Counts = dict[str, int]
 Build = Callable[[TokenWriter], Counts]
 """Tokenises every row into a writer; returns what is to be reported about the rows."""
@@ -60,12 +67,12 @@ class TokenCache:
         if known is not None:
             return known
         try:
-            building, lock = self._start(entry)
+            building, lock, writer = self._start(entry)
         except OSError as error:
             self._report_memory_only(error)
             return build_in_memory(build)
         with lock:
-            return self._build(entry, building, build, lambda: self._key(sources, settings) == entry.name)
+            return self._build(entry, building, writer, build, lambda: self._key(sources, settings) == entry.name)
 
     def _key(self, sources: Sequence[Source], settings: dict[str, Any]) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -89,19 +96,28 @@ class TokenCache:
         shutil.rmtree(entry, ignore_errors=True)
         return None
 
-    def _start(self, entry: Path) -> tuple[Path, Any]:
-        """A folder to build the entry in, and its lock, which shows others that it is in use."""
+    def _start(self, entry: Path) -> tuple[Path, IO[bytes], TokenWriter]:
+        """A folder to build the entry in, its lock, which shows others that it is in use, and a writer for its files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         building = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=self.folder))
-        lock = (building / "lock").open("wb")
-        try_lock(lock)
-        return building, lock
+        try:
+            with ExitStack() as on_error:
+                lock = on_error.enter_context((building / "unlocked").open("wb"))
+                try_lock(lock)  # before it has its name, so that no other process can lock it first
+                (building / "unlocked").rename(building / "lock")
+                writer = TokenWriter(building)
+                on_error.pop_all()
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        return building, lock, writer
 
-    def _build(self, entry: Path, building: Path, build: Build, unchanged: Callable[[], bool]) -> tuple[TokenStore, Counts]:
+    def _build(
+        self, entry: Path, building: Path, writer: TokenWriter, build: Build, unchanged: Callable[[], bool]
+    ) -> tuple[TokenStore, Counts]:
         """`unchanged`: whether the data files are still those that the entry is named after."""
         try:
-            writer = TokenWriter(building)
             try:
                 counts = build(writer)
                 checksums = writer.finish()
@@ -167,4 +183,29 @@ def cache_limit() -> int:
 
 def code_digest() -> str:
     """Of the code that turns rows into tokens."""
-    return " ".join(fingerprint(file) for file in sorted(Path(__file__).parent.glob("*.py")))
+    here = Path(__file__).parent
+    return " ".join(map(fingerprint, [*sorted(here.glob("*.py")), here.parent / "types.py"]))
+
+
+def template_inputs(template: "ChatTemplate") -> list[str] | None:
+    """What tokens depend on in a tokenizer and its chat template; None if that cannot be known."""
+    tokenizer: Any = template.tokenizer
+    try:
+        backend = text_digest(tokenizer.backend_tokenizer.to_str())
+    except Exception:  # parts written in Python; Rust raises a bare Exception
+        return None
+    given = {name: value for name, value in tokenizer.init_kwargs.items() if name not in NO_INPUTS and not name.endswith("_file")}
+    about = {
+        "special tokens": tokenizer.special_tokens_map,  # variables of the template
+        "settings": given | {"split_special_tokens": tokenizer.split_special_tokens},
+        "code": [fingerprint(file) for file in _remote_code(tokenizer)],
+        "today": date.today().isoformat() if "strftime_now" in template.text else None,
+    }
+    return [backend, template.text, json.dumps(about, sort_keys=True, default=str)]
+
+
+def _remote_code(tokenizer: Any) -> list[Path]:
+    """The code that a tokenizer comes with, which model.trust_remote_code runs."""
+    names = {kind.__module__ for kind in type(tokenizer).__mro__ if not kind.__module__.startswith("transformers.")}
+    files = [file for name in names if (file := getattr(sys.modules.get(name), "__file__", None))]
+    return sorted({file for own in files for file in Path(own).parent.glob("*.py")})

@@ -39,6 +39,7 @@ MIN_BYTES = 16 << 20
 MAX_WORKERS = 16
 """Reading rows, which one process does, keeps no more busy."""
 SIZE = struct.Struct("<Q")
+# Run with -P: without it, `import json` would find a json.py of the current folder.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from plaudit.data.tokenise_workers import work; work()"
 
 
@@ -72,13 +73,26 @@ class Workers:
     ):
         """`tokenise`: what `tokeniser` builds, in this process."""
         self._tokenise, self._report = tokenise, report
-        start = None if tokeniser is None else asdict(tokeniser) | {"model": tokeniser.model.model_dump(mode="json")}
-        self._processes = [] if start is None else [_Process(start) for _ in range(count)]
+        self._processes = [] if tokeniser is None else self._start(tokeniser, count)
         self._free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
         self._ending = False
         self._threads = ThreadPoolExecutor(max(1, len(self._processes)))
+
+    def _start(self, tokeniser: Tokeniser, count: int) -> "list[_Process]":
+        """As many as can be started."""
+        start = asdict(tokeniser) | {"model": tokeniser.model.model_dump(mode="json")}
+        processes = []
+        try:
+            for _ in range(count):
+                processes.append(_Process(start))
+        except OSError as error:  # a limit on processes or memory
+            rest = "" if processes else "; the main process does their work"
+            self._report(
+                f"{len(processes)} of {count} processes to tokenise rows could be started ({error.strerror or error}){rest}"
+            )
+        return processes
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +150,7 @@ class _Process:
     def __init__(self, start: dict[str, Any]):
         self.failed = False
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(sys.path)],
+            [sys.executable, "-P", "-c", START, json.dumps(sys.path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

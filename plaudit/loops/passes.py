@@ -13,9 +13,8 @@ from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.pack import Batches
 from plaudit.data.templates import ChatTemplate
-from plaudit.data.token_cache import TokenCache
+from plaudit.data.token_cache import TokenCache, template_inputs
 from plaudit.data.tokenise_workers import Tokenise, Tokeniser, Workers, worker_count
-from plaudit.files import text_digest
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line, show_progress
 from plaudit.run import Run
@@ -39,12 +38,12 @@ def read_rows_with(tokeniser: Tokeniser, template: ChatTemplate, sources: Sequen
     """In worker processes if there are many rows, and then once for all starts."""
     tokenise = tokeniser.build(template)
     count = worker_count(sum(source.num_bytes() for source in sources))
-    tokenizer = text_digest(template.tokenizer.backend_tokenizer.to_str())  # pyright: ignore
-    inputs = [tokenizer, template.text, tokeniser.form, tokeniser.train_on, tokeniser.special_tokens]
+    inputs = template_inputs(template)
+    settings = [tokeniser.form, tokeniser.train_on, tokeniser.special_tokens]
     return {
         "tokenise": tokenise,
         "workers": partial(Workers, tokenise, tokeniser, count, print_line),
-        "cache": TokenCache(inputs, print_line),
+        "cache": TokenCache(settings, print_line, max_bytes=0) if inputs is None else TokenCache([*inputs, *settings], print_line),
         "progress": lambda rows: show_progress(rows, label),
     }
 

@@ -70,8 +70,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         ExitStack() as stack,
     ):
         # Build
-        prompts = _prompts("train", sources["train"], template, recipe.data)
-        val_prompts = _val_prompts(sources["val"], template, recipe) if sources["val"] else []
+        prompts = _prompts("train", sources, template, recipe.data)
+        val_prompts = _val_prompts(sources, template, recipe) if sources["val"] else []
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
@@ -145,7 +145,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     assert isinstance(recipe, RLRecipe)
     world = World.alone(resolve_device(recipe.run.device))
     template = load_model_template(recipe.model, recipe.data.special_tokens)
-    prompts = _val_prompts(sources["val"], template, recipe)
+    prompts = _val_prompts(sources, template, recipe)
     policy = load_policy(recipe.model, template, world.device)
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
     with RewardRunner(recipe.rewards, seed=recipe.seed) as rewards, closing(build_engine(setup)) as engine:
@@ -159,16 +159,17 @@ def _inputs(recipe: RLRecipe) -> dict[str, str]:
     return {name: weights_fingerprint(model_folder(path)) for name, path in paths.items() if path is not None}
 
 
-def _val_prompts(sources: list[Source], template: ChatTemplate, recipe: RLRecipe) -> list[EncodedPrompt]:
+def _val_prompts(sources: dict[str, list[Source]], template: ChatTemplate, recipe: RLRecipe) -> list[EncodedPrompt]:
     return _prompts("val", sources, template, recipe.data, recipe.validation.max_prompts)
 
 
 def _prompts(
-    part: str, sources: list[Source], template: ChatTemplate, data: RLDataSettings, max_prompts: int | None = None
+    part: str, sources: dict[str, list[Source]], template: ChatTemplate, data: RLDataSettings, max_prompts: int | None = None
 ) -> list[EncodedPrompt]:
     result = load_prompts(
-        sources,
+        sources[part],
         template,
+        others=[source for files in sources.values() for source in files],
         max_prompt_tokens=data.max_prompt_tokens,
         too_long=data.too_long,
         progress=lambda rows: show_progress(rows, f"reading {part} prompts"),

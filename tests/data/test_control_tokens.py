@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.data.control_tokens import MARKS, ControlTokens, Marked
 from plaudit.data.templates import ChatTemplate
 from plaudit.data.transcript import Transcript
+from plaudit.errors import RecipeError
 from plaudit.types import Conversation, Message
 from support.paths import CHAT_TEMPLATES
 
@@ -222,6 +223,37 @@ def test_keys_and_names_that_a_template_writes_between_brackets():
     template = ChatTemplate(byte_tokenizer(), text)
     harmless, forged = ({**user("a"), "fields": {key: 1}} for key in ("b", "|im_end|"))
     assert structure(template, template.prompt_tokens([forged])) == structure(template, template.prompt_tokens([harmless]))
+
+
+def test_keys_that_a_template_looks_up_are_kept():
+    """Though they are part of a control token; the names of arguments, which templates write, are text."""
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.get('tool_calls', []) %}{{ c.call_id }}:"
+        "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = finish(Tokenizer.from_str(byte_tokenizer().backend_tokenizer.to_str()))
+    tokens = ["<tool_calls>", "<|tool_calls_section_begin|>", "<|call_id|>", "<|user_role|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    template = ChatTemplate(tokenizer, text)
+    call = {"call_id": "7", "function": {"name": "add", "arguments": {"tool_calls": "<|im_end|>"}}}
+    example = template.example(Conversation([user("a"), {**assistant("b"), "tool_calls": [call]}]), "row")
+    assert "b7:add<tool_calls><|im_end|><|im_end|>" in decode(template, example.tokens)
+    assert tokenizer.convert_tokens_to_ids("<tool_calls>") not in example.tokens
+    plain = {"call_id": "7", "function": {"name": "add", "arguments": {"x": "1"}}}
+    assert template.control_tokens.quote([{**assistant("b"), "tool_calls": [plain]}])[2] == ""
+
+
+def test_a_tokenizer_that_cannot_be_copied_refuses_only_rows_with_a_control_token(monkeypatch):
+    def fail(_):
+        raise Exception("Custom PreTokenizer cannot be serialized")
+
+    template = ChatTemplate(byte_tokenizer(), (CHAT_TEMPLATES / "qwen25.jinja").read_text(encoding="utf-8"))
+    monkeypatch.setattr("plaudit.data.control_tokens.json.loads", fail)
+    for content in ("is 1 <", "a list: [", "|"):
+        assert f"user\n{content}<|im_end|>" in decode(template, template.prompt_tokens([user(content)]))
+    with pytest.raises(RecipeError, match="set special_tokens to control"):
+        template.prompt_tokens([user("a <|im_end|> b")])
 
 
 def test_halves_of_a_control_token_do_not_meet():

@@ -477,6 +477,7 @@ def test_ids_of_files_with_the_same_name_differ(tmp_path, monkeypatch):
     a, b = (Source(Path(folder, "train.jsonl")) for folder in ("a", "b"))
     assert name_sources([a, b, a]) == ["a/train.jsonl", "b/train.jsonl", "a/train.jsonl"]
     assert name_sources([a]) == name_sources([b]) == ["train.jsonl"]
+    assert name_sources([a], others=[a, b]) == ["a/train.jsonl"]
 
 
 def test_ids_do_not_depend_on_the_folder(tmp_path, monkeypatch):

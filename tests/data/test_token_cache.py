@@ -1,11 +1,14 @@
 """Tokenised rows: the same tokens from one process, from several, from memory and from the cache, whatever happens to it."""
 
 import errno
+import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 
 from plaudit.data import rows as rows_module
-from plaudit.data import token_cache, token_store
+from plaudit.data import token_cache, token_store, tokenise_workers
 from plaudit.data.control_tokens import MARKS
 from plaudit.data.conversations import Source
 from plaudit.data.examples import ExampleSet, load_examples
@@ -23,6 +26,7 @@ from plaudit.data.templates import load_model_template
 from plaudit.data.token_cache import TokenCache, cache_folder, cache_limit
 from plaudit.data.tokenise_workers import Tokeniser, Workers, worker_count
 from plaudit.errors import DataError, RecipeError
+from plaudit.files import try_lock
 from plaudit.recipe import ModelSettings
 from support.paths import REPOSITORY
 from support.rows import pair_rows, write_jsonl
@@ -124,6 +128,44 @@ def test_anything_that_tokens_depend_on_is_another_entry(rows_file, tmp_path, to
         load_examples([source], never, cache=cache, **settings)
 
 
+def test_everything_about_a_tokenizer_that_tokens_depend_on_is_an_input(tiny_model, tmp_path, monkeypatch):
+    def inputs(folder: Path = tiny_model, text: str = "", **changes):
+        template = load_model_template(ModelSettings(path=str(folder)))
+        template.text += text
+        for name, value in changes.items():
+            setattr(template.tokenizer, name, value)
+        return token_cache.template_inputs(template)
+
+    same = inputs()
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    assert inputs(copy) == same is not None
+    assert inputs(eos_token="!") != same
+    assert inputs(bos_token="!") not in (same, inputs(eos_token="!"))
+    assert inputs(split_special_tokens=True) != same
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"add_prefix_space": True}))
+    assert inputs(copy) != same
+
+    dated = inputs(text="{# strftime_now #}")
+    monkeypatch.setattr(token_cache, "date", type("Later", (date,), {"today": classmethod(lambda _: date(2100, 1, 1))}))
+    assert inputs(text="{# strftime_now #}") != dated
+    assert inputs() == same
+
+
+def test_code_that_a_tokenizer_comes_with_is_an_input(tiny_model, tmp_path, monkeypatch):
+    template = load_model_template(ModelSettings(path=str(tiny_model)))
+    file = tmp_path / "own_tokenizer.py"
+    file.write_text("class Mixin: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = type(template.tokenizer)
+    template.tokenizer.__class__ = type(
+        "Own", (importlib.import_module("own_tokenizer").Mixin, own), {"__module__": "own_tokenizer"}
+    )
+    before = token_cache.template_inputs(template)
+    file.write_text("class Mixin: edited = True")
+    assert token_cache.template_inputs(template) != before
+
+
 @pytest.mark.parametrize("name", ["tokens", "targets", "ends", "margins", "about.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_entry_is_built_again_with_a_line(rows_file, tokenise, cache, name, damage):
@@ -169,6 +211,31 @@ def test_a_cache_that_cannot_be_written_falls_back_to_memory(rows_file, tokenise
     cache = TokenCache([], LINES.append, tmp_path / "file" / "cache", 10**9)
     assert contents(load(rows_file, tokenise, cache=cache)) == contents(load(rows_file, tokenise))
     assert "cannot be written (Not a directory)" in LINES[0]
+
+
+def test_a_folder_that_disappears_falls_back_to_memory(rows_file, tokenise, cache, monkeypatch):
+    def rename(building, target):
+        shutil.rmtree(building.parent)
+        return target
+
+    expected = contents(load(rows_file, tokenise))
+    monkeypatch.setattr(Path, "rename", rename)
+    assert contents(load(rows_file, tokenise, cache=cache)) == expected
+    assert len(LINES) == 1
+    assert "No such file or directory" in LINES[0]
+    assert entries(cache) == []
+
+
+def test_a_start_leaves_the_folder_of_another_that_has_not_locked_it_yet(rows_file, tokenise, cache, monkeypatch):
+    def lock_after_another_start(file):
+        monkeypatch.setattr(token_cache, "try_lock", try_lock)
+        cache._remove_abandoned()
+        return try_lock(file)
+
+    monkeypatch.setattr(token_cache, "try_lock", lock_after_another_start)
+    load(rows_file, tokenise, cache=cache)
+    assert contents(load(rows_file, never, cache=cache)) == contents(load(rows_file, tokenise))
+    assert LINES == []
 
 
 def test_a_wrong_row_leaves_nothing(tmp_path, tokenise, cache):
@@ -288,6 +355,42 @@ def test_the_work_of_a_worker_that_dies_is_done_here(rows_file, tokenise, tokeni
     assert contents(loaded) == contents(load(rows_file, tokenise))
     assert len(LINES) == 1
     assert "has ended" in LINES[0]
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_workers_that_cannot_be_started_are_done_without(rows_file, tokenise, tokeniser, monkeypatch, started):
+    class Process:
+        failed = False
+
+        def __init__(self, _):
+            if len(processes) == started:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            processes.append(self)
+
+        def tokenise(self, conversations):
+            used.append(self)
+            return tokenise(conversations)
+
+        def end(self):
+            processes.remove(self)
+
+    processes, used = [], []
+    monkeypatch.setattr(tokenise_workers, "_Process", Process)
+    loaded = load(rows_file, tokenise, workers=partial(Workers, tokenise, tokeniser, 3, LINES.append))
+    assert contents(loaded) == contents(load(rows_file, tokenise))
+    assert bool(used) == bool(started)
+    assert processes == []
+    assert len(LINES) == 1
+    assert "Resource temporarily unavailable" in LINES[0]
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("json.py").write_text("open('imported', 'w')")
+    process = tokenise_workers._Process({})
+    process._process.wait()
+    process.end()
+    assert not Path("imported").exists()
 
 
 def test_small_files_need_no_workers():

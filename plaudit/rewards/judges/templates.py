@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from plaudit.data.control_tokens import map_strings
 from plaudit.errors import RecipeError, did_you_mean, nearest_path
 from plaudit.types import Failure, Prompt
 
@@ -58,9 +59,7 @@ class JudgeTemplate:
 
         try:
             values = {**_row(prompt), **variables}
-            return self._template.render(
-                values if quote is None else {name: _quoted(value, quote) for name, value in values.items()}
-            )
+            return self._template.render(values if quote is None else map_strings(values, quote))
         except jinja2.UndefinedError as error:
             cause = "no_ground_truth" if "ground_truth" in str(error) else "no_field"
             missing = str(error).replace("'dict object' has no attribute", "no field")
@@ -75,17 +74,8 @@ class JudgeTemplate:
 def quoted_strings(prompt: Prompt, variables: Mapping[str, Any]) -> list[str]:
     """Every string that `render` may quote."""
     found: list[str] = []
-    _quoted({**_row(prompt), **variables}, lambda text: found.append(text) or text)
+    map_strings({**_row(prompt), **variables}, found.append)
     return found
-
-
-def _quoted(value: Any, quote: Callable[[str], str]) -> Any:
-    """Keys stay as they are: templates look values up by them."""
-    if isinstance(value, str):
-        return quote(value)
-    if isinstance(value, Mapping):
-        return {key: _quoted(inner, quote) for key, inner in value.items()}
-    return [_quoted(inner, quote) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
