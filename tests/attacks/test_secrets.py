@@ -34,7 +34,7 @@ VARIABLE = "JUDGE_LOGIN"
 """The name does not say that it holds a key."""
 KEY = 'kd7/Qz+81="W\\v~4mPx'
 WINDOW = 8
-"""So many characters of the key, anywhere, are a leak: half a key is one too."""
+"""This many characters of the key, anywhere, are a leak: half a key is one too."""
 ESCAPED = "".join(f"\\u{ord(letter):04x}" for letter in KEY)
 """As JSON may write it; decoded, it is the key."""
 FORMS = {

@@ -1,6 +1,6 @@
 """`plaudit serve` under attack: slow patterns, huge requests, and connections that never send or read what they should.
 
-Nothing here is timed. That the server is not blocked shows in the order of things: it answers while the attack goes on.
+Nothing here is timed. That the server is not blocked shows in the order of things: it answers during the attack.
 """
 
 import json
