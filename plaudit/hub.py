@@ -22,8 +22,8 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "value_head.safe
 """A model's config, tokenizer, chat template, code and value head."""
 NOT_MODEL_FILES = ("*/*", "consolidated*")
 """Files in subfolders are other formats of the same weights, and so is what Mistral calls consolidated."""
-OUR_FOLDERS = ("models/", "runs/")
-"""Where the recipes and pages of plaudit put models: not names on the hub."""
+OUR_FOLDERS = ("models/", "runs/", "data/", "recipes/")
+"""Where the recipes and pages of plaudit put models and data: not names on the hub."""
 Kind = Literal["model", "dataset"]
 
 
@@ -45,9 +45,14 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     if os.path.exists(name):
         return Path(name)
     if looks_local(name):
-        made = " `plaudit prepare --help` lists the models it can make." if name.startswith("models/") else ""
-        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}{made}")
+        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}{how_to_prepare(name)}")
     return _download(name, weights)
+
+
+def how_to_prepare(name: str) -> str:
+    """A hint for a missing file or folder that the comments of a recipe say how to make."""
+    made = name.startswith(("models/", "data/"))
+    return " The recipe's first lines may say how to make it; `plaudit prepare --help` lists what can be made." if made else ""
 
 
 @cache

@@ -10,7 +10,7 @@ from plaudit.config import LoadedRecipe, load
 from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
 from plaudit.data.pairs import read_pairs
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
-from plaudit.hub import looks_local, model_folder
+from plaudit.hub import how_to_prepare, looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
 from plaudit.model_files import require_config
 from plaudit.recipe import (
@@ -166,7 +166,8 @@ def _require_path(path: str | None, setting: str, names: Sequence[str]) -> None:
     if path is None or path in names or os.path.exists(path):
         return
     if looks_local(path):
-        raise PlauditError(f"{setting}: {path} does not exist.{did_you_mean(path, names) or nearest_path(Path(path))}")
+        hint = did_you_mean(path, names) or nearest_path(Path(path)) + how_to_prepare(path)
+        raise PlauditError(f"{setting}: {path} does not exist.{hint}")
     try:
         model_folder(path, weights=False)
     except PlauditError as error:

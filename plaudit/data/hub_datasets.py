@@ -15,7 +15,7 @@ from plaudit.data.in_memory import rows_file
 from plaudit.data.rows import Rows
 from plaudit.errors import DataError, did_you_mean, install_extra
 from plaudit.files import fingerprint, text_digest
-from plaudit.hub import find_problem, looks_local
+from plaudit.hub import SUFFIXES, find_problem, looks_local
 
 NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/([\w.-]+))?(?::([\w.-]+))?")
 
@@ -58,7 +58,7 @@ class HubDataset:
 def parse_hub_name(name: str, default_split: str | None = None) -> HubDataset | None:
     """A data set's name; None if `name` can only be a path."""
     found = NAME.fullmatch(name)
-    if found is None or looks_local(found[1]):
+    if found is None or looks_local(found[1]) or name.lower().endswith(SUFFIXES):
         return None
     return HubDataset(name, found[1], found[2], found[3], found[4] or default_split)
 

@@ -150,6 +150,7 @@ def test_names_with_revision_and_config():
     found = parse_hub_name("org/name@v1.0/main:train")
     assert found is not None
     assert (found.repository, found.revision, found.config, found.split) == ("org/name", "v1.0", "main", "train")
+    assert [parse_hub_name(name) for name in ("data/arithmetic/train.parquet", "org/sums/x.jsonl", "models/tiny")] == [None] * 3
 
 
 def test_sample_and_score_take_data_sets(local_hub, plaudit, tmp_path):
