@@ -592,7 +592,7 @@ def test_placement_decides_in_which_phases_a_model_counts(budget_of, scalar, tin
 def test_memory_shortage_names_the_settings_to_change(budget_of, scalar):
     budget, [(mark, text)] = budget_of(scalar_reward(scalar))
     assert mark == "✓"
-    assert text.startswith("cpu: at most 0.7 GB of ")
+    assert text.startswith("cpu: at most 1.0 GB of ")
     most = budget.at(budget.peak)
     _, [(mark, text)] = budget_of(scalar_reward(scalar), available=1.05 * most)
     assert mark == "!"
