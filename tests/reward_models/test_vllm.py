@@ -305,8 +305,11 @@ def test_judges_agree_behind_a_url_and_in_this_process(models, judge_url):
         assert_same_values(there, here)
         assert usage_there == usage_here
     [[calls, read, _]] = scored(models.rewards(**in_this_process)[:1], ODD)[1]
-    [[calls_there, read_there, _]] = scored(models.rewards(placement="server", url=judge_url)[:1], ODD)[1]
+    rendered_here = models.rewards(placement="server", url=judge_url, tokenizer=str(models.judge))[:1]
+    [[calls_there, read_there, _]] = scored(rendered_here, ODD)[1]
     assert (calls_there, read_there) == (calls, read)
+    [[_, read_there, _]] = scored(models.rewards(placement="server", url=judge_url)[:1], ODD)[1]
+    assert read_there < read, "a server that renders messages itself reads control tokens in a response as its own"
 
 
 def test_scalar_models_agree_behind_a_url_and_in_this_process(models, scalar_url):
