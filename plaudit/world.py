@@ -1,23 +1,37 @@
 """The processes that train together, as seen from one of them.
 
 A `World` is made where a process starts and passed down; nothing looks it up. With one process every collective is a no-op.
-Every process is given the whole update and computes its share of the micro-batches. A micro-batch's loss is already divided by
-the whole update's normaliser, so gradients only have to be summed, and the number of processes changes nothing but the order of
-additions.
+Every process runs the same loop (SPMD): data order, noise and packing are functions of the seed and the step, so that processes
+agree without messages, and only scored groups, gradients and files are exchanged. Every process is given the whole update and
+computes its share of the micro-batches. A micro-batch's loss is already divided by the whole update's normaliser, so gradients
+only have to be summed, and the number of processes changes nothing but the order of additions.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
 
-BUCKET_ELEMENTS = 2**26
-"""Gradients per all-reduce: few calls, and little memory on top of the gradients themselves."""
+
+class Heartbeat:
+    """What a process is doing, for whoever watches it. Without a watcher it is only remembered, for messages."""
+
+    def __init__(self, send: Callable[[str, bool], None] | None = None):
+        """`send` is called with what the process does now, and whether it is waiting for the other processes."""
+        self._send = send
+        self.doing = "starting"
+
+    def beat(self, doing: str | None = None, *, waiting: bool = False) -> None:
+        """Called with every micro-batch and every engine step."""
+        if doing is not None and not waiting:
+            self.doing = doing
+        if self._send is not None:
+            self._send(doing or self.doing, waiting)
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,8 @@ class World:
     device: torch.device
     """This process's own device."""
     group: dist.ProcessGroup | None = None
-    """None: torch.distributed's default group."""
+    """None: torch.distributed's default group, if there are several processes."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Self:
@@ -35,20 +50,56 @@ class World:
         return cls(rank=0, size=1, device=torch.device(device))
 
     @classmethod
-    def joined(cls, device: torch.device | str = "cpu") -> Self:
+    def joined(cls, device: torch.device | str = "cpu", heartbeat: Heartbeat | None = None) -> Self:
         """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs)."""
-        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), heartbeat=heartbeat or Heartbeat())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process owns the run folder, the terminal and the trackers."""
+        return self.rank == 0
+
+    # Shares of work
+
+    def share(self, count: int) -> range:
+        """Indices of this process's items among `count`."""
+        return range(self.rank, count, self.size)
 
     def shard(self, items: Sequence[T]) -> list[tuple[int, T]]:
         """This process's items, each with its index among all."""
-        return list(enumerate(items))[self.rank :: self.size]
+        return [(i, items[i]) for i in self.share(len(items))]
+
+    # Agreement
+
+    def agree(self, value: T, what: str) -> T:
+        """The leading process's value, in all of them. `what`: for messages, should the others not come."""
+        if self.size == 1:
+            return value
+        box = [value if self.leads else None]
+        with self.waiting(what):
+            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
+        return box[0]  # pyright: ignore
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """Every process's value, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        with self.waiting(what):
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether the flag is true in any process."""
+        return any(self.gather(flag, what))
+
+    def wait(self, what: str) -> None:
+        """Until all processes are here."""
+        self.gather(None, what)
 
     def sum_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The sum over processes, by name; a name that a process lacks counts as zero there."""
-        if self.size == 1:
-            return dict(metrics)
-        gathered: list[Mapping[str, float]] = [{}] * self.size
-        dist.all_gather_object(gathered, dict(metrics), group=self.group)
+        gathered = self.gather(dict(metrics), "metrics of an update")
         names = dict.fromkeys(name for theirs in gathered for name in theirs)
         return {name: sum(theirs.get(name, 0.0) for theirs in gathered) for name in names}
 
@@ -57,28 +108,13 @@ class World:
         if self.size == 1:
             return list(flags)
         flags_F = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        dist.all_reduce(flags_F, op=dist.ReduceOp.MAX, group=self.group)
+        with self.waiting("gradients"):
+            dist.all_reduce(flags_F, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in flags_F.tolist()]
 
-    @torch.no_grad()
-    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its sum over processes: the same bits in all of them."""
-        if self.size == 1:
-            return
-        bucket: list[Tensor] = []
-        elements = 0
-        for tensor in tensors:
-            bucket.append(tensor)
-            elements += tensor.numel()
-            if elements >= BUCKET_ELEMENTS:
-                self._sum_bucket(bucket)
-                bucket, elements = [], 0
-        self._sum_bucket(bucket)
-
-    def _sum_bucket(self, bucket: Sequence[Tensor]) -> None:
-        if not bucket:
-            return
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
-        dist.all_reduce(flat, group=self.group)
-        sums = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(list(bucket), [part.view_as(t) for part, t in zip(sums, bucket, strict=True)])  # pyright: ignore
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a collective: while in it, a silent process is not to blame."""
+        self.heartbeat.beat(what, waiting=True)
+        yield
+        self.heartbeat.beat()

@@ -25,7 +25,7 @@ from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.folder import require_same_tokens
-from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
+from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe
@@ -37,11 +37,11 @@ from plaudit.types import Batch, Pair
 from plaudit.world import World
 
 
-def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) -> Path:
     """Train the recipe's model on `sources['train']`, validate on `sources['val']`; returns the trained model's folder."""
     recipe = loaded.recipe
     assert isinstance(recipe, DPORecipe)
-    device = resolve_device(recipe.run.device)
+    device = world.device
     if recipe.run.deterministic:
         compute_repeatably(device)
     template = load_model_template(recipe.model, recipe.data.special_tokens)
@@ -61,7 +61,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
         )
 
         def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:

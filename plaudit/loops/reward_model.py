@@ -25,7 +25,7 @@ from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
-from plaudit.models.trainable import TrainableModel, resolve_device
+from plaudit.models.trainable import TrainableModel
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelRecipe
@@ -37,11 +37,11 @@ from plaudit.types import Batch, Pair
 from plaudit.world import World
 
 
-def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) -> Path:
     """Train the recipe's model on `sources['train']`, validate on `sources['val']`; returns the trained model's folder."""
     recipe = loaded.recipe
     assert isinstance(recipe, RewardModelRecipe)
-    device = resolve_device(recipe.run.device)
+    device = world.device
     if recipe.run.deterministic:
         compute_repeatably(device)
     template = load_model_template(recipe.model, recipe.data.special_tokens)
@@ -56,7 +56,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
         trainer = Trainer(
-            classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
+            classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
         )
 
         def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:

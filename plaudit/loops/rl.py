@@ -48,7 +48,7 @@ Validate = Callable[..., tuple[list[ScoredGroup], dict[str, float]]]
 """Given a step: the scored validation groups and their metrics."""
 
 
-def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) -> Path:
     """Train the recipe's model on the prompts of `sources['train']`; returns the trained model's folder."""
     recipe = loaded.recipe
     assert isinstance(recipe, RLRecipe)
@@ -56,7 +56,6 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         require_passed(recipe.audit, recipe.rewards)
     for warning in check_capabilities(engine_class(recipe.rollout.engine).capabilities, recipe):
         print_line(warning, "yellow")
-    world = World.alone(resolve_device(recipe.run.device))
     if recipe.run.deterministic:
         compute_repeatably(world.device)
     template = load_model_template(recipe.model, recipe.data.special_tokens)

@@ -23,7 +23,7 @@ from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.trainable import TrainableModel, load_policy, resolve_device
+from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTRecipe
 from plaudit.report.progress import print_line
@@ -34,11 +34,11 @@ from plaudit.types import Batch, Example
 from plaudit.world import World
 
 
-def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) -> Path:
     """Train the recipe's model on `sources['train']`, validate on `sources['val']`; returns the trained model's folder."""
     recipe = loaded.recipe
     assert isinstance(recipe, SFTRecipe)
-    device = resolve_device(recipe.run.device)
+    device = world.device
     if recipe.run.deterministic:
         compute_repeatably(device)
     template = load_model_template(recipe.model, recipe.data.special_tokens)
@@ -51,7 +51,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         resolved = resolve_checkpointing(recipe, examples.lengths)
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=World.alone(device)
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
         )
 
         def update(rows: list[Example]) -> tuple[list[Batch], Loss]:

@@ -10,7 +10,9 @@ from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.errors import PlauditError
 from plaudit.loops import dpo, reward_model, rl, sft
+from plaudit.models.trainable import resolve_device
 from plaudit.recipe import RLRecipe, ScoreRecipe
+from plaudit.world import World
 
 LOOPS = {"sft": sft, "dpo": dpo, "reward-model": reward_model, "rl": rl}
 
@@ -18,7 +20,9 @@ LOOPS = {"sft": sft, "dpo": dpo, "reward-model": reward_model, "rl": rl}
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model, or resume its run; returns the trained model's folder."""
     with _memory_advice(loaded):
-        return LOOPS[loaded.recipe.stage].train(loaded, sources)
+        assert not isinstance(loaded.recipe, ScoreRecipe)
+        world = World.alone(resolve_device(loaded.recipe.run.device))
+        return LOOPS[loaded.recipe.stage].train(loaded, sources, world)
 
 
 @contextmanager

@@ -32,15 +32,16 @@ from plaudit.recipe.rl import (
 from plaudit.recipe.sample import SampleSettings
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTDataSettings, SFTRecipe, SFTTrainSettings
-from plaudit.recipe.training import LoraSettings, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
+from plaudit.recipe.training import ClusterSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
 
 __all__ = [
-    "STAGES", "AlgorithmSettings", "AuditSettings", "CriticSettings", "DPOLossSettings", "DPORecipe", "DynamicSamplingSettings",
-    "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings", "OptimSettings", "PairDataSettings",
-    "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe", "RLReferenceSettings",
-    "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings", "RewardModelLossSettings", "RewardModelRecipe",
-    "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings", "SFTDataSettings", "SFTRecipe", "SFTTrainSettings",
-    "SampleSettings", "ScoreRecipe", "Section", "TrainingRecipe", "ValidationSettings", "View",
+    "STAGES", "AlgorithmSettings", "AuditSettings", "ClusterSettings", "CriticSettings", "DPOLossSettings", "DPORecipe",
+    "DynamicSamplingSettings", "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings", "OptimSettings",
+    "PairDataSettings", "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe",
+    "RLReferenceSettings", "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings",
+    "RewardModelLossSettings", "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings",
+    "SFTDataSettings", "SFTRecipe", "SFTTrainSettings", "SampleSettings", "ScoreRecipe", "Section", "TrainingRecipe",
+    "ValidationSettings", "View",
 ]  # fmt: skip
 
 PreferenceRecipe = DPORecipe | RewardModelRecipe

@@ -5,7 +5,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, OptionalFiles, Section, require_files
-from plaudit.recipe.training import ANY_RESUME, ROUNDING, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
+from plaudit.recipe.training import (
+    ANY_RESUME,
+    ROUNDING,
+    ClusterSettings,
+    ModelSettings,
+    OptimSettings,
+    ReferenceSettings,
+    RunSettings,
+)
 
 
 class PairDataSettings(Section):
@@ -84,6 +92,8 @@ class DPORecipe(Section):
     """Optimiser and learning-rate schedule."""
     run: RunSettings
     """Run folder, length, validation and checkpoints."""
+    cluster: ClusterSettings = ClusterSettings()
+    """GPUs and how they share the work."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING
@@ -108,6 +118,8 @@ class RewardModelRecipe(Section):
     """Optimiser and learning-rate schedule."""
     run: RunSettings
     """Run folder, length, validation and checkpoints."""
+    cluster: ClusterSettings = ClusterSettings()
+    """GPUs and how they share the work."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING

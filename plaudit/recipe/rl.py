@@ -25,6 +25,7 @@ from plaudit.recipe.training import (
     ANY_RESUME,
     ROUNDING,
     Checkpointing,
+    ClusterSettings,
     LoraSettings,
     ModelSettings,
     OptimSettings,
@@ -358,6 +359,8 @@ class RLRecipe(Section):
     """Optimiser and learning-rate schedule."""
     run: RunSettings
     """Run folder, length, validation and checkpoints."""
+    cluster: ClusterSettings = ClusterSettings()
+    """GPUs and how they share the work."""
 
     def ineffective_settings(self) -> dict[str, str]:
         if self.algorithm.needs_reference:

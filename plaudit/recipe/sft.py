@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, OptionalFiles, Section, require_files
-from plaudit.recipe.training import ANY_RESUME, ROUNDING, ModelSettings, OptimSettings, RunSettings
+from plaudit.recipe.training import ANY_RESUME, ROUNDING, ClusterSettings, ModelSettings, OptimSettings, RunSettings
 
 
 class SFTDataSettings(Section):
@@ -54,6 +54,8 @@ class SFTRecipe(Section):
     """Optimiser and learning-rate schedule."""
     run: RunSettings
     """Run folder, length, validation and checkpoints."""
+    cluster: ClusterSettings = ClusterSettings()
+    """GPUs and how they share the work."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING

@@ -15,6 +15,12 @@ def _require_layers(value: Any) -> Any:
     return value
 
 
+def _require_count(value: Any) -> Any:
+    if value != "all" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"should be a number of GPUs, or all, not {json.dumps(value)}")
+    return value
+
+
 Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
 Placement = Literal["resident", "offload"]
 
@@ -135,13 +141,24 @@ class RunSettings(Section):
     """Bitwise the same results when repeated or resumed, also on a GPU, where deterministic kernels are slightly slower."""
 
 
+class ClusterSettings(Section):
+    gpus: Annotated[PositiveInt | Literal["all"], BeforeValidator(_require_count)] = 1
+    """GPUs to train on, with a process for each; all: every one of this machine. On a CPU: processes. Several compute what one
+    would, up to the order of additions."""
+    sharding: Literal["auto", "none", "optimiser", "full"] = "auto"
+    """What the processes divide among themselves. none: nothing. optimiser: AdamW's moments and fp32 master weights. full: the
+    weights too (FSDP). auto: optimiser if that fits into a GPU's memory, else full."""
+    timeout_s: PositiveFloat = 600.0
+    """Stop the run when a process has made no progress for this long."""
+
+
 ANY_RESUME = (
     "run.dir", "run.validate_first", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers",
-    "run.project", "train.max_skipped_steps", "optim.placement",
+    "run.project", "train.max_skipped_steps", "optim.placement", "cluster.timeout_s",
 )  # fmt: skip
 """Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything."""
 ROUNDING = (
     "train.tokens_per_micro_batch", "model.gradient_checkpointing", "model.liger", "run.validate_every", "run.device",
-    "run.deterministic",
+    "run.deterministic", "cluster.gpus", "cluster.sharding",
 )  # fmt: skip
 """Settings that change results at most by rounding (or only when they are measured): allowed on resume, and reported."""
