@@ -10,12 +10,23 @@ only have to be summed, and the number of processes changes nothing but the orde
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+class Work(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
 
 
 class Heartbeat:
@@ -40,8 +51,8 @@ class World:
     size: int
     device: torch.device
     """This process's own device."""
-    group: dist.ProcessGroup | None = None
-    """None: torch.distributed's default group, if there are several processes."""
+    is_joined: bool = False
+    """Whether there is a process group, of one process or more: torch.distributed's default group."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @classmethod
@@ -52,7 +63,7 @@ class World:
     @classmethod
     def joined(cls, device: torch.device | str = "cpu", heartbeat: Heartbeat | None = None) -> Self:
         """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs)."""
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), heartbeat=heartbeat or Heartbeat())
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), True, heartbeat or Heartbeat())
 
     @property
     def leads(self) -> bool:
@@ -77,7 +88,7 @@ class World:
             return value
         box = [value if self.leads else None]
         with self.waiting(what):
-            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # pyright: ignore
 
     def gather(self, value: T, what: str) -> list[T]:
@@ -86,7 +97,7 @@ class World:
             return [value]
         gathered: list[Any] = [None] * self.size
         with self.waiting(what):
-            dist.all_gather_object(gathered, value, group=self.group)
+            dist.all_gather_object(gathered, value)
         return gathered
 
     def any(self, flag: bool, what: str) -> bool:
@@ -109,8 +120,42 @@ class World:
             return list(flags)
         flags_F = torch.tensor(flags, dtype=torch.int32, device=self.device)
         with self.waiting("gradients"):
-            dist.all_reduce(flags_F, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(flags_F, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags_F.tolist()]
+
+    # Tensors
+
+    def sum_all(self, flat: Tensor) -> Work:
+        """Replaces a tensor by its sum over processes: the same bits in all of them."""
+        if not self._through_host:
+            return dist.all_reduce(flat, async_op=True) or _Done()
+        host = flat.cpu()
+        dist.all_reduce(host)
+        flat.copy_(host)
+        return _Done()
+
+    def sum_parts(self, own: Tensor, flat: Tensor) -> Work:
+        """As `sum_all`, but each process gets the part of the sum at its rank."""
+        if not self._through_host:
+            return dist.reduce_scatter_tensor(own, flat, async_op=True) or _Done()
+        host, part = flat.cpu(), own.cpu()
+        dist.reduce_scatter_tensor(part, host)
+        own.copy_(part)
+        return _Done()
+
+    def gather_parts(self, flat: Tensor, own: Tensor) -> Work:
+        """Fills `flat` with every process's part, in the order of ranks."""
+        if not self._through_host:
+            return dist.all_gather_into_tensor(flat, own, async_op=True) or _Done()
+        host = flat.cpu()
+        dist.all_gather_into_tensor(host, own.cpu())
+        flat.copy_(host)
+        return _Done()
+
+    @property
+    def _through_host(self) -> bool:
+        """gloo computes on a CPU. It is used on a GPU that several processes share, which NCCL cannot."""
+        return self.device.type == "cuda" and "nccl" not in str(dist.get_backend())
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

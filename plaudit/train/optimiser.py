@@ -2,13 +2,14 @@
 
 A bf16 model's gradients are accumulated in fp32, micro-batch by micro-batch, for master weights owned by the optimiser; after a
 step the masters are copied into the model in place, so its tensors keep their addresses. An fp32 model's parameters are their own
-masters.
+masters. Of several processes each may own the state of some pieces of the parameters only: train/gradients.py.
 
 With `optim.placement: offload`, masters and moments live in host memory and are streamed through the device in every step
 (train/offload.py). Gradients stay on the device: they exist only during an update, their norm must be known before the first of
 them is used, and every micro-batch adds to all of them. On a CPU, host and device memory are the same and offload has no effect.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,42 +19,58 @@ from torch.optim.adamw import adamw
 from plaudit.errors import RunError
 from plaudit.models.weights import has_device_memory
 from plaudit.recipe import OptimSettings
+from plaudit.train.gradients import Piece, collect_gradients, parse_key
 from plaudit.train.offload import HostState, StateSlice
+from plaudit.train.saved_state import SavedTensor
 from plaudit.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Optimiser:
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSettings):
-        self.parameters = dict(named_parameters)
-        assert self.parameters, "nothing to train"
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        optim: OptimSettings,
+        world: World | None = None,
+        *,
+        sharded: bool = False,
+    ):
+        """`world`: the processes that train together, None for one. `sharded`: each of them has a part of the state."""
+        parameters = dict(named_parameters)
         self.optim = optim
-        device = next(iter(self.parameters.values())).device
-        followers = {name: p.shape for name, p in self.parameters.items() if p.dtype != torch.float32}
-        others = {name: p.shape for name, p in self.parameters.items() if name not in followers}
-        self._host = HostState(followers, others, device) if optim.placement == "offload" and has_device_memory(device) else None
+        self.gradients = collect_gradients(parameters.items(), world or World.alone(), sharded=sharded)
+        self.pieces = self.gradients.pieces
+        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._pieces_of: dict[str, list[tuple[str, Piece]]] = {name: [] for name in parameters}
+        for key, piece in self.pieces.items():
+            self._pieces_of[piece.name].append((key, piece))
+        device = next(iter(parameters.values())).device
+        followers = {key: piece.weight.shape for key, piece in self.pieces.items() if piece.weight.dtype != torch.float32}
+        others = {key: piece.weight.shape for key, piece in self.pieces.items() if key not in followers}
+        offload = optim.placement == "offload" and has_device_memory(device)
+        self._host = HostState(followers, others, device) if offload else None
         self.masters: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            self.masters[name] = parameter if name in others else self._master(name, parameter.detach())
+        """fp32 weights; an fp32 model's own."""
+        for key, piece in self.pieces.items():
+            self.masters[key] = piece.weight if key in others else self._master(key, piece.weight.detach())
         self._moments: dict[str, dict[str, Tensor]] = {}
-        """Only for parameters that have had a gradient."""
-        self._sums: dict[str, Tensor] = {}
-        """fp32 gradients of parameters that are not their own masters."""
-        for name in followers:
-            self._follow(name)
+        """Only for pieces that have had a gradient."""
+        self._device = device
 
     @property
     def resident_bytes(self) -> int:
         """Memory kept on the device between updates: two moments, and a master where the parameter is not its own."""
         if self._host is not None:
             return 0
-        return sum(p.numel() * (8 if self.masters[name] is p else 12) for name, p in self.parameters.items())
+        return sum(piece.weight.numel() * (8 if self._is_own_master(key) else 12) for key, piece in self.pieces.items())
+
+    def _is_own_master(self, key: str) -> bool:
+        return self.masters[key] is self.pieces[key].weight
 
     def clip(self) -> Tensor:
         """Scale gradients down to max_grad_norm; returns their norm before clipping (not finite if any gradient is not)."""
-        gradients = list(self.gradients().values())
-        norm = torch.nn.utils.get_total_norm(gradients)
+        gradients, norm = list(self.gradients.sums().values()), self.gradients.norm()
         if self.optim.max_grad_norm is not None and gradients:
             # Unconditionally: checking whether clipping is needed would synchronise with the device.
             torch._foreach_mul_(gradients, (self.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
@@ -61,57 +78,29 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        gradients = self.gradients()
-        for name in gradients:
-            if name not in self._moments:
-                self._moments[name] = self._new_moments(name)
+        gradients = self.gradients.sums()
+        for key in gradients:
+            if key not in self._moments:
+                self._moments[key] = self._new_moments(key)
         if self._host is not None:
             self._step_through_the_device(self._host, gradients, lr)
-            return
-        masters, moments = [self.masters[name] for name in gradients], [self._moments[name] for name in gradients]
-        self._adamw(
-            list(gradients), masters, list(gradients.values()), *([own[kind] for own in moments] for kind in MOMENTS), lr=lr
-        )
-        self._publish()
-
-    def sum_gradients(self, world: World) -> None:
-        """Sum over processes, in place. A parameter without a gradient in any process keeps none, or its weight would decay; one
-        without a gradient only in this process (fewer micro-batches than processes) counts as zero here."""
-        if world.size == 1:
-            return
-        own, names = self.gradients(), list(self.parameters)
-        somewhere = world.any_true([name in own for name in names])
-        wanted = [name for name, present in zip(names, somewhere, strict=True) if present]
-        world.sum_in_place([own[name] if name in own else self._zero_gradient(name) for name in wanted])
-
-    def _zero_gradient(self, name: str) -> Tensor:
-        parameter = self.parameters[name]
-        zeros = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        if self.masters[name] is parameter:
-            parameter.grad = zeros
         else:
-            self._sums[name] = zeros
-        return zeros
-
-    def clear_gradients(self) -> None:
-        self._sums.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+            masters, moments = [self.masters[key] for key in gradients], [self._moments[key] for key in gradients]
+            self._adamw(
+                list(gradients), masters, list(gradients.values()), *([own[kind] for own in moments] for kind in MOMENTS), lr=lr
+            )
+            self._copy_masters()
+        self.gradients.publish()
 
     # A step
 
-    def gradients(self) -> dict[str, Tensor]:
-        """fp32 gradients of the parameters that have one; may be changed in place."""
-        found = ((name, self._sums.get(name) if self.masters[name] is not p else p.grad) for name, p in self.parameters.items())
-        return {name: gradient for name, gradient in found if gradient is not None}
-
     def _adamw(
-        self, names: Sequence[str], masters: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+        self, keys: Sequence[str], masters: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], *, lr: float,
     ) -> None:  # fmt: skip
-        """Update parameters or slices of them. Matrices decay, biases and norms do not. `steps` are incremented."""
+        """Update pieces or slices of them. `steps` are incremented."""
         for decays in (True, False):
-            some = [i for i, name in enumerate(names) if (self.parameters[name].ndim >= 2) == decays]
+            some = [i for i, key in enumerate(keys) if self.pieces[key].decays == decays]
             adamw(
                 [masters[i] for i in some],
                 [gradients[i] for i in some],
@@ -130,16 +119,15 @@ class Optimiser:
             )
 
     def _step_through_the_device(self, host: HostState, gradients: dict[str, Tensor], lr: float) -> None:
-        device = next(iter(self.parameters.values())).device
         if not gradients:
             return
         # One copy of all step counts; every slice of a parameter starts from the same count.
-        before = torch.stack([self._moments[name]["step"] for name in gradients]).to(device)
+        before = torch.stack([self._moments[name]["step"] for name in gradients]).to(self._device)
         places = {name: i for i, name in enumerate(gradients)}
 
         def work(pieces: Sequence[StateSlice]) -> None:
             pieces = [piece for piece in pieces if piece.name in gradients]
-            weights = [self.parameters[piece.name].detach().view(-1)[piece.at] for piece in pieces]
+            weights = [self.pieces[piece.name].weight.detach().view(-1)[piece.at] for piece in pieces]
             masters = [weight if piece.master is None else piece.master for piece, weight in zip(pieces, weights, strict=True)]
             counts = before.clone().unbind()
             self._adamw(
@@ -159,10 +147,11 @@ class Optimiser:
         for name in gradients:
             self._moments[name]["step"] += 1
 
-    def _publish(self) -> None:
-        followers = [name for name, parameter in self.parameters.items() if self.masters[name] is not parameter]
+    def _copy_masters(self) -> None:
+        """Into the model."""
+        followers = [key for key in self.pieces if not self._is_own_master(key)]
         if followers:
-            copies, masters = [self.parameters[n] for n in followers], [self.masters[n] for n in followers]
+            copies, masters = [self.pieces[key].weight for key in followers], [self.masters[key] for key in followers]
             torch._foreach_copy_(copies, masters)  # pyright: ignore
 
     # Optimiser state
@@ -180,50 +169,48 @@ class Optimiser:
                 moment.zero_()
         return dict(zip(MOMENTS, (*moments, torch.zeros((), device=moments[0].device)), strict=True))
 
-    def _follow(self, name: str) -> None:
-        """Move the parameter's gradients into the master's sum as soon as they are computed."""
-        sums = self._sums  # the hook must not refer to the optimiser: a reference cycle
-
-        def move_gradient(p: Tensor) -> None:
-            assert p.grad is not None
-            if name in sums:
-                sums[name] += p.grad
-            else:
-                sums[name] = p.grad.float()
-            p.grad = None
-
-        self.parameters[name].register_post_accumulate_grad_hook(move_gradient)
-
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by parameter name, and every fp32 weight."""
+        """fp32 weights and moments of this process's pieces, by what they are and the piece's key: `exp_avg/lm_head.weight`."""
         if self._host is not None:
             self._host.settled()
-        tensors = {f"weight/{name}": master.detach() for name, master in self.masters.items()}
-        for name in self.masters:
-            tensors |= {f"{kind}/{name}": tensor for kind, tensor in self._moments.get(name, {}).items()}
+        tensors = {f"weight/{key}": master.detach() for key, master in self.masters.items()}
+        for key in self.masters:
+            tensors |= {f"{kind}/{key}": tensor for kind, tensor in self._moments.get(key, {}).items()}
         return tensors
 
     @torch.no_grad()
-    def load_state(self, parts: Iterable[dict[str, Tensor]]) -> None:
-        """Load what `state` returned, in any number of chunks. Every weight must be there, with all of its moments or none."""
+    def load_state(self, saved: Iterable[SavedTensor]) -> None:
+        """Load the `state` of one or more processes, however it was divided among them. Every weight must be there, with all of its
+        moments or none."""
         self._moments.clear()
-        missing = {f"weight/{name}" for name in self.masters}
-        for part in parts:
-            missing -= part.keys()
-            for key, tensor in part.items():
-                kind, _, name = key.partition("/")
-                if name not in self.masters:
-                    raise RunError(f"the saved trainer state has {name}, and this model trains no such weight: start a new run")
-                if kind == "weight":
-                    self.masters[name].copy_(tensor)
-                    continue
-                if name not in self._moments:
-                    self._moments[name] = self._new_moments(name)
-                    missing |= {f"{moment}/{name}" for moment in MOMENTS}
-                self._moments[name][kind].copy_(tensor)
-                missing.discard(key)
-        if missing:
-            raise RunError(f"the saved trainer state is incomplete: {min(missing)} is missing")
-        self._publish()
+        loaded: Counter[tuple[str, str]] = Counter()
+        for tensor in saved:
+            kind, _, key = tensor.key.partition("/")
+            name, begin, end = parse_key(key)
+            if name not in self._sizes:
+                raise RunError(f"the saved trainer state has {name}, and this model trains no such weight: start a new run")
+            end = self._sizes[name] if end is None else end
+            if kind != "step" and tensor.elements != end - begin:
+                raise RunError(f"the saved trainer state has a {name} of another size: start a new run")
+            for own, piece in self._pieces_of[name]:
+                first, last = max(begin, piece.begin), min(end, piece.end)
+                if first < last:
+                    there = slice(0, 1) if kind == "step" else slice(first - piece.begin, last - piece.begin)
+                    here = slice(0, 1) if kind == "step" else slice(first - begin, last - begin)
+                    self._state_of(own, kind).view(-1)[there].copy_(tensor.read(here.start, here.stop))
+                    loaded[own, kind] += last - first
+        for key, piece in self.pieces.items():
+            for kind in ("weight", *(MOMENTS if key in self._moments else ())):
+                if loaded[key, kind] != piece.weight.numel():
+                    raise RunError(f"the saved trainer state is incomplete: {kind}/{key} is missing")
+        self._copy_masters()
+        self.gradients.publish()
+
+    def _state_of(self, key: str, kind: str) -> Tensor:
+        if kind == "weight":
+            return self.masters[key].detach()
+        if key not in self._moments:
+            self._moments[key] = self._new_moments(key)
+        return self._moments[key][kind]
