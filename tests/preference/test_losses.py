@@ -211,7 +211,8 @@ def test_equal_scores_give_a_loss_of_log_2(tiny_model, pairs_file):
 def test_lora_trains_the_full_head_and_starts_from_the_same_scores(tiny_model, pairs_file):
     pairs = make_pairs(tiny_model, pairs_file, scalar=True)
     full, lora = load_model(tiny_model, scalar=True), load_model(tiny_model, scalar=True, lora=LoraSettings(rank=4))
-    for a, b in zip(measure(full.model, pairs, answer_scores, 500, World.alone()), measure(lora.model, pairs, answer_scores, 500, World.alone()), strict=True):
+    scores = (measure(one.model, pairs, answer_scores, 500, World.alone()) for one in (full, lora))
+    for a, b in zip(*scores, strict=True):
         torch.testing.assert_close(a, b)
     names = [name for name, _ in lora.trainable()]
     assert [name for name in names if "lora_" not in name] == ["score.modules_to_save.default.weight"]
