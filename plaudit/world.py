@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
