@@ -15,9 +15,10 @@ from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.lora_folder import read_lora_folder
 from plaudit.model_files import require_weights
+from plaudit.models.devices import resolve_device
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
-from plaudit.models.trainable import resolve_device, resolve_dtype
+from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.train.memory_plan import RESIDENT, Lengths, local_reward_models, plan_critic, plan_policy, resolve_checkpointing
