@@ -188,7 +188,9 @@ _COUNTS: dict[tuple[str, str, LoraSettings | None, bool], _Counts] = {}
 
 def _count(config: PretrainedConfig, recipe: ModelSettings, *, scalar: bool) -> _Counts:
     """Kept: a search over settings plans the same model many times."""
-    key = recipe.path, config.to_json_string(use_diff=False), recipe.lora, scalar
+    described = config.to_dict()
+    described.pop("_name_or_path", None)
+    key = recipe.path if recipe.trust_remote_code else "", repr(described), recipe.lora, scalar
     if key not in _COUNTS:
         if scalar:
             config.num_labels = 1
@@ -311,6 +313,8 @@ class Need:
     """Used if available: a cache, which works with less."""
     in_turn: bool = False
     """Only one of these needs is on the device at a time."""
+    part: Literal["weights", "optimiser", "passes", "sampling", "other"] = "other"
+    """Weights of policy, critic and reference; their optimisers' state; a policy's passes; the engine."""
 
 
 @dataclass(frozen=True)

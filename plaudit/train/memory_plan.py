@@ -170,19 +170,19 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
 
 
 def choose_sharding(recipe: TrainingRecipe, lengths: Lengths, size: int, memory: float | None = None) -> Sharding:
-    """What `size` processes divide among themselves: with `sharding: auto` as little as fits. `memory`: of a GPU, or of all
-    processes of a CPU together; None: what this machine has."""
-    if size == 1:
+    """What `size` processes divide among themselves. `memory`: of a GPU, or of all processes of a CPU together; None: what this
+    machine has."""
+    if memory is not None and resolve_device(recipe.run.device).type == "cpu":
+        memory /= size
+    return resolve_sharding(recipe, lengths, Processes(size, memory=memory))
+
+
+def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:
+    """`auto`: the optimiser's state if that is enough, else the weights too, which costs time in every pass."""
+    if processes.size == 1:
         return "none"
     if recipe.cluster.sharding != "auto":
         return recipe.cluster.sharding
-    if memory is not None and resolve_device(recipe.run.device).type == "cpu":
-        memory /= size
-    return choose_among(recipe, lengths, Processes(size, memory=memory))
-
-
-def choose_among(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:
-    """`optimiser` if that fits, else `full`. Whole weights cost nothing to read, so they are sharded only if they must be."""
     return "optimiser" if fits(recipe, lengths, replace(processes, sharding="optimiser")) else "full"
 
 
@@ -254,11 +254,11 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, processes: Processes, needs: Needs) -> None:
     plan, always = plan_policy(recipe, lengths, processes), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
     here = needs[device.type]
-    here.append(Need("policy: weights", always, plan.weights))
+    here.append(Need("policy: weights", always, plan.weights, part="weights"))
     if isinstance(recipe, RLRecipe):
         _reference(recipe, device, plan, processes, needs)
     _state("policy", plan, always, needs, device)
-    here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes))
+    here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes, part="passes"))
     if isinstance(recipe, RLRecipe):
         _engine(recipe, lengths, device, plan, processes, here)
         _critic(recipe, lengths, device, processes, needs, policy_work=plan.work)
@@ -271,22 +271,23 @@ def _engine(
     size = resolve_dtype(recipe.model.dtype, device).itemsize
     if processes.sharding == "full":
         adapters = 4 * policy.trainable if recipe.model.lora is not None else 0
-        here.append(Need("engine: whole weights", ("sampling",), policy.parameters * size + adapters))
+        here.append(Need("engine: whole weights", ("sampling",), policy.parameters * size + adapters, part="sampling"))
     sequences = _concurrent_sequences(recipe, device, processes)
     longest = max(lengths) if lengths else recipe.data.max_prompt_tokens
     length = longest + recipe.rollout.max_new_tokens
     cache = plan_cache(config, size, sequences=sequences, tokens=length)
-    here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
+    here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache, part="sampling"))
     prefill = min(PREFILL_TOKENS[device.type], _prompts_of_a_process(recipe, processes) * longest)
     working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, lora=recipe.model.lora is not None)
-    here.append(Need("engine: logits, prompts", ("sampling",), working))
+    here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
 
 
 def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:
     if not plan.streamed:
-        needs[device.type].append(Need(f"{whose}: moments, masters", always, plan.state))
+        needs[device.type].append(Need(f"{whose}: moments, masters", always, plan.state, part="optimiser"))
         return
-    needs[device.type].append(Need(f"{whose}: moments, masters, streamed", ("training",), plan.streamed))
+    streamed = Need(f"{whose}: moments, masters, streamed", ("training",), plan.streamed, part="optimiser")
+    needs[device.type].append(streamed)
     needs["cpu"].append(Need(f"{whose}: moments, masters", always, plan.state))
 
 
@@ -303,7 +304,7 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, proce
     if processes.sharding == "full":
         weights /= processes.size
     if recipe.reference.placement == "resident":
-        needs[device.type].append(Need("reference: weights", PHASES, weights))
+        needs[device.type].append(Need("reference: weights", PHASES, weights, part="weights"))
         return
     if weights > policy.work:
         needs[device.type].append(Need("reference: weights (more)", ("training",), weights - policy.work))
@@ -322,7 +323,7 @@ def _critic(
     except (PlauditError, OSError, ValueError):
         return  # reported by its own check
     offloaded = recipe.critic.placement == "offload" and has_device_memory(device)
-    needs[device.type].append(Need("critic: weights", PHASES[-1:] if offloaded else PHASES, plan.weights))
+    needs[device.type].append(Need("critic: weights", PHASES[-1:] if offloaded else PHASES, plan.weights, part="weights"))
     if offloaded:
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
     _state("critic", plan, PHASES, needs, device)
