@@ -14,7 +14,7 @@ from support.recipes import exact_metrics
 
 
 def start_ranks(size: int, *arguments: object, scripts: dict[int, str] | None = None, **more: str) -> list[Command]:
-    """The command in `size` processes. `scripts`: what some ranks run in place of it."""
+    """The command in `size` processes (one of one, too, is joined). `scripts`: what some ranks run in place of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,7 +35,7 @@ def train_with(size: int, stage: str, recipe: Path, *overrides: str) -> None:
 def differences(
     run: Path, reference: Path, *, relative: float = 1e-6, absolute: float = 1e-6, ignore: tuple[str, ...] = ()
 ) -> dict:
-    """Metrics that differ by more than this, each with its first values. (Metrics that are differences of log-probs are close to 0.)"""
+    """Metrics that differ by more than this, each with its first values. (Those that are differences of log-probs are close to 0.)"""
     ours, theirs, found = exact_metrics(run), exact_metrics(reference), {}
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
     for row, expected in zip(ours, theirs, strict=True):
