@@ -35,7 +35,7 @@ def train_with(size: int, stage: str, recipe: Path, *overrides: str) -> None:
 def differences(
     run: Path, reference: Path, *, relative: float = 1e-6, absolute: float = 1e-6, ignore: tuple[str, ...] = ()
 ) -> dict:
-    """Metrics that differ by more than this, each with its first values. (Those that are differences of log-probs are close to 0.)"""
+    """Metrics that differ by more than this, each with its first values. (Differences of log-probs are close to 0.)"""
     ours, theirs, found = exact_metrics(run), exact_metrics(reference), {}
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
     for row, expected in zip(ours, theirs, strict=True):
