@@ -77,7 +77,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"Some of: {', '.join(ROWS)}")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="gpu-cluster-"))
-    rows = [{"prompt": f"{i} " + " ".join(["word"] * 60)} for i in range(given.prompts * given.steps)]
+    rows = [
+        {"prompt": f"{i} {'word ' * 60}", "response": "word"}  # (the tokenizer is made of conversations)
+        for i in range(given.prompts * given.steps)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     recipe: dict[str, Any] = {
@@ -92,9 +95,8 @@ def main() -> None:
     }
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(recipe))
-    print(
-        f"{given.size}, {given.prompts} prompts × 8 × {given.tokens} tokens, 2 updates a step, {given.steps} steps; median of all but the first"
-    )
+    work = f"{given.prompts} prompts × 8 × {given.tokens} tokens, 2 updates a step, {given.steps} steps"
+    print(f"{given.size}, {work}; median of all but the first")
     print(
         "| | s a step | sampling | update | ratio | same responses | same weights | mismatch |\n" + "| --- " * 8 + "|", flush=True
     )
