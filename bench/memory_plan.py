@@ -81,8 +81,10 @@ def run_one(recipe: Path) -> None:
     from plaudit.data.prompts import load_prompts
     from plaudit.data.templates import load_model_template
     from plaudit.loops import rl, sft
+    from plaudit.models.devices import resolve_device
     from plaudit.recipe import RLRecipe
     from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
+    from plaudit.world import World
 
     loaded, sources = load_checked(recipe, [], None)
     settings, template = loaded.recipe, load_model_template(loaded.recipe.model)
@@ -103,7 +105,7 @@ def run_one(recipe: Path) -> None:
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     try:
-        (rl if isinstance(settings, RLRecipe) else sft).train(loaded, sources)
+        (rl if isinstance(settings, RLRecipe) else sft).train(loaded, sources, World.alone(resolve_device(device)))
         if device == "cuda":
             free, total = torch.cuda.mem_get_info()
             context = total - free - torch.cuda.memory_reserved()
