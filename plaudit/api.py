@@ -146,7 +146,9 @@ def _run_folder(draft: Draft, stage: str) -> Path:
     """`run.dir`; by default named after all that the call depends on, so that the same call resumes and another one starts anew."""
     run = draft.tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir") is None:
-        draft.update({"run": {"dir": f"runs/{stage}-{text_digest(json.dumps(_contents(draft.tree), sort_keys=True))[:8]}"}})
+        # Not on the number of processes: a run may be resumed with another one.
+        contents = _contents({name: section for name, section in draft.tree.items() if name != "cluster"})
+        draft.update({"run": {"dir": f"runs/{stage}-{text_digest(json.dumps(contents, sort_keys=True))[:8]}"}})
     return Path(str(run.get("dir")) if isinstance(run, dict) else "runs")
 
 
