@@ -373,6 +373,9 @@ def doctor(
     recipe: RecipeFile,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="How many rows to render and measure; 0 for all.")] = 1000,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0, metavar="GB", help="Plan for GPUs with this much memory (10⁹ bytes), here or elsewhere.")
+    ] = None,
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
     loaded, sources = load_checked(recipe, overrides, None)
@@ -386,7 +389,8 @@ def doctor(
 
     from plaudit.doctor.checkup import run_checkup
 
-    raise typer.Exit(0 if run_checkup(loaded, sources, max_rows=rows) else 1)
+    memory = None if gpu_memory is None else gpu_memory * 1e9
+    raise typer.Exit(0 if run_checkup(loaded, sources, max_rows=rows, gpu_memory=memory) else 1)
 
 
 @app.callback(invoke_without_command=True)

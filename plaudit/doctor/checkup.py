@@ -18,7 +18,7 @@ from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.pairs import Preference, read_pairs
 from plaudit.data.row_ids import name_sources
 from plaudit.data.templates import ChatTemplate, load_model_template
-from plaudit.doctor import memory, preferences, rewards, rows
+from plaudit.doctor import memory, preferences, rewards, rows, sharding
 from plaudit.doctor.compatibility import PolicyContext, check_compatibility, check_lengths
 from plaudit.doctor.critic import check_critic
 from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Finding, print_text, print_title
@@ -39,15 +39,23 @@ from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
 from plaudit.rl.collect import check_capabilities
 from plaudit.rollout.build import engine_class
-from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
+from plaudit.train.memory_plan import Processes, plan_devices, resolve_checkpointing, resolve_sharding
 from plaudit.types import Conversation, Example, Prompt
 
 
-def run_checkup(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_rows: int, console: Console | None = None) -> bool:
-    """Print the findings; returns whether training can start."""
+def run_checkup(
+    loaded: LoadedRecipe,
+    sources: dict[str, list[Source]],
+    *,
+    max_rows: int,
+    gpu_memory: float | None = None,
+    console: Console | None = None,
+) -> bool:
+    """Print the findings; returns whether training can start. `gpu_memory`: plan for GPUs with so many bytes, which need not be
+    here."""
     console = console or Console(highlight=False)
     print_title(console, loaded)
-    checkup = _Checkup(console)
+    checkup = _Checkup(console, sharding.processes_of(loaded.recipe, gpu_memory))
     if isinstance(loaded.recipe, ScoreRecipe):
         checkup.check_scoring(loaded.recipe)
     else:
@@ -56,8 +64,9 @@ def run_checkup(loaded: LoadedRecipe, sources: dict[str, list[Source]], *, max_r
 
 
 class _Checkup(Checks):
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, processes: Processes):
         super().__init__(console)
+        self.processes = processes
         self.template: ChatTemplate | None = None
         self.examples: list[tuple[str, Conversation, Example]] = []
         """Rendered SFT training rows."""
@@ -70,13 +79,14 @@ class _Checkup(Checks):
         """Of the rendered training rows, in tokens."""
         self.reward_checks: list[ModelRewardCheck] = []
         self.budgets: dict[str, Budget] = {}
+        self.shardings: list[sharding.Row] = []
 
     def check_scoring(self, recipe: ScoreRecipe) -> None:
         for reward in recipe.rewards:
             self._reward(reward, [], None)
         self.check("rewards", lambda: rewards.check_answer_rules(recipe.rewards, []))
         self.check("memory", lambda: self._memory(recipe))
-        memory.print_budgets(self.console, recipe, self.budgets)
+        memory.print_budgets(self.console, recipe, self.budgets, self.processes)
         self._show_reward_model_inputs()
 
     def check_training(self, recipe: TrainingRecipe, sources: dict[str, list[Source]], max_rows: int) -> None:
@@ -110,12 +120,15 @@ class _Checkup(Checks):
         if isinstance(recipe, RewardModelRecipe):
             self.check("head", lambda: preferences.check_head(recipe))
         self.check("weights", lambda: memory.check_weights(Path(recipe.model.path)))
-        self.check("memory", lambda: memory.check_training(recipe, self.lengths))
+        if self.processes.size > 1:
+            self.check("sharding", lambda: self._sharding(recipe))
+        self.check("memory", lambda: memory.check_training(recipe, self.lengths, self.processes))
         if isinstance(recipe, RLRecipe):
             self.check("memory", lambda: self._memory(recipe))
-        self.check("disk", lambda: memory.check_disk(recipe))
+        self.check("disk", lambda: memory.check_disk(recipe, self.processes))
         if isinstance(recipe, RLRecipe):
-            memory.print_budgets(self.console, recipe, self.budgets)
+            memory.print_budgets(self.console, recipe, self.budgets, self.processes)
+        sharding.print_shardings(self.console, self.processes, self.shardings)
         self._show_training_input(recipe, prompts)
         self._show_reward_model_inputs()
 
@@ -211,11 +224,20 @@ class _Checkup(Checks):
             self.check("mismatch", lambda check=check: check_compatibility(check, policy))
             self.check("context", lambda check=check: check_lengths(check, policy))
 
+    def _sharding(self, recipe: TrainingRecipe) -> Iterator[Finding]:
+        try:
+            self.shardings = sharding.plan_shardings(recipe, self.lengths, self.processes)
+            yield from sharding.check_sharding(recipe, self.lengths, self.processes, self.shardings)
+            self.processes = replace(self.processes, sharding=resolve_sharding(recipe, self.lengths, self.processes))
+        except (OSError, ValueError) as error:
+            yield "!", f"no plan for several processes: {str(error).splitlines()[0]}"
+
     def _memory(self, recipe: RLRecipe | ScoreRecipe) -> Iterator[Finding]:
         if isinstance(recipe, RLRecipe):
-            recipe = resolve_checkpointing(recipe, self.lengths, lambda line: None)  # reported by check_training
-        self.budgets = plan_devices(recipe, self.lengths)
-        yield from memory.check_budgets(recipe, self.budgets)
+            # Reported by check_training.
+            recipe = resolve_checkpointing(recipe, self.lengths, lambda line: None, self.processes)
+        self.budgets = plan_devices(recipe, self.lengths, self.processes)
+        yield from memory.check_budgets(recipe, self.budgets, self.processes)
 
     # Samples ----------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Memory checks by device: weights, training, sampling and reward models together."""
 
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,16 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_m
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.train.memory_plan import RESIDENT, Lengths, local_reward_models, plan_critic, plan_policy, resolve_checkpointing
+from plaudit.train.memory_plan import (
+    ALONE,
+    RESIDENT,
+    Lengths,
+    Processes,
+    local_reward_models,
+    plan_critic,
+    plan_policy,
+    resolve_checkpointing,
+)
 
 VLLM_SHARE = 0.9
 """Share of a GPU's memory that vLLM takes by default."""
@@ -43,12 +53,12 @@ def check_weights(model: Path) -> Iterator[Finding]:
     yield "✓", f"{model}: {tensors:,} tensors, all complete"
 
 
-def check_training(recipe: TrainingRecipe, lengths: Lengths) -> Iterator[Finding]:
-    device = resolve_device(recipe.run.device)
+def check_training(recipe: TrainingRecipe, lengths: Lengths, processes: Processes = ALONE) -> Iterator[Finding]:
+    device = processes.device(recipe.run.device)
     messages: list[str] = []
     try:
-        recipe = resolve_checkpointing(recipe, lengths, messages.append)
-        plan = plan_policy(recipe, lengths)
+        recipe = resolve_checkpointing(recipe, lengths, messages.append, processes)
+        plan = plan_policy(recipe, lengths, processes)
     except PlauditError:
         raise
     except (OSError, ValueError) as error:
@@ -62,28 +72,34 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths) -> Iterator[Finding
     if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
         critic = recipe.critic.model(recipe.model)
         with suppress(PlauditError, OSError, ValueError):  # an unreadable config is reported by check_critic
-            yield from _check_settings("critic", critic, plan_critic(recipe).layers, device)
+            yield from _check_settings("critic", critic, plan_critic(recipe, processes=processes).layers, device)
     if isinstance(recipe, RLRecipe):
         yield "✓", f"{plan}"  # check_budgets compares the total with the device's memory
         return
-    available = total_memory(device)
+    available = processes.available(device.type, device.type)
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     text = f"{plan}; {device.type} in {dtype} has {available / 1e9:.0f} GB"
     if plan.total > available:
-        text += f". Lower train.tokens_per_micro_batch, {_memory_savers(recipe)}"
+        text += f". Lower train.tokens_per_micro_batch, {_memory_savers(recipe, device)}"
     yield ("✓" if plan.total < SAFE_SHARE * available else "!"), text
     if plan.streamed:
-        host = total_memory(torch.device("cpu"))
-        text = f"moments and master weights take {gigabytes(plan.state)} of {gigabytes(host)} host memory"
+        host = processes.available("cpu", device.type)
+        text = f"moments and master weights take {gigabytes(plan.state)}{_of(host)} host memory"
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
 
 
-def check_disk(recipe: TrainingRecipe) -> Iterator[Finding]:
+def _of(available: float) -> str:
+    """Another machine's host memory is not known."""
+    return f" of {gigabytes(available)}" if math.isfinite(available) else " of"
+
+
+def check_disk(recipe: TrainingRecipe, processes: Processes = ALONE) -> Iterator[Finding]:
     """Space for the checkpoints that are kept, one that is being written, and the trained model."""
+    together = Processes(kind=processes.kind)
     try:
-        plans = [plan_policy(recipe)]
+        plans = [plan_policy(recipe, processes=together)]
         if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
-            plans.append(plan_critic(recipe))
+            plans.append(plan_critic(recipe, processes=together))
     except (PlauditError, OSError, ValueError):
         return  # reported by other checks
     lora = recipe.model.lora
@@ -111,10 +127,10 @@ def _check_settings(section: str, model: ModelSettings, layers: int, device: tor
             yield "✗", f"{section}.liger: {error}"
 
 
-def _memory_savers(recipe: TrainingRecipe) -> str:
+def _memory_savers(recipe: TrainingRecipe, device: torch.device) -> str:
     """Unused settings that would save memory."""
     unused = ["set model.gradient_checkpointing=true"] if recipe.model.gradient_checkpointing is False else []
-    if resolve_device(recipe.run.device).type == "cuda" and recipe.optim.placement == "resident":
+    if device.type == "cuda" and recipe.optim.placement == "resident":
         unused.append("set optim.placement=offload")
     return ", ".join([*unused, "or use model.lora" if recipe.model.lora is None else "or choose a smaller model"])
 
@@ -122,12 +138,15 @@ def _memory_savers(recipe: TrainingRecipe) -> str:
 # The total per device ------------------------------------------------------------------------------------------------
 
 
-def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Finding]:
+def check_budgets(recipe: Recipe, budgets: dict[str, Budget], processes: Processes = ALONE) -> Iterator[Finding]:
     for kind, budget in budgets.items():
+        if not math.isfinite(budget.available):
+            yield "✓", f"{kind}: at most {gigabytes(budget.at(budget.peak))} for each process"
+            continue
         peak = budget.peak
         required = max(budget.at(phase, fixed_only=True) for phase in PHASES)
         text = f"{kind}: at most {gigabytes(budget.at(peak))} of {gigabytes(budget.available)}, while {peak}"
-        advice = _advice(recipe, kind, budget)
+        advice = _advice(recipe, kind, budget, processes)
         match budget.verdict:
             case "too much":
                 yield "✗", f"{text}; {gigabytes(required)} is the minimum. {advice}"
@@ -140,8 +159,8 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget]) -> Iterator[Findin
             yield _launched(name, reward, budgets)
 
 
-def _advice(recipe: Recipe, kind: str, budget: Budget) -> str:
-    if isinstance(recipe, RLRecipe) and kind != resolve_device(recipe.run.device).type:
+def _advice(recipe: Recipe, kind: str, budget: Budget, processes: Processes) -> str:
+    if isinstance(recipe, RLRecipe) and kind != processes.device(recipe.run.device).type:
         return "Offloaded models and optimiser state are kept there: offload less (placement: resident), or use model.lora."
     resident = [need for need in budget.needs if need.name.endswith(RESIDENT)]
     if resident:
@@ -153,7 +172,7 @@ def _advice(recipe: Recipe, kind: str, budget: Budget) -> str:
     if isinstance(recipe, ScoreRecipe):
         return "Use placement: server on another machine, or dtype: bfloat16."
     in_turn = " placement: server for the reward models," if any(need.in_turn for need in budget.needs) else ""
-    return f"Lower train.tokens_per_micro_batch,{in_turn} {_memory_savers(recipe)}."
+    return f"Lower train.tokens_per_micro_batch,{in_turn} {_memory_savers(recipe, processes.device(recipe.run.device))}."
 
 
 def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Finding:
@@ -175,11 +194,13 @@ def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Fin
     )
 
 
-def print_budgets(console: Console, recipe: Recipe, budgets: dict[str, Budget]) -> None:
+def print_budgets(console: Console, recipe: Recipe, budgets: dict[str, Budget], processes: Processes = ALONE) -> None:
     phases: Sequence[Any] = PHASES if isinstance(recipe, RLRecipe) else ("scoring",)
+    per_process = f" for each of {processes.size} processes, sharding {processes.sharding}" if processes.size > 1 else ""
     for kind, budget in budgets.items():
         width = max(30, *(len(need.name) for need in budget.needs)) + 2
-        console.print(f"\nMemory on {kind}, {gigabytes(budget.available)}:", style="bold", markup=False)
+        available = f", {gigabytes(budget.available)}" if math.isfinite(budget.available) else ""
+        console.print(f"\nMemory on {kind}{available}{per_process}:", style="bold", markup=False)
         lines = [("", [f"{phase:>10}" for phase in phases])]
         for need in budget.needs:
             sizes = [gigabytes(need.fixed + need.elastic) if phase in need.phases else "–" for phase in phases]

@@ -63,9 +63,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     files = [source for part in sources.values() for source in part]
     code = [file for reward in recipe.rewards for file in reward.files] + recipe.rollout.files
     with (
-        Run(loaded, files, template, _inputs(recipe), code=code, best="val/reward", higher_is_better=True) as run,
+        Run(loaded, files, template, _inputs(recipe), world=world, code=code, best="val/reward", higher_is_better=True) as run,
         RewardRunner(
-            recipe.rewards, cache=run.folder / "scores.sqlite", repeatable=recipe.run.deterministic, seed=recipe.seed
+            recipe.rewards, cache=run.folder / _score_cache(world), repeatable=recipe.run.deterministic, seed=recipe.seed
         ) as rewards,
         ExitStack() as stack,
     ):
@@ -83,8 +83,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(run.check_for_stop)
-        collector = Collector(engine, rewards, recipe, prompts, order, activity)
-        check = partial(validate, engine, rewards, recipe, val_prompts, activity) if val_prompts else None
+        collector = Collector(engine, rewards, recipe, prompts, order, activity, world)
+        check = partial(validate, engine, rewards, recipe, val_prompts, activity, world) if val_prompts else None
 
         # Resume
         done = run.resume(learner, rewards=rewards, prompts=collector.stream)
@@ -107,6 +107,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 run.stop_if_interrupted(step, total_steps)
 
         return run.finish()
+
+
+def _score_cache(world: World) -> str:
+    """Each process's own file."""
+    return "scores.sqlite" if world.leads else f"scores_{world.rank}.sqlite"
 
 
 def _sync(engine: Engine, version: int, learner: Learner) -> None:
@@ -150,7 +155,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
     with RewardRunner(recipe.rewards, seed=recipe.seed) as rewards, closing(build_engine(setup)) as engine:
         engine.sync(0, Weights(policy.model))
-        return validate(engine, rewards, recipe, prompts, Activity(), step=0)[1]
+        return validate(engine, rewards, recipe, prompts, Activity(), world, step=0)[1]
 
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:

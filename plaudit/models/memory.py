@@ -16,6 +16,12 @@
                                                           with LoRA in bf16, T · 12 f more
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; if short, sequences wait
     critic        as the policy, without logits; its updates alternate with the policy's, so only the larger working set counts
+    N processes   each has the above, and divides with the others, by `cluster.sharding`:
+      optimiser   state P' · 12 / N; gradients 4 P', and 4 P' / N at the end, when activations are gone; gathered weights
+                  pass through two buckets (train/gradients.py)
+      full        weights P · 4 / N (their own masters; LoRA: P · b / N), state P' · 8 / N, gradients 4 P' / N; while a pass runs,
+                  two layers and the root (embeddings, head) whole, b bytes each, and a layer's gradient, (b + 4) bytes each;
+                  at the end the root's gradient, likewise; an engine's own copy of the weights, P · b
     reward model  P · b; a scalar one, while scoring      T · b · (6 h + 2 k + 3 f), T tokens of a pass; a generative one: a cache
 
 A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors are fitted
@@ -25,7 +31,6 @@ to peaks (bench/memory_plan.py, bench/gpu_sft.py): 7 to Qwen2.5's shapes of 0.5B
 
 import math
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +38,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import with_weights
@@ -47,10 +53,13 @@ from plaudit.recipe.reward_models import RewardModel
 
 Phase = Literal["sampling", "scoring", "training"]
 PHASES: tuple[Phase, ...] = ("sampling", "scoring", "training")
-
+Sharding = Literal["none", "optimiser", "full"]
+"""What processes that train together divide among themselves."""
 
 CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 2**25, 3
 """Chunks of offloaded optimiser state on the device at a time (train/offload.py): 128 MiB of each kind keep the bus busy."""
+BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT = 2**25, 2
+"""Gradients per collective (train/gradients.py): enough to use the bandwidth, few enough to overlap with the backward pass."""
 RUNTIME = {"cpu": 0.9e9, "cuda": 0.6e9}
 """What Python, torch and the other libraries take besides models; on a GPU, what CUDA takes."""
 SAFE_SHARE = 0.9
@@ -63,7 +72,12 @@ class MemoryPlan:
     trainable: int
     layers: int
     weights: float
+    gathered: float
+    """What passes hold of sharded weights and their gradients, whole, for a while; 0 unless weights are sharded."""
     gradients: float
+    """Sums over micro-batches."""
+    exchange: float
+    """Gradients and weights while they are exchanged between processes, when activations are gone."""
     state: float
     """Moments and master weights."""
     streamed: float
@@ -82,7 +96,8 @@ class MemoryPlan:
     def passes(self) -> float:
         """Memory of forward and backward passes: activations, logits, gradients."""
         kept = self.activations + self.logits
-        return max(self.gradients, kept) if self.one_micro_batch else self.gradients + kept
+        backward = max(self.gradients, kept) if self.one_micro_batch else self.gradients + kept
+        return max(backward, self.exchange) + self.gathered
 
     @property
     def work(self) -> float:
@@ -107,33 +122,43 @@ def plan_memory(
     one_micro_batch: bool = False,
     scalar: bool = False,
     offload: bool = False,
+    processes: int = 1,
+    sharding: Sharding = "none",
 ) -> MemoryPlan:
-    """`micro_batch`: tokens of the largest. `scalar`: with a score head instead of an output head. `offload`: with the optimiser's
-    state on the host."""
+    """Of one of `processes`. `micro_batch`: tokens of the largest. `scalar`: with a score head instead of an output head.
+    `offload`: with the optimiser's state on the host."""
     config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
-    if scalar:
-        config.num_labels = 1
-    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = auto.from_config(config, trust_remote_code=recipe.trust_remote_code)
-    parameters = sum(p.numel() for p in model.parameters())
-    adapted = _adapted(model, recipe.lora) if recipe.lora else []
-    trainable = sum(recipe.lora.rank * (m.in_features + m.out_features) for m in adapted) if recipe.lora else parameters
+    counts = _count(config, recipe, scalar=scalar)
+    trained = counts.trainable
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
-    # A classifier's decoder is fused like that of any other model.
-    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and can_train_fused(model.get_decoder()))
-    state = trainable * (12 if half and not recipe.lora else 8)
+    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and counts.can_be_fused)
+    has_masters = half and not recipe.lora and sharding != "full"
+    state = trained * (12 if has_masters else 8) / (1 if sharding == "none" else processes)
+    gradients, exchange, gathered = 4.0 * trained, 4.0 * trained, 0.0
+    weights = counts.parameters * size + (trained * 4 if recipe.lora else 0)
+    if sharding == "optimiser":
+        in_flight = min(BUCKETS_IN_FLIGHT * max(BUCKET_ELEMENTS, counts.largest), trained)
+        gathering = in_flight * (4 if recipe.lora else size) * (1 + 1 / processes)
+        exchange = gradients / processes + max(gradients, gathering)
+    elif sharding == "full":
+        weights = (counts.parameters * (size if recipe.lora else 4) + (trained * 4 if recipe.lora else 0)) / processes
+        gradients /= processes
+        root, of_gradient = counts.parameters - counts.in_layers, size + 4  # and what is summed, in fp32
+        gathered = size * (2 * counts.layer + root) + of_gradient * counts.trained_of_layer
+        exchange = gradients + (0 if recipe.lora else of_gradient * root)
     shape = _shape(config)
     return MemoryPlan(
-        parameters=parameters,
-        trainable=trainable,
+        parameters=counts.parameters,
+        trainable=trained,
         layers=shape.layers,
-        weights=parameters * size + (trainable * 4 if recipe.lora else 0),
-        gradients=4 * trainable,
+        weights=weights,
+        gathered=gathered,
+        gradients=gradients,
+        exchange=exchange,
         state=state,
-        streamed=_streamed(trainable, state) if offload and device.type != "cpu" else 0,
-        activations=_activations(recipe, shape, _bytes_kept(recipe, shape, size, on_kernels, adapted), micro_batch),
+        streamed=_streamed(trained / (1 if sharding == "none" else processes), state) if offload and device.type != "cpu" else 0,
+        activations=_activations(recipe, shape, _bytes_kept(recipe, shape, size, on_kernels, counts.adapted_inputs), micro_batch),
         logits=0
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
@@ -141,15 +166,68 @@ def plan_memory(
     )
 
 
-def _streamed(trainable: int, state: float) -> float:
+class _Counts(NamedTuple):
+    """Parameters of a model, which is never loaded for it."""
+
+    parameters: int
+    trainable: int
+    largest: int
+    """Of one parameter."""
+    layer: int
+    """Of the largest layer."""
+    trained_of_layer: float
+    in_layers: int
+    """Of all layers."""
+    adapted_inputs: int
+    """Width of all adapters' inputs."""
+    can_be_fused: bool
+
+
+_COUNTS: dict[tuple[str, str, LoraSettings | None, bool], _Counts] = {}
+
+
+def _count(config: PretrainedConfig, recipe: ModelSettings, *, scalar: bool) -> _Counts:
+    """Kept: a search over settings plans the same model many times."""
+    described = config.to_dict()
+    described.pop("_name_or_path", None)
+    key = recipe.path if recipe.trust_remote_code else "", repr(described), recipe.lora, scalar
+    if key not in _COUNTS:
+        if scalar:
+            config.num_labels = 1
+        auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=recipe.trust_remote_code)
+        sizes = [p.numel() for p in model.parameters()]
+        layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        adapted = _adapted(model, recipe.lora) if recipe.lora else []
+        rank = recipe.lora.rank if recipe.lora else 0
+        trainable = rank * sum(m.in_features + m.out_features for m in adapted) if recipe.lora else sum(sizes)
+        layer = max(layers, default=0)
+        _COUNTS[key] = _Counts(
+            parameters=sum(sizes),
+            trainable=trainable,
+            largest=max(rank * max((max(m.in_features, m.out_features) for m in adapted), default=0), 1)
+            if recipe.lora
+            else max(sizes),
+            layer=layer,
+            trained_of_layer=trainable / max(len(layers), 1) if recipe.lora else layer,
+            in_layers=sum(layers),
+            adapted_inputs=sum(linear.in_features for linear in adapted),
+            # A classifier's decoder is fused like that of any other model.
+            can_be_fused=can_train_fused(model.get_decoder()),
+        )
+    return _COUNTS[key]
+
+
+def _streamed(trainable: float, state: float) -> float:
     """Whole chunks of every kind of optimiser state."""
     part = min(CHUNK_ELEMENTS, trainable)
-    return min(CHUNKS_IN_FLIGHT, -(-trainable // max(part, 1))) * part * state / max(trainable, 1)
+    return min(CHUNKS_IN_FLIGHT, math.ceil(trainable / max(part, 1))) * part * state / max(trainable, 1)
 
 
-def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: bool, adapted: Sequence[torch.nn.Linear]) -> float:
+def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: bool, adapted_inputs: int) -> float:
     """Bytes per token that a layer keeps for its backward pass."""
-    inputs = sum(linear.in_features for linear in adapted) / shape.layers
+    inputs = adapted_inputs / shape.layers
     dropped = 5 * inputs if recipe.lora and recipe.lora.dropout else 0  # fp32 values and a mask
     if on_kernels:
         norms_of_heads = shape.query + 2 * shape.kv if shape.has_head_norms else 0
@@ -235,6 +313,8 @@ class Need:
     """Used if available: a cache, which works with less."""
     in_turn: bool = False
     """Only one of these needs is on the device at a time."""
+    part: Literal["weights", "optimiser", "passes", "sampling", "other"] = "other"
+    """Weights of policy, critic and reference; their optimisers' state; a policy's passes; the engine."""
 
 
 @dataclass(frozen=True)

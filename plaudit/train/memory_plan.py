@@ -1,11 +1,13 @@
 """Memory needed on each device, phase by phase, from the recipe alone: policy, critic, reference and reward models.
 
-The doctor prints it; training uses it to decide how many layers to checkpoint.
+The doctor prints it; training uses it to decide how many layers to checkpoint, and what several processes divide among themselves.
 """
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +24,7 @@ from plaudit.models.memory import (
     Budget,
     MemoryPlan,
     Need,
+    Sharding,
     gigabytes,
     plan_cache,
     plan_memory,
@@ -55,41 +58,74 @@ Lengths = Sequence[int] | None
 """Tokens of each training row (a pair: of both sides; RL: of each prompt). None: unknown, so all may be as long as allowed."""
 
 
-def plan_devices(recipe: Recipe, lengths: Lengths = None) -> dict[str, Budget]:
-    """The memory budget of each device. Reward models that cannot be read are left out: their own check reports them."""
+@dataclass(frozen=True)
+class Processes:
+    """The processes that train together, each on a device of its own kind."""
+
+    size: int = 1
+    sharding: Sharding = "none"
+    memory: float | None = None
+    """Of each one's device. None: what this machine has; a CPU's memory is divided among them."""
+    kind: str | None = None
+    """cuda: plan for GPUs, whether or not this machine has any. None: the recipe's device."""
+
+    def device(self, device: Any, setting: str = "run.device") -> torch.device:
+        return torch.device(self.kind) if self.kind is not None else resolve_device(device, setting)
+
+    def available(self, kind: str, trains_on: str) -> float:
+        """Memory of a device for each process."""
+        if self.memory is not None and kind == trains_on:
+            return self.memory
+        if self.kind is not None and kind != self.kind:
+            return math.inf  # another machine's: not known
+        return total_memory(torch.device(kind)) / (self.size if kind == "cpu" else 1)
+
+
+ALONE = Processes()
+
+
+def plan_devices(recipe: Recipe, lengths: Lengths = None, processes: Processes = ALONE) -> dict[str, Budget]:
+    """The memory budget of each device, for each process. Reward models that cannot be read are left out: their own check reports
+    them."""
     needs: Needs = defaultdict(list)
+    trains_on = ""
     if not isinstance(recipe, ScoreRecipe):
-        device = resolve_device(recipe.run.device)
+        device = processes.device(recipe.run.device)
+        trains_on = device.type
         needs[device.type].append(Need("torch and other libraries", PHASES, RUNTIME[device.type]))
-        _policy(recipe, lengths, device, needs)
+        _policy(recipe, lengths, device, processes, needs)
     for name, reward in local_reward_models(recipe):
         if reward.model.placement in ("resident", "offload"):
             try:
-                _place(recipe, name, reward, needs)
+                _place(recipe, name, reward, processes, needs)
             except (PlauditError, OSError, ValueError, AttributeError):
                 continue
-    return {kind: Budget(tuple(some), total_memory(torch.device(kind))) for kind, some in needs.items() if some}
+    return {kind: Budget(tuple(some), processes.available(kind, trains_on)) for kind, some in needs.items() if some}
 
 
-def plan_policy(recipe: TrainingRecipe, lengths: Lengths = None) -> MemoryPlan:
+def plan_policy(recipe: TrainingRecipe, lengths: Lengths = None, processes: Processes = ALONE) -> MemoryPlan:
     """The trained model alone."""
     return plan_memory(
         recipe.model,
-        resolve_device(recipe.run.device),
+        processes.device(recipe.run.device),
         **update_size(recipe, lengths)._asdict(),
         scalar=isinstance(recipe, RewardModelRecipe),
         offload=recipe.optim.placement == "offload",
+        processes=processes.size,
+        sharding=processes.sharding,
     )
 
 
-def plan_critic(recipe: RLRecipe, lengths: Lengths = None) -> MemoryPlan:
+def plan_critic(recipe: RLRecipe, lengths: Lengths = None, processes: Processes = ALONE) -> MemoryPlan:
     assert recipe.critic is not None
     return plan_memory(
         recipe.critic.model(recipe.model),
-        resolve_device(recipe.run.device),
+        processes.device(recipe.run.device),
         **update_size(recipe, lengths)._asdict(),
         scalar=True,
         offload=recipe.critic.optim.placement == "offload",
+        processes=processes.size,
+        sharding=processes.sharding,
     )
 
 
@@ -131,35 +167,67 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     return list(found.values())
 
 
+# Sharding -------------------------------------------------------------------------------------------------------------
+
+
+def choose_sharding(recipe: TrainingRecipe, lengths: Lengths, size: int, memory: float | None = None) -> Sharding:
+    """What `size` processes divide among themselves. `memory`: of a GPU, or of all processes of a CPU together; None: what this
+    machine has."""
+    if memory is not None and resolve_device(recipe.run.device).type == "cpu":
+        memory /= size
+    return resolve_sharding(recipe, lengths, Processes(size, memory=memory))
+
+
+def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:
+    """`auto`: the optimiser's state if that is enough, else the weights too, which costs time in every pass."""
+    if processes.size == 1:
+        return "none"
+    if recipe.cluster.sharding != "auto":
+        return recipe.cluster.sharding
+    return "optimiser" if fits(recipe, lengths, replace(processes, sharding="optimiser")) else "full"
+
+
+def fits(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:
+    """Whether all that a process needs at least is safely within its device's memory, in every phase."""
+    resolved = resolve_checkpointing(recipe, lengths, lambda line: None, processes)
+    budget = plan_devices(resolved, lengths, processes)[processes.device(recipe.run.device).type]
+    return max(budget.at(phase, fixed_only=True) for phase in PHASES) <= SAFE_SHARE * budget.available
+
+
 # Gradient checkpointing -----------------------------------------------------------------------------------------------
 
 
-def resolve_checkpointing(recipe: Trained, lengths: Lengths = None, report: Callable[[str], object] = print_line) -> Trained:
+def resolve_checkpointing(
+    recipe: Trained, lengths: Lengths = None, report: Callable[[str], object] = print_line, processes: Processes = ALONE
+) -> Trained:
     """Replace `auto` in the recipe by the fewest layers with which training fits; `report` receives a line with the reason."""
     critic = recipe.critic if isinstance(recipe, RLRecipe) else None
     if critic is not None and critic.gradient_checkpointing == "auto":
         assert isinstance(recipe, RLRecipe)
         model = critic.model(recipe.model)
         read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
-        layers = plan_critic(recipe).layers
+        layers = plan_critic(recipe, processes=processes).layers
         # Each is resolved while the other takes as little as it can: their updates alternate.
-        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), lengths, report)
+        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), lengths, report, processes)
         resolved = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
-        return _resolve(resolved, "critic", layers, lengths, report)
-    return _resolve_model(recipe, lengths, report)
+        return _resolve(resolved, "critic", layers, lengths, report, processes)
+    return _resolve_model(recipe, lengths, report, processes)
 
 
-def _resolve_model(recipe: Trained, lengths: Lengths, report: Callable[[str], object]) -> Trained:
+def _resolve_model(recipe: Trained, lengths: Lengths, report: Callable[[str], object], processes: Processes) -> Trained:
     if recipe.model.gradient_checkpointing != "auto":
         return recipe
-    return _resolve(recipe, "model", plan_policy(recipe).layers, lengths, report)
+    layers = plan_policy(recipe, processes=processes).layers
+    return _resolve(recipe, "model", layers, lengths, report, processes)
 
 
-def _resolve(recipe: Trained, section: str, layers: int, lengths: Lengths, report: Callable[[str], object]) -> Trained:
-    device = resolve_device(recipe.run.device).type
+def _resolve(
+    recipe: Trained, section: str, layers: int, lengths: Lengths, report: Callable[[str], object], processes: Processes
+) -> Trained:
+    device = processes.device(recipe.run.device).type
 
     def budget(count: int) -> Budget:
-        return plan_devices(_checkpointing(recipe, section, count), lengths)[device]
+        return plan_devices(_checkpointing(recipe, section, count), lengths, processes)[device]
 
     def fits(count: int) -> bool:
         planned = budget(count)
@@ -184,48 +252,60 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 # Components and their needs -------------------------------------------------------------------------------------------
 
 
-def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, needs: Needs) -> None:
-    plan, always = plan_policy(recipe, lengths), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
+def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, processes: Processes, needs: Needs) -> None:
+    plan, always = plan_policy(recipe, lengths, processes), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
     here = needs[device.type]
-    here.append(Need("policy: weights", always, plan.weights))
+    here.append(Need("policy: weights", always, plan.weights, part="weights"))
     if isinstance(recipe, RLRecipe):
-        _reference(recipe, device, plan, needs)
+        _reference(recipe, device, plan, processes, needs)
     _state("policy", plan, always, needs, device)
-    here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes))
+    here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes, part="passes"))
     if isinstance(recipe, RLRecipe):
-        config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-        size = resolve_dtype(recipe.model.dtype, device).itemsize
-        sequences, longest = _concurrent_sequences(recipe, device), max(lengths) if lengths else recipe.data.max_prompt_tokens
-        length = longest + recipe.rollout.max_new_tokens
-        cache = plan_cache(config, size, sequences=sequences, tokens=length)
-        here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache))
-        prefill = min(PREFILL_TOKENS[device.type], recipe.train.prompts_per_step * longest)
-        working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, lora=recipe.model.lora is not None)
-        here.append(Need("engine: logits, prompts", ("sampling",), working))
-        _critic(recipe, lengths, device, needs, policy_work=plan.work)
+        _engine(recipe, lengths, device, plan, processes, here)
+        _critic(recipe, lengths, device, processes, needs, policy_work=plan.work)
+
+
+def _engine(
+    recipe: RLRecipe, lengths: Lengths, device: torch.device, policy: MemoryPlan, processes: Processes, here: list[Need]
+) -> None:
+    config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    size = resolve_dtype(recipe.model.dtype, device).itemsize
+    if processes.sharding == "full":
+        adapters = 4 * policy.trainable if recipe.model.lora is not None else 0
+        here.append(Need("engine: whole weights", ("sampling",), policy.parameters * size + adapters, part="sampling"))
+    sequences = _concurrent_sequences(recipe, device, processes)
+    longest = max(lengths) if lengths else recipe.data.max_prompt_tokens
+    length = longest + recipe.rollout.max_new_tokens
+    cache = plan_cache(config, size, sequences=sequences, tokens=length)
+    here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache, part="sampling"))
+    prefill = min(PREFILL_TOKENS[device.type], _prompts_of_a_process(recipe, processes) * longest)
+    working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, lora=recipe.model.lora is not None)
+    here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
 
 
 def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:
     if not plan.streamed:
-        needs[device.type].append(Need(f"{whose}: moments, masters", always, plan.state))
+        needs[device.type].append(Need(f"{whose}: moments, masters", always, plan.state, part="optimiser"))
         return
-    needs[device.type].append(Need(f"{whose}: moments, masters, streamed", ("training",), plan.streamed))
+    streamed = Need(f"{whose}: moments, masters, streamed", ("training",), plan.streamed, part="optimiser")
+    needs[device.type].append(streamed)
     needs["cpu"].append(Need(f"{whose}: moments, masters", always, plan.state))
 
 
-def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs: Needs) -> None:
-    """A copy of the initial policy, or another model; if offloaded, it leaves the device before an update takes memory."""
+def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, processes: Processes, needs: Needs) -> None:
+    """A copy of the initial policy, or another model; if offloaded, it leaves the device before an update takes memory. It is
+    sharded as the policy is, but in its own dtype: it needs no masters."""
     if not recipe.algorithm.needs_reference or (recipe.model.lora is not None and recipe.reference.path is None):
         return
-    weights = policy.weights
-    if recipe.reference.path is not None:
-        model = recipe.model.model_copy(update={"path": recipe.reference.path, "lora": None})
-        try:
-            weights = plan_memory(model, device, micro_batch=0).weights
-        except (PlauditError, OSError, ValueError):
-            return  # reported by its own check
+    model = recipe.model.model_copy(update={"path": recipe.reference.path or recipe.model.path, "lora": None})
+    try:
+        weights = plan_memory(model, device, micro_batch=0).weights
+    except (PlauditError, OSError, ValueError):
+        return  # reported by its own check
+    if processes.sharding == "full":
+        weights /= processes.size
     if recipe.reference.placement == "resident":
-        needs[device.type].append(Need("reference: weights", PHASES, weights))
+        needs[device.type].append(Need("reference: weights", PHASES, weights, part="weights"))
         return
     if weights > policy.work:
         needs[device.type].append(Need("reference: weights (more)", ("training",), weights - policy.work))
@@ -233,16 +313,18 @@ def _reference(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, needs
         needs["cpu"].append(Need("reference: weights", PHASES, weights))
 
 
-def _critic(recipe: RLRecipe, lengths: Lengths, device: torch.device, needs: Needs, *, policy_work: float) -> None:
+def _critic(
+    recipe: RLRecipe, lengths: Lengths, device: torch.device, processes: Processes, needs: Needs, *, policy_work: float
+) -> None:
     """`policy_work`: memory that an update of the policy takes, and frees before the critic's begins."""
     if recipe.critic is None or recipe.critic.shared:
         return  # a head on the policy's layers takes next to nothing
     try:
-        plan = plan_critic(recipe, lengths)
+        plan = plan_critic(recipe, lengths, processes)
     except (PlauditError, OSError, ValueError):
         return  # reported by its own check
     offloaded = recipe.critic.placement == "offload" and has_device_memory(device)
-    needs[device.type].append(Need("critic: weights", PHASES[-1:] if offloaded else PHASES, plan.weights))
+    needs[device.type].append(Need("critic: weights", PHASES[-1:] if offloaded else PHASES, plan.weights, part="weights"))
     if offloaded:
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
     _state("critic", plan, PHASES, needs, device)
@@ -250,19 +332,25 @@ def _critic(recipe: RLRecipe, lengths: Lengths, device: torch.device, needs: Nee
         needs[device.type].append(Need("critic: activations, gradients (more)", ("training",), plan.work - policy_work))
 
 
-def _concurrent_sequences(recipe: Recipe, device: torch.device) -> int:
+def _prompts_of_a_process(recipe: RLRecipe, processes: Processes) -> int:
+    return math.ceil(recipe.train.prompts_per_step / processes.size)
+
+
+def _concurrent_sequences(recipe: Recipe, device: torch.device, processes: Processes) -> int:
     """Sequences that are sampled or judged concurrently."""
     if not isinstance(recipe, RLRecipe):
         return MAX_SEQUENCES[device.type]
     most = recipe.rollout.max_sequences or MAX_SEQUENCES[device.type]
-    return min(most, recipe.train.prompts_per_step * recipe.rollout.n)
+    return min(most, _prompts_of_a_process(recipe, processes) * recipe.rollout.n)
 
 
-def _place(recipe: Recipe, name: str, reward: ModelReward, needs: Needs) -> None:
-    model, device = reward.model, resolve_device(reward.model.device, "model.device")
+def _place(recipe: Recipe, name: str, reward: ModelReward, processes: Processes, needs: Needs) -> None:
+    """Among several processes one has the model and scores for all: this is the plan of that one."""
+    model, device = reward.model, processes.device(reward.model.device, "model.device")
     assert model.path is not None
     tokens = 0 if reward.scalar else _judged_tokens(recipe, reward)
-    plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=_concurrent_sequences(recipe, device), tokens=tokens)
+    sequences = _concurrent_sequences(recipe, device, ALONE)
+    plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=sequences, tokens=tokens)
     fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
     # Resident models score while other groups are still being sampled; the last groups are scored after sampling has ended.
     always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])
@@ -271,8 +359,8 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, needs: Needs) -> None
         needs[device.type].append(Need(f"{name}: while it scores", at_work, fixed, elastic))
         return
     needs[device.type].append(Need(f"{name}: offloaded", ("scoring",), plan.weights + fixed, elastic, in_turn=True))
-    if device.type == "cuda":
-        needs["cpu"].append(Need(f"{name}: pinned copy", always, plan.weights))
+    if device.type == "cuda":  # one copy in memory that all processes of the host share
+        needs["cpu"].append(Need(f"{name}: pinned copy", always, plan.weights / processes.size))
 
 
 def _judged_tokens(recipe: Recipe, reward: ModelReward) -> int:
