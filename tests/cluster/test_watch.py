@@ -84,9 +84,21 @@ def test_the_same_mistake_of_all_ranks_has_no_rank(ranks):
 
 def test_a_mistake_of_one_rank_names_it_after_a_moment(ranks):
     ranks.fails(2, DataError("a full disk"))
-    assert ranks.verdict() is None, "the others may report the same"
     ranks.now = SAME_ERROR_S
+    assert ranks.verdict() is None, "the others may report the same"
+    for rank in (0, 1):
+        ranks.beat(rank, "scored groups", waiting=True)  # for rank 2, so they will not
     assert str(ranks.error()) == "rank 2 (step 3, sampling): a full disk"
+
+
+def test_the_leading_rank_has_time_to_save(ranks):
+    for rank in (1, 2):
+        ranks.fails(rank, Interrupted("stopped"))
+        ranks.ended(rank, 1)
+    ranks.now = 59.0
+    assert ranks.verdict() is None
+    ranks.fails(0, Interrupted("stopped after step 3, saved"))
+    assert str(ranks.error()) == "stopped after step 3, saved"
 
 
 def test_an_interruption_is_rank_0_s(ranks):
