@@ -95,7 +95,7 @@ def read_lengths(file: Path) -> np.ndarray:
     for line in (line for one in files for line in one.read_text().splitlines() if line.strip()):
         row = json.loads(line)
         if isinstance(row, dict):
-            text = row.get("response", row.get("text"))
+            text = row["response"] if "response" in row else row.get("text", "")
             row = row["length"] if "length" in row else len(text) // CHARACTERS_PER_TOKEN
         found.append(max(1, int(row)))
     return np.array(found)

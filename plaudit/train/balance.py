@@ -27,8 +27,8 @@ def deal(costs: Sequence[float], size: int, *, equal_counts: bool = False) -> li
 
 
 def split_evenly(lengths: Sequence[int], budget: int, size: int) -> list[list[list[int]]]:
-    """Each process's micro-batches: groups of indices with at most `budget` tokens (a longer sequence is alone), equal in number and
-    nearly in tokens. Without enough sequences some are empty."""
+    """Each process's micro-batches: groups of indices with at most `budget` tokens (a longer sequence is alone), equal in number
+    and nearly in tokens. Without enough sequences some are empty."""
     groups = size * max(1, math.ceil(sum(lengths) / (budget * size)))
     while True:
         dealt = deal(lengths, groups)
