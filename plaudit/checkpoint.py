@@ -2,7 +2,8 @@
 
     checkpoints/step_000040/
       model/                  the model in Hugging Face format: load it, serve it, start the next stage from it
-      trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name, a few gigabytes per file
+      trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name (`lm_head.weight@0:4096`: some of its elements,
+                              where processes divide them), a few gigabytes per file
       critic/, critic_trainer/                  the same for a critic (or for its head, if it shares the policy's layers)
       state.json              steps and updates done, updates skipped, best validation so far
       manifest.json           every file with its size and checksum (manifest.py), verified when a run resumes
@@ -16,7 +17,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from plaudit.errors import PlauditError, RunError
 from plaudit.files import atomic_folder, is_disk_error, remove_leftovers, syncing
 from plaudit.json_files import UnreadableJson, read_object
 from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
+from plaudit.world import World
 
 DAMAGED = ".damaged"
 """Ends the name of a checkpoint that a run could not resume from."""
@@ -34,11 +36,11 @@ class Saveable(Protocol):
     """The owner of a run's tensors: the trainer of SFT, DPO and reward models, the learner of RL."""
 
     def state_bytes(self) -> int:
-        """Size of a checkpoint, roughly."""
+        """Size of this process's part of a checkpoint, roughly."""
         ...
 
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write models and optimiser states into `folder`; returns what goes into state.json."""
+        """Write this process's part of models and optimiser states into `folder`; returns what goes into state.json."""
         ...
 
     def load_state(self, folder: Path, state: dict[str, Any]) -> None:
@@ -46,7 +48,7 @@ class Saveable(Protocol):
         ...
 
     def models(self) -> Mapping[str, Callable[[Path], None]]:
-        """The trained models, by the name of their folder: functions that save one into a folder."""
+        """The trained models, by the name of their folder: functions that save one into a folder. All processes call them."""
         ...
 
 
@@ -60,19 +62,27 @@ class Checkpoint:
         return self.state["step"]
 
 
-def save_checkpoint(root: Path, step: int, owner: Saveable, **notes: Any) -> Checkpoint:
-    """Write a checkpoint of the state after `step`; `notes` go into its state.json."""
+def save_checkpoint(root: Path, step: int, owner: Saveable, world: World, **notes: Any) -> Checkpoint:
+    """Write a checkpoint of the state after `step`; `notes` go into its state.json. Each process of the world writes its part of
+    the tensors, the leading one everything else, and the manifest last."""
     final = root / f"step_{step:06d}"
     with clear_write_errors(final, root):
-        root.mkdir(parents=True, exist_ok=True)
-        _require_space(final, owner.state_bytes())
-        with atomic_folder(final) as folder:
+        needed = sum(world.gather(owner.state_bytes(), "the size of a checkpoint"))
+        if world.leads:
+            root.mkdir(parents=True, exist_ok=True)
+            _require_space(final, needed)
+        with atomic_folder(final) if world.leads else nullcontext() as aside:
+            folder = world.agree(aside, "the folder of a checkpoint")
+            assert folder is not None
             state: dict[str, Any] = {"step": step, **notes, **owner.save_state(folder)}
-            (folder / "state.json").write_text(json.dumps(state, indent=1))
-            names = files_in(folder)
-            with syncing([folder / name for name in names]):  # the disk writes while we compute
-                entries = describe_files(folder, names)
-            write_manifest(folder, entries)
+            world.wait("the files of a checkpoint")
+            if world.leads:
+                (folder / "state.json").write_text(json.dumps(state, indent=1))
+                names = files_in(folder)
+                with syncing([folder / name for name in names]):  # the disk writes while we compute
+                    entries = describe_files(folder, names)
+                write_manifest(folder, entries)
+        world.wait("a checkpoint")
     return Checkpoint(final, state)
 
 

@@ -12,7 +12,7 @@ from plaudit import __version__
 from plaudit.audit.cli import audit
 from plaudit.command_help import VerbGroup, examples
 from plaudit.config import load
-from plaudit.errors import Interrupted, PlauditError, nearest_path
+from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
 from plaudit.options import (
@@ -412,7 +412,7 @@ def main() -> None:
         app()
     except PlauditError as error:
         print(redact(str(error)), file=sys.stderr)
-        sys.exit(130 if isinstance(error, Interrupted) else 2)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

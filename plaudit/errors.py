@@ -16,6 +16,9 @@ from plaudit.redaction import redact
 class PlauditError(ValueError):
     """What happened, where, and what to do: in that order, on one line if possible."""
 
+    exit_status = 2
+    """Of a command that it ends."""
+
     def __init__(self, message: str):
         super().__init__(redact(message))  # messages end up in logs and bug reports
 
@@ -43,6 +46,14 @@ class TrainingStopped(PlauditError):
 
 class Interrupted(PlauditError):
     """Ctrl-C or SIGTERM: everything is saved, and the message explains how to resume."""
+
+    exit_status = 130
+
+
+class ProcessFailed(PlauditError):
+    """One of the processes that train together died, hung, or has a bug."""
+
+    exit_status = 1
 
 
 class StopRequested(BaseException):

@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol, Self
 
 from plaudit import __version__
 from plaudit.checkpoint import (
+    Checkpoint,
     Saveable,
     checkpoint_folders,
     clear_write_errors,
@@ -57,6 +58,7 @@ from plaudit.run_identity import compare, describe_run, read_description
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
+from plaudit.world import World
 
 WRITTEN = (
     "recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "failures", "scores.sqlite", "reference.safetensors",
@@ -84,15 +86,17 @@ class Run:
         template: ChatTemplate | None = None,
         inputs: dict[str, str] | None = None,
         *,
+        world: World,
         code: Sequence[Path] = (),
         best: str = "val/loss",
         higher_is_better: bool = False,
     ):
         """The result depends on the recipe, on the content of `files`, on the model and its `template`, and on `inputs`: digests by
         a name that a person understands. `code`: files of rewards and engines, which may be edited between starts, with a warning.
-        `best` is the metric that decides which checkpoint is best."""
+        `best` is the metric that decides which checkpoint is best. Of the processes of a `world`, all make the same calls; the
+        leading one writes."""
         assert not isinstance(loaded.recipe, ScoreRecipe), "scoring is not a training run"
-        self.recipe = loaded.recipe
+        self.recipe, self.world = loaded.recipe, world
         self.folder = Path(self.recipe.run.dir)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics_file = self.folder / "metrics.jsonl"
@@ -114,6 +118,12 @@ class Run:
         self._step_began = self._drawn_at = self._saved_at = time.monotonic()
 
     def __enter__(self) -> Self:
+        if self.world.leads:
+            self._open()
+        self.world.wait("the run folder")
+        return self
+
+    def _open(self) -> None:
         self._new_folders = [path for path in (self.folder, *self.folder.parents) if not os.path.exists(path)]
         self._is_new, self._locked = not os.path.exists(self.folder / "run.json"), False
         try:
@@ -129,7 +139,6 @@ class Run:
             self._remove_unused(error)
             self._lock.close()
             raise
-        return self
 
     def _take_over(self) -> None:
         """Lock the folder for this process. Nothing in it changes before the last check."""
@@ -153,6 +162,8 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if not self.world.leads:
+            return
         self.draw()
         if self._trackers is not None:
             self._trackers.close()
@@ -218,12 +229,7 @@ class Run:
         """Restore the owner of the tensors, everything `stateful`, the best score and the metrics from the newest intact
         checkpoint; returns the steps done (0: none). All of them go into the checkpoints that follow."""
         self._owner, self._stateful = owner, {name: each for name, each in stateful.items() if each is not None}
-        with clear_write_errors(self.folder, self.checkpoints):
-            checkpoint, warnings = find_checkpoint(self.checkpoints)
-        if warnings and checkpoint is None:
-            raise RunError("\n".join([*warnings, "No checkpoint is left to resume from. To start over, delete them."]))
-        for warning in warnings:
-            print_line(f"{warning}; resuming from the one before it", "yellow")
+        checkpoint = self.world.agree(self._find_checkpoint() if self.world.leads else None, "the checkpoint to resume from")
         step = -1
         if checkpoint is not None:
             owner.load_state(checkpoint.folder, checkpoint.state)
@@ -232,21 +238,34 @@ class Run:
             self.best, self.unvalidated = checkpoint.state.get("best"), checkpoint.state.get("unvalidated")
             step, self._saved = checkpoint.step, (checkpoint.step, self.best, self.unvalidated)
             print_line(f"resuming from {checkpoint.folder}")
-        self._record_threads(resumed=checkpoint is not None)
+        if self.world.leads:
+            self._continue_records(step)
+        self._step_began = self._saved_at = time.monotonic()
+        # Only now: before there is something to save, Ctrl-C should simply stop.
+        if threading.current_thread() is threading.main_thread():  # Python allows no others to handle signals
+            self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return max(step, 0)
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        with clear_write_errors(self.folder, self.checkpoints):
+            checkpoint, warnings = find_checkpoint(self.checkpoints)
+        if warnings and checkpoint is None:
+            raise RunError("\n".join([*warnings, "No checkpoint is left to resume from. To start over, delete them."]))
+        for warning in warnings:
+            print_line(f"{warning}; resuming from the one before it", "yellow")
+        return checkpoint
+
+    def _continue_records(self, step: int) -> None:
+        """Metrics, samples and trackers, from this checkpoint on; -1: there is none."""
+        self._record_threads(resumed=step >= 0)
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the previous process may have been killed between checkpoint and link
             write_atomic(self.metrics_file, "".join(map(_line, kept)))
             self._drop_samples_after(step)
-        done = max(step, 0)
-        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.description["trackers"], done)
+        self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.description["trackers"], max(step, 0))
         with clear_write_errors(self.folder, self.checkpoints):
             self._write_description()
-        self._step_began = self._saved_at = time.monotonic()
-        # Only now: before there is something to save, Ctrl-C should simply stop.
-        if threading.current_thread() is threading.main_thread():  # Python allows no others to handle signals
-            self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        return done
 
     def _record_threads(self, *, resumed: bool) -> None:
         """By now the models are loaded and the number of threads is chosen. On a CPU, results depend on it to the last bit."""
@@ -270,8 +289,9 @@ class Run:
         row = {"step": step, **metrics, "time/step_s": now - self._step_began}
         self._step_began = now
         row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
-        with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+        if self.world.leads:
+            with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(_line(row))
         if self._trackers is not None:
             self._trackers.log(step, row)
         return row
@@ -286,6 +306,8 @@ class Run:
 
     def write_samples(self, part: Literal["train", "val"], step: int, groups: Sequence[ScoredGroup]) -> None:
         """A parquet file of a step's samples: `samples/train_000012.parquet`. Trackers get some of a validation's."""
+        if not self.world.leads:
+            return
         file = self.folder / "samples" / f"{part}_{step:06d}.parquet"
         with clear_write_errors(file, self.checkpoints):
             file.parent.mkdir(exist_ok=True)
@@ -314,8 +336,10 @@ class Run:
 
     def due_to_save(self, step: int, total: int) -> bool:
         minutes = self.recipe.run.save_every_minutes
-        overdue = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
-        return overdue or self.due(self.recipe.run.save_every, step, total)
+        due = self.due(self.recipe.run.save_every, step, total)
+        if due or minutes is None:
+            return due
+        return self.world.agree(time.monotonic() - self._saved_at > 60 * minutes, "whether to save")
 
     def save(self, step: int, unvalidated: dict[str, float] | None = None, *, mid_step: bool = False) -> None:
         """A checkpoint of this step, unless there is the same already (a repeated validation may have changed the best step);
@@ -323,18 +347,20 @@ class Run:
         assert self._owner is not None, "resume comes first"
         if self._saved == (step, self.best, unvalidated):
             return
-        if self.metrics_file.exists():
+        if self.world.leads and self.metrics_file.exists():
             with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
                 os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
         notes: dict[str, Any] = {} if unvalidated is None else {"unvalidated": unvalidated}
         notes |= {name: state for name, each in self._stateful.items() if (state := each.state())}
-        save_checkpoint(self.checkpoints, step, self._owner, best=self.best, **notes)
+        save_checkpoint(self.checkpoints, step, self._owner, self.world, best=self.best, **notes)
         self._saved, self._saved_at = (step, self.best, unvalidated), time.monotonic()
+        for each in () if mid_step else self._stateful.values():
+            each.saved()
+        if not self.world.leads:
+            return
         with clear_write_errors(self.checkpoints, self.checkpoints):
             self._link_best()
             prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
-        for each in () if mid_step else self._stateful.values():
-            each.saved()
         if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
 
@@ -359,8 +385,11 @@ class Run:
         """Save the trained models where the next stage looks for them; returns the main one's folder."""
         assert self._owner is not None, "resume comes first"
         for name, save in self._owner.models().items():
+            if not self.world.leads:
+                continue
             with clear_write_errors(self.folder / name, self.checkpoints), atomic_folder(self.folder / name) as folder:
                 save(folder)
+        self.world.wait("the trained model")
         return self.folder / "model"
 
     # Stopping
@@ -380,7 +409,7 @@ class Run:
             raise TrainingStopped(f"{what}: {error}{self._write_failures(what, error.failed)}") from None
 
     def _write_failures(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
-        if not failed:
+        if not failed or not self.world.leads:
             return ""
         file = self.folder / "failures" / f"{what.replace(' ', '_')}.jsonl"
         with clear_write_errors(file, self.checkpoints):
@@ -401,7 +430,7 @@ class Run:
             raise StopRequested
 
     def stop_if_interrupted(self, step: int, total: int) -> None:
-        if self.interrupted:
+        if self.world.any(self.interrupted, "whether to stop"):
             self.save(step)
             raise Interrupted(f"stopped after step {step} of {total}, saved. {self._how_to_resume()}")
 

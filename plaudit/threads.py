@@ -77,6 +77,18 @@ def fit_threads(config: Any, device: Any) -> None:
         torch.set_num_threads(_CHOICE.threads)
 
 
+def share_cores(processes: int) -> None:
+    """Let each of several processes of this machine, of which this is one, compute with its share of the cores, unless the user has
+    chosen."""
+    import torch
+
+    now = torch.get_num_threads()
+    if processes == 1 or any(os.environ.get(name) for name in USER_SETTINGS) or now not in _torch_defaults():
+        return
+    _CHOICE.threads = _CHOICE.torch_default = max(1, min(now, usable_cores()) // processes)
+    torch.set_num_threads(_CHOICE.threads)
+
+
 def threads_for(width: int, cores: int) -> int:
     return 1 if width <= SMALL_WIDTH else cores
 

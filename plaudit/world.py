@@ -14,8 +14,12 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
+# torch renames these, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Work(Protocol):
@@ -137,18 +141,18 @@ class World:
     def sum_parts(self, own: Tensor, flat: Tensor) -> Work:
         """As `sum_all`, but each process gets the part of the sum at its rank."""
         if not self._through_host:
-            return dist.reduce_scatter_tensor(own, flat, async_op=True) or _Done()
+            return _reduce_scatter(own, flat, async_op=True) or _Done()
         host, part = flat.cpu(), own.cpu()
-        dist.reduce_scatter_tensor(part, host)
+        _reduce_scatter(part, host)
         own.copy_(part)
         return _Done()
 
     def gather_parts(self, flat: Tensor, own: Tensor) -> Work:
         """Fills `flat` with every process's part, in the order of ranks."""
         if not self._through_host:
-            return dist.all_gather_into_tensor(flat, own, async_op=True) or _Done()
+            return _all_gather(flat, own, async_op=True) or _Done()
         host = flat.cpu()
-        dist.all_gather_into_tensor(host, own.cpu())
+        _all_gather(host, own.cpu())
         flat.copy_(host)
         return _Done()
 

@@ -16,8 +16,8 @@ import torch
 from plaudit import files
 from plaudit.files import try_lock, write_atomic
 from plaudit.host import OPEN_FILES, describe_exit, raise_open_file_limit
-from plaudit.models import trainable
-from plaudit.models.trainable import resolve_device
+from plaudit.models import devices
+from plaudit.models.devices import resolve_device
 from plaudit.resumable import open_resumable
 from support.paths import REPOSITORY
 
@@ -44,14 +44,14 @@ def test_only_kernels_need_triton():
 def test_an_unused_apple_gpu_is_reported_once(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    trainable._report_unused_apple_gpu.cache_clear()
+    devices._report_unused_apple_gpu.cache_clear()
     assert [resolve_device(device).type for device in ("cpu", "auto", "auto")] == ["cpu", "cpu", "cpu"]
     assert capsys.readouterr().err == "Apple's GPU is not used yet: plaudit computes on the CPU here\n"
 
 
 def test_nothing_is_reported_without_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    trainable._report_unused_apple_gpu.cache_clear()
+    devices._report_unused_apple_gpu.cache_clear()
     resolve_device("auto")
     assert capsys.readouterr().err == ""
 

@@ -29,6 +29,7 @@ LEVELS = [
     ["resumable"],
     ["checkpoint"],
     ["world"],
+    ["cluster"],
     ["rollout"],
     ["reward_models"],
     ["rewards"],

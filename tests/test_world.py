@@ -1,36 +1,34 @@
-"""Two processes (gloo) make the same update as one, for every loss and with dropout.
+"""Several processes (gloo) make the same update as one, for every loss and with dropout; with a sharded optimiser, to the bit.
 
-Each of the two runs `support.world.main`.
+Each of them runs `support.world.main`.
 """
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from plaudit.recipe import OptimSettings
-from plaudit.train.optimiser import Optimiser
 from plaudit.world import World
 from support.processes import Command
 from support.world import CASES, UPDATES, outcome
 
 
-@pytest.fixture(scope="module")
-def two_processes(tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict]]:
-    """Each process's results of every case."""
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def processes(request, tiny_models, pairs_file, tmp_path_factory) -> list[dict[bool, dict[str, dict]]]:
+    """Each process's results of every case, without and with a sharded optimiser."""
     scratch = tmp_path_factory.mktemp("ranks")
     given, script = (tiny_models["qwen2"], pairs_file, scratch), "from support.world import main; main()"
-    for process in [Command(*given, rank, script=script) for rank in (0, 1)]:
+    for process in [Command(*given, rank, request.param, script=script) for rank in range(request.param)]:
         assert process.wait() == 0, process.output
-    return [torch.load(scratch / f"{rank}.pt") for rank in (0, 1)]
+    return [torch.load(scratch / f"{rank}.pt") for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_make_the_same_update_as_one(tiny_models, pairs_file, two_processes, name):
+def test_several_processes_make_the_same_update_as_one(tiny_models, pairs_file, processes, name):
     alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, World.alone())
-    one, other = (result[name] for result in two_processes)
-    assert one["metrics"] == other["metrics"]
-    for parameter, weight in one["weights"].items():
-        assert torch.equal(weight, other["weights"][parameter]), parameter
+    one, *others = (result[False][name] for result in processes)
+    for other in others:
+        assert one["metrics"] == other["metrics"]
+        for parameter, weight in one["weights"].items():
+            assert torch.equal(weight, other["weights"][parameter]), parameter
     assert alone["micro_batches"] == 1 if "one micro-batch" in name else alone["micro_batches"] > 2
     updates = list(zip(one["metrics"], alone["metrics"], strict=True))
     for ours, expected in updates[: len(updates) // UPDATES]:
@@ -44,21 +42,29 @@ def test_two_processes_make_the_same_update_as_one(tiny_models, pairs_file, two_
         assert (one["first"][parameter] - moment).norm() <= 2e-6 * max(moment.norm(), 1e-3 * total_norm), parameter
 
 
-def test_a_weight_without_a_gradient_on_any_rank_is_left_alone(monkeypatch):
-    """One with a gradient only on another rank is not."""
-    here, there, nowhere = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    optimiser = Optimiser({"here": here, "there": there, "nowhere": nowhere}.items(), OptimSettings())
-    here.grad = torch.tensor([1.0, 2.0])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sharded_optimiser_computes_the_same_bits(processes, name):
+    for result in processes:
+        whole, sharded = result[False][name], result[True][name]
+        assert whole["metrics"] == sharded["metrics"]
+        for parameter, weight in whole["weights"].items():
+            assert torch.equal(weight, sharded["weights"][parameter]), parameter
+    states = [result[True][name]["first"] for result in processes]
+    assert all(states), "each process has a part of the state"
+    assert not set.intersection(*(set(state) for state in states)), "and no two the same"
+    assert sum(t.numel() for state in states for t in state.values()) == sum(
+        t.numel() for t in processes[0][False][name]["first"].values()
+    )
 
-    def all_reduce(tensor: torch.Tensor, op=None, group=None) -> None:
-        if op == dist.ReduceOp.MAX:
-            tensor.copy_(torch.maximum(tensor, torch.tensor([0, 1, 0], dtype=tensor.dtype)))
-        else:
-            tensor += torch.tensor([0.0, 0.0, 5.0, 6.0])
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    optimiser.sum_gradients(World(0, 2, torch.device("cpu")))
-    assert here.grad.tolist() == [1, 2]
-    assert there.grad is not None
-    assert there.grad.tolist() == [5, 6]
-    assert nowhere.grad is None
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_weight_without_a_gradient_in_any_process_is_left_alone(processes, sharded):
+    """One with a gradient in a single process is not; without a gradient, a weight must not decay either."""
+    for result in processes:
+        uneven = result[sharded]["uneven gradients"]
+        assert uneven["norm"] == pytest.approx(60**0.5)
+        assert torch.equal(uneven["weights"]["none"], torch.ones(2, 2))
+        for name in ("first", "last"):
+            assert torch.allclose(uneven["weights"][name], torch.full((2, 2), 1 - 0.1 * 0.5 - 0.1), atol=1e-6)
+    moments = {key for result in processes for key in result[sharded]["uneven gradients"]["state"] if key.startswith("exp_avg/")}
+    assert moments == {"exp_avg/first", "exp_avg/last"}

@@ -2,21 +2,48 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from heapq import heapreplace
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from plaudit.types import Batch, Example, Pair, PairTargets
 
+T = TypeVar("T")
 Batches = Callable[[Sequence[list[int]]], Iterable[list[int]]]
 """Yields batches of indices unchanged, and reports progress meanwhile."""
 
 
-def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit-decreasing bin packing: groups of indices within the budget. A sequence longer than the budget is alone.
+def split_by_tokens(lengths: Sequence[int], budget: int, processes: int = 1) -> list[list[int]]:
+    """Groups of indices within the budget; a sequence longer than that is alone. For several processes, as many groups for each,
+    of about as many tokens (fewer groups if there are fewer sequences).
 
     Deterministic, each index exactly once; order within a group is the input order.
     """
+    groups = _first_fit(lengths, budget)
+    if processes == 1 or not groups:
+        return groups
+    rounds = -(-len(groups) // processes)
+    while True:
+        groups = _deal(lengths, rounds * processes)
+        if all(len(group) == 1 or sum(lengths[i] for i in group) <= budget for group in groups):
+            return groups
+        rounds += 1
+
+
+def _deal(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """At most `count` groups: the longest sequences first, each to the group that has the fewest tokens."""
+    groups = [(0, number, list[int]()) for number in range(min(count, len(lengths)))]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, number, group = groups[0]
+        group.append(i)
+        heapreplace(groups, (tokens + lengths[i], number, group))
+    return [sorted(group) for _, _, group in sorted(groups, key=lambda one: one[1])]
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit-decreasing bin packing."""
     groups: list[list[int]] = []
     # A max tree over the groups' free room (unopened groups have all of it): descending it finds the first group with enough
     # room in logarithmic time.
@@ -57,9 +84,25 @@ def pack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Bat
     )
 
 
-def micro_batches(examples: Sequence[Example], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
+class MicroBatches(Sequence[Batch], Generic[T]):
+    """Packed when they are needed: each of several processes packs its own."""
+
+    def __init__(self, parts: Sequence[T], pack_part: Callable[[T], Batch]):
+        self._parts, self._pack = parts, pack_part
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]: nobody takes slices
+        return self._pack(self._parts[index])
+
+
+def micro_batches(
+    examples: Sequence[Example], budget: int, device: torch.device | str = "cpu", processes: int = 1
+) -> Sequence[Batch]:
     """Pack the examples into batches of at most `budget` tokens."""
-    return [pack([examples[i] for i in group], device) for group in split_by_tokens([len(e) for e in examples], budget)]
+    groups = split_by_tokens([len(example) for example in examples], budget, processes)
+    return MicroBatches(groups, lambda group: pack([examples[i] for i in group], device))
 
 
 def pack_pairs(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> Batch:
@@ -80,6 +123,9 @@ def pair_targets(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> P
     )
 
 
-def pair_micro_batches(pairs: Sequence[Pair], budget: int, device: torch.device | str = "cpu") -> list[Batch]:
+def pair_micro_batches(
+    pairs: Sequence[Pair], budget: int, device: torch.device | str = "cpu", processes: int = 1
+) -> Sequence[Batch]:
     """Pack the pairs into batches of at most `budget` tokens; a pair is never split."""
-    return [pack_pairs([pairs[i] for i in group], device) for group in split_by_tokens([len(p) for p in pairs], budget)]
+    groups = split_by_tokens([len(pair) for pair in pairs], budget, processes)
+    return MicroBatches(groups, lambda group: pack_pairs([pairs[i] for i in group], device))

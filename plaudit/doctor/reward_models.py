@@ -17,9 +17,10 @@ from plaudit.doctor.recording import SLOW, ModelInput, RecordingBackend
 from plaudit.doctor.rewards import synthetic_group
 from plaudit.doctor.sanity_pairs import BUILT_IN_IDS, Pair, make_pairs
 from plaudit.errors import PlauditError, RecipeError
+from plaudit.models.devices import resolve_device
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
-from plaudit.models.trainable import resolve_device, resolve_dtype
+from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe.limits import JudgeLimits, Limits
 from plaudit.recipe.rewards import View
 from plaudit.redaction import redact

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from plaudit.inputs import load_checked
-from plaudit.loops import rl, sft
+from plaudit.loops import rl
+from plaudit.loops.train import train
 from plaudit.prepare.sorting import make_sorting
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.report.demo import draw_demo
@@ -32,8 +33,8 @@ def run_demo(out: Path, seed: int) -> dict[str, float]:
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
     before = rl.evaluate(*load_checked(RL, [*prompts, f"model.path={base}"], "rl"))["val/reward"]
     demonstrations = [f"seed={seed}", f"model.path={base}", f"data.train={data / 'sft.jsonl'}", f"run.dir={out / 'sft'}"]
-    cold_start = sft.train(*load_checked(SFT, demonstrations, "sft"))
-    rl.train(*load_checked(RL, [*prompts, f"model.path={cold_start}"], "rl"))
+    cold_start = train(*load_checked(SFT, demonstrations, "sft"))
+    train(*load_checked(RL, [*prompts, f"model.path={cold_start}"], "rl"))
 
     curve = _metrics(out / "rl")
     validated = [row for row in curve if "val/reward" in row]

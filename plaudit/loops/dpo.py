@@ -32,7 +32,7 @@ from plaudit.recipe import DPORecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably, is_sharded
 from plaudit.types import Batch, Pair
 from plaudit.world import World
 
@@ -52,30 +52,33 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             recipe.reference.path, template.tokenizer, "reference", trust_remote_code=recipe.model.trust_remote_code
         )
         inputs["the reference"] = weights_fingerprint(model_folder(recipe.reference.path))
-    with Run(loaded, files, template, inputs) as run:
+    with Run(loaded, files, template, inputs, world=world) as run:
         pairs = _pairs("train", sources["train"], template, recipe)
         validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         resolved = resolve_checkpointing(recipe, pairs.lengths)
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
-        known = with_reference([*pairs, *validation], recipe, policy, run.folder)  # while the policy is untrained
+        known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
-        )
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
+            sharded=is_sharded(recipe.cluster, world),
+        )  # fmt: skip
 
-        def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:
-            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device), dpo_loss(
+        def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
+            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device, world.size), dpo_loss(
                 policy.model, pairs, recipe.loss
             )
 
-        check = partial(validate, policy, validation, recipe) if validation else None
+        check = partial(validate, policy, validation, recipe, world) if validation else None
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 
-def validate(policy: TrainableModel, pairs: Sequence[Pair], recipe: DPORecipe, progress: Batches = iter) -> dict[str, float]:
+def validate(
+    policy: TrainableModel, pairs: Sequence[Pair], recipe: DPORecipe, world: World, progress: Batches = iter
+) -> dict[str, float]:
     """Loss and metrics over all validation pairs."""
-    logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, progress)
+    logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, world, progress)
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)
     loss, others = dpo_shares(logprobs, pair_targets(pairs), recipe.loss, len(pairs), num_chosen)
     return {f"val/{name}": value.item() for name, value in {"loss": loss, **others}.items()}

@@ -55,7 +55,7 @@ def train_in_passes(
     rows: Sequence[Row],
     *,
     per_step: int,
-    update: Callable[[list[Row]], tuple[list[Batch], Loss]],
+    update: Callable[[list[Row]], tuple[Sequence[Batch], Loss]],
     validate: Callable[[Batches], dict[str, float]] | None,
 ) -> Path:
     """Runs all remaining steps; returns the trained model's folder. `update` turns a step's rows into micro-batches and a loss;

@@ -32,7 +32,7 @@ from plaudit.recipe import RewardModelRecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably, is_sharded
 from plaudit.types import Batch, Pair
 from plaudit.world import World
 
@@ -47,7 +47,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
-    with Run(loaded, files, template, columns) as run:
+    with Run(loaded, files, template, columns, world=world) as run:
         pairs = _pairs("train", sources["train"], template, recipe)
         validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
@@ -56,26 +56,27 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
         trainer = Trainer(
-            classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
-        )
+            classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
+            sharded=is_sharded(recipe.cluster, world),
+        )  # fmt: skip
 
-        def update(pairs: list[Pair]) -> tuple[list[Batch], Loss]:
-            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device), reward_model_loss(
+        def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
+            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device, world.size), reward_model_loss(
                 classifier.model, pairs, recipe.loss
             )
 
-        check = partial(validate, classifier, validation, recipe) if validation else None
+        check = partial(validate, classifier, validation, recipe, world) if validation else None
         return train_in_passes(
             "reward-model", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check
         )
 
 
 def validate(
-    classifier: TrainableModel, pairs: Sequence[Pair], recipe: RewardModelRecipe, progress: Batches = iter
+    classifier: TrainableModel, pairs: Sequence[Pair], recipe: RewardModelRecipe, world: World, progress: Batches = iter
 ) -> dict[str, float]:
     """Over all validation pairs: loss, accuracy, margin and calibration error."""
     budget = recipe.train.tokens_per_micro_batch
-    chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, budget, progress)
+    chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, budget, world, progress)
     loss, others = reward_model_shares(scores, pair_targets(pairs), recipe.loss, len(pairs))
     measured = {"loss": loss, **others, "calibration_error": calibration_error(chosen - rejected)}
     return {f"val/{name}": value.item() for name, value in measured.items()}

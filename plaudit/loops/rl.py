@@ -27,7 +27,8 @@ from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import weights_fingerprint
 from plaudit.hub import model_folder
-from plaudit.models.trainable import load_policy, resolve_device
+from plaudit.models.devices import resolve_device
+from plaudit.models.trainable import load_policy
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
@@ -35,6 +36,7 @@ from plaudit.report.samples import best_and_worst
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, require_context, validate, validation_sampling
 from plaudit.rl.learner import Learner
+from plaudit.rl.shares import PromptShares
 from plaudit.rollout.build import build_engine, engine_class
 from plaudit.rollout.engine import Engine, EngineSetup, Weights
 from plaudit.rollout.faults import engine_faults
@@ -62,9 +64,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     files = [source for part in sources.values() for source in part]
     code = [file for reward in recipe.rewards for file in reward.files] + recipe.rollout.files
     with (
-        Run(loaded, files, template, _inputs(recipe), code=code, best="val/reward", higher_is_better=True) as run,
+        Run(loaded, files, template, _inputs(recipe), world=world, code=code, best="val/reward", higher_is_better=True) as run,
         RewardRunner(
-            recipe.rewards, cache=run.folder / "scores.sqlite", repeatable=recipe.run.deterministic, seed=recipe.seed
+            recipe.rewards, cache=run.folder / _score_cache(world), repeatable=recipe.run.deterministic, seed=recipe.seed
         ) as rewards,
         ExitStack() as stack,
     ):
@@ -82,8 +84,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(run.check_for_stop)
-        collector = Collector(engine, rewards, recipe, prompts, order, activity)
-        check = partial(validate, engine, rewards, recipe, val_prompts, activity) if val_prompts else None
+        shares = PromptShares(world)
+        collector = Collector(engine, rewards, recipe, prompts, order, activity, shares)
+        check = partial(validate, engine, rewards, recipe, val_prompts, activity, shares) if val_prompts else None
 
         # Resume
         done = run.resume(learner, rewards=rewards, prompts=collector.stream)
@@ -106,6 +109,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 run.stop_if_interrupted(step, total_steps)
 
         return run.finish()
+
+
+def _score_cache(world: World) -> str:
+    """Each process's own file."""
+    return "scores.sqlite" if world.leads else f"scores_{world.rank}.sqlite"
 
 
 def _sync(engine: Engine, version: int, learner: Learner) -> None:
@@ -149,7 +157,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
     with RewardRunner(recipe.rewards, seed=recipe.seed) as rewards, closing(build_engine(setup)) as engine:
         engine.sync(0, Weights(policy.model))
-        return validate(engine, rewards, recipe, prompts, Activity(), step=0)[1]
+        return validate(engine, rewards, recipe, prompts, Activity(), PromptShares(world), step=0)[1]
 
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:

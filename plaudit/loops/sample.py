@@ -17,7 +17,8 @@ from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
-from plaudit.models.trainable import load_policy, resolve_device
+from plaudit.models.devices import resolve_device
+from plaudit.models.trainable import load_policy
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line, show_progress

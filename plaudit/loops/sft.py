@@ -29,7 +29,7 @@ from plaudit.recipe import SFTRecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.memory_plan import resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably, is_sharded
 from plaudit.types import Batch, Example
 from plaudit.world import World
 
@@ -44,37 +44,41 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     template = load_model_template(recipe.model, recipe.data.special_tokens)
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
-    with Run(loaded, files, template, columns) as run:
+    with Run(loaded, files, template, columns, world=world) as run:
         examples = _examples("train", sources["train"], template, recipe).examples
         validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
         resolved = resolve_checkpointing(recipe, examples.lengths)
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
         trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
-        )
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
+            sharded=is_sharded(recipe.cluster, world),
+        )  # fmt: skip
 
-        def update(rows: list[Example]) -> tuple[list[Batch], Loss]:
+        def update(rows: list[Example]) -> tuple[Sequence[Batch], Loss]:
             num_targets = sum(row.num_targets for row in rows)
 
             def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets), {}
 
-            return micro_batches(rows, recipe.train.tokens_per_micro_batch, device), loss
+            return micro_batches(rows, recipe.train.tokens_per_micro_batch, device, world.size), loss
 
-        check = partial(validate, policy, validation, recipe) if validation else None
+        check = partial(validate, policy, validation, recipe, world) if validation else None
         return train_in_passes("sft", run, trainer, examples, per_step=recipe.train.rows_per_step, update=update, validate=check)
 
 
 @torch.no_grad()
-def validate(policy: TrainableModel, examples: Sequence[Example], recipe: SFTRecipe, progress: Batches = iter) -> dict[str, float]:
+def validate(
+    policy: TrainableModel, examples: Sequence[Example], recipe: SFTRecipe, world: World, progress: Batches = iter
+) -> dict[str, float]:
     """Mean loss per token over all validation rows."""
     policy.model.eval()
-    batches = split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch)
+    batches = split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch, world.size)
     total = sum(
         target_logprobs(policy.model, pack([examples[i] for i in batch], policy.device)).logprobs_N.double().sum().item()
-        for batch in progress(batches)
+        for batch in progress([batch for _, batch in world.shard(batches)])
     )
+    total = sum(world.gather(total, "a validation"))
     return {"val/loss": -total / sum(example.num_targets for example in examples)}
 
 

@@ -1,32 +1,67 @@
-"""Training, whatever the recipe's stage."""
+"""Training, whatever the recipe's stage: in this process, in processes started here, or as one of those that a launcher started."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from plaudit.cluster.launch import launch
+from plaudit.cluster.ranks import process_count, ranks_from_environment, require_agreement
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.errors import PlauditError
-from plaudit.loops import dpo, reward_model, rl, sft
-from plaudit.models.trainable import resolve_device
-from plaudit.recipe import RLRecipe, ScoreRecipe
-from plaudit.world import World
+from plaudit.recipe import RLRecipe, ScoreRecipe, TrainingRecipe
 
-LOOPS = {"sft": sft, "dpo": dpo, "reward-model": reward_model, "rl": rl}
+if TYPE_CHECKING:
+    from plaudit.world import World
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model, or resume its run; returns the trained model's folder."""
+    recipe = loaded.recipe
+    assert not isinstance(recipe, ScoreRecipe)
+    if (ranks := ranks_from_environment()) is not None:
+        require_agreement(recipe, ranks)
+
+        from plaudit.cluster.join import join
+
+        with join(ranks, recipe) as world:
+            return train_in(world, loaded, sources)
+    if (count := _processes(recipe)) > 1:
+        return Path(launch(partial(train_in, loaded=loaded, sources=sources), count, recipe) or "")
+
+    from plaudit.models.devices import resolve_device
+    from plaudit.world import World
+
+    return train_in(World.alone(resolve_device(recipe.run.device)), loaded, sources)
+
+
+def train_in(world: "World", loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
+    """The same, as a process of this world."""
+    from plaudit.loops import dpo, reward_model, rl, sft
+
+    loops = {"sft": sft, "dpo": dpo, "reward-model": reward_model, "rl": rl}
     with _memory_advice(loaded):
-        assert not isinstance(loaded.recipe, ScoreRecipe)
-        world = World.alone(resolve_device(loaded.recipe.run.device))
-        return LOOPS[loaded.recipe.stage].train(loaded, sources, world)
+        return loops[loaded.recipe.stage].train(loaded, sources, world)
+
+
+def _processes(recipe: TrainingRecipe) -> int:
+    """How many to start. Only then torch is imported here, to count GPUs."""
+    if recipe.cluster.gpus == 1:
+        return 1
+    if recipe.run.device == "cpu":
+        return process_count(recipe, 0)
+
+    import torch
+
+    return process_count(recipe, torch.cuda.device_count())
 
 
 @contextmanager
 def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
+    import torch
+
     try:
         yield
     except torch.OutOfMemoryError as error:

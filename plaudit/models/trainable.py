@@ -3,12 +3,10 @@
 Weights are loaded and saved as safetensors; a model with only pickled weights is refused.
 """
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,20 +68,6 @@ class TrainableModel:
         else:
             self.peft.save_pretrained(str(folder))
         self.template.tokenizer.save_pretrained(folder)
-
-
-def resolve_device(device: Literal["auto", "cpu", "cuda"], setting: str = "run.device") -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"{setting} is cuda, but torch sees no GPU here. Set {setting}=cpu, or install torch with CUDA.")
-    if device == "auto" and not torch.cuda.is_available() and torch.backends.mps.is_available():
-        _report_unused_apple_gpu()
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-@cache
-def _report_unused_apple_gpu() -> None:
-    """Once per process."""
-    print("Apple's GPU is not used yet: plaudit computes on the CPU here", file=sys.stderr)
 
 
 def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:

@@ -8,6 +8,7 @@ a large number, and the loss depends on a small difference of two of them.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from plaudit.objectives.preference import bradley_terry_loss, hinge_loss, ipo_lo
 from plaudit.recipe import DPOLossSettings, RewardModelLossSettings
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Pair, PairTargets
+from plaudit.world import World
 
 Sums = tuple[Tensor, Tensor]
 """Of the chosen and of the rejected answers, a number per pair."""
@@ -120,12 +122,18 @@ def measure(
     pairs: Sequence[Pair],
     sums: Callable[[PreTrainedModel, Batch], Sums],
     budget: int,
+    world: World,
     progress: Batches = iter,
 ) -> Sums:
-    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU. `progress` sees every batch."""
+    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU. `progress` sees every batch of this process."""
     model.eval()
     chosen, rejected = (torch.empty(len(pairs), dtype=torch.float64) for _ in range(2))
-    for group in progress(split_by_tokens([len(pair) for pair in pairs], budget)):
+    batches = split_by_tokens([len(pair) for pair in pairs], budget, world.size)
+    own: list[tuple[list[int], Tensor, Tensor]] = []
+    for group in progress([batch for _, batch in world.shard(batches)]):
+        world.heartbeat.beat()
         batch_chosen, batch_rejected = sums(model, pack_pairs([pairs[i] for i in group], model.device))
-        chosen[group], rejected[group] = batch_chosen.cpu(), batch_rejected.cpu()
+        own.append((group, batch_chosen.cpu(), batch_rejected.cpu()))
+    for group, group_chosen, group_rejected in chain.from_iterable(world.gather(own, "scores of pairs")):
+        chosen[group], rejected[group] = group_chosen.double(), group_rejected.double()
     return chosen, rejected

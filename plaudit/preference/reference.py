@@ -25,23 +25,25 @@ from plaudit.preference.losses import answer_logprobs, measure
 from plaudit.recipe import DPORecipe
 from plaudit.report.progress import print_line, show_progress
 from plaudit.types import Pair
+from plaudit.world import World
 
 FILE = "reference.safetensors"
 
 
-def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableModel, folder: Path) -> list[Pair]:
+def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableModel, folder: Path, world: World) -> list[Pair]:
     """The pairs with the reference's log-probs: from the run folder, or computed and stored there. The policy is untrained."""
     file, key = folder / FILE, _key(pairs, recipe)
-    known = _read(file, key)
+    known = world.agree(_read(file, key) if world.leads else None, "the reference's log-probs")
     if known is None:
         with _reference(recipe, policy) as model:
             budget = recipe.train.tokens_per_micro_batch
             chosen, rejected = measure(
-                model, pairs, answer_logprobs, budget, lambda groups: show_progress(groups, "reference: batches")
+                model, pairs, answer_logprobs, budget, world, lambda groups: show_progress(groups, "reference: batches")
             )
         known = {"chosen": chosen, "rejected": rejected}
-        with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:
-            save_file(known, aside, metadata={"of": f"{key} {_checksum(known)}"})
+        if world.leads:
+            with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:
+                save_file(known, aside, metadata={"of": f"{key} {_checksum(known)}"})
         print_line(f"reference: log-probs of {len(pairs):,} pairs under {recipe.reference.path or 'the untrained model'}")
     columns = known["chosen"].tolist(), known["rejected"].tolist()
     return [replace(pair, ref_chosen=c, ref_rejected=r) for pair, c, r in zip(pairs, *columns, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from plaudit.errors import PlauditError, RecipeError
-from plaudit.models.trainable import resolve_device
+from plaudit.models.devices import resolve_device
 from plaudit.models.weights import OffloadableWeights
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import InitVar, asdict, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -34,7 +34,8 @@ from plaudit.rewards.combine import (
     effective_value,
     effective_values,
 )
-from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
+from plaudit.rewards.device_passes import Passes, next_to_load, ready
+from plaudit.rewards.reward import LiveReward, Reward, build
 from plaudit.rewards.step_counts import StepCounts
 from plaudit.rewards.turns import turns
 from plaudit.types import Group, Prompt, Score, ScoredGroup
@@ -47,6 +48,14 @@ REPORT_EVERY_S = 0.2
 
 def _ignore(sampled: int, scored: int) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """A group with each reward's scores, by label."""
+
+    group: Group
+    scores: ByLabel
 
 
 class RewardRunner:
@@ -133,10 +142,16 @@ class RewardRunner:
         training: bool = True,
         report: Callable[[int, int], None] = _ignore,
     ) -> list[ScoredGroup]:
-        """All groups with their scores. Raises TrainingStopped when a reward fails more often than its settings allow, as soon as
-        that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and running
-        means stay as they are. `report` is called with the numbers of groups sampled and scored so far, after every group and then
-        several times per second; what it raises cancels the calls in flight."""
+        """All groups with their scores combined. Raises TrainingStopped when a reward fails more often than its settings allow, as
+        soon as that is certain given the number of `expected` samples. Without `training` (validation) nothing is normalised, and
+        running means stay as they are. `report` is called with the numbers of groups sampled and scored so far, after every group
+        and then several times per second; what it raises cancels the calls in flight."""
+        return self.combine(self.score_all(groups, expected, report=report), training=training)
+
+    def score_all(
+        self, groups: Iterable[Group], expected: int | None = None, *, report: Callable[[int, int], None] = _ignore
+    ) -> "list[Rewarded]":
+        """As `collect`, with each reward's scores of each group, to be combined when those of the whole step are there."""
         self._step = step = StepCounts(self.rewards, expected, self._tolerant)
         sampled: list[Group] = []
         pending: list[Future[Any]] = []
@@ -158,13 +173,33 @@ class RewardRunner:
                 self._wait([deferred], lambda: report(len(sampled), step.scored))
                 deferred.result()
             self.waited_s = time.monotonic() - sampled_at
-            return self._combine(sampled, scores, training=training)
+            return [Rewarded(group, by_label) for group, by_label in zip(sampled, scores, strict=True)]
         except BaseException:
             for future in pending:
                 future.cancel()
             if isinstance(groups, Generator):
                 groups.close()  # sampling ends now, not when the traceback is released
             raise
+
+    def require_few_failures(self, step: "Sequence[Rewarded]") -> None:
+        """Raise TrainingStopped if a reward has failed too often in a step that several processes have scored."""
+        counts = StepCounts(self.rewards, sum(len(one.group.samples) for one in step), self._tolerant)
+        for one in step:
+            counts.count(one.group, one.scores)
+        counts.check()
+
+    def combine(self, step: "Sequence[Rewarded]", *, training: bool) -> list[ScoredGroup]:
+        """The groups of a step with their scores combined, in this order: that of prompts, if running means are to be the same
+        however the groups were scored."""
+        scores: list[ByReward] = [[one.scores[reward.label] for reward in self.rewards] for one in step]
+        groups = [one.group for one in step]
+        if training and self._running:
+            self._update_running(groups, scores)
+        labels, running = [reward.label for reward in self.rewards], self._running if training else None
+        return [
+            ScoredGroup(group, combine(self.rewards, group, by_reward, running), dict(zip(labels, by_reward, strict=True)))
+            for group, by_reward in zip(groups, scores, strict=True)
+        ]
 
     def check(self) -> None:
         """Within `collect`, while the next group is still being sampled: raise what ends it. Cheap until there is something."""
@@ -288,15 +323,15 @@ class RewardRunner:
 
     async def _score_deferred(self, groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None = None) -> None:
         """One model after the other; their scores are added to those of the other rewards."""
-        left = [_Passes(client, client.live.phases, len(groups)) for client in self._deferred]
+        left = [Passes(client, client.live.phases, len(groups)) for client in self._deferred]
         try:
             while left:
-                needed = _next(left)
+                needed = next_to_load(left)
                 try:  # cancelled while it is loaded, it is unloaded all the same
                     if needed is not None:
                         await needed.load()
-                    while ready := [one for one in _ready(left) if one.needed is needed]:
-                        await asyncio.gather(*(self._pass(one, groups, step) for one in ready))
+                    while usable := [one for one in ready(left) if one.needed is needed]:
+                        await asyncio.gather(*(self._pass(one, groups, step) for one in usable))
                         left = [one for one in left if not one.done]
                         if step is not None:
                             step.check()
@@ -307,7 +342,7 @@ class RewardRunner:
             for client in self._deferred:
                 client.live.forget()
 
-    async def _pass(self, one: "_Passes", groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None) -> None:
+    async def _pass(self, one: Passes, groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None) -> None:
         """One reward's next pass over all groups."""
         client, label = one.client, one.client.reward.label
         every = [
@@ -355,16 +390,6 @@ class RewardRunner:
                 deferred.append(client)
         return deferred
 
-    def _combine(self, groups: Sequence[Group], found: Sequence[ByLabel], *, training: bool) -> list[ScoredGroup]:
-        scores: list[ByReward] = [[by_label[reward.label] for reward in self.rewards] for by_label in found]
-        if training and self._running:
-            self._update_running(groups, scores)
-        labels, running = [reward.label for reward in self.rewards], self._running if training else None
-        return [
-            ScoredGroup(group, combine(self.rewards, group, by_reward, running), dict(zip(labels, by_reward, strict=True)))
-            for group, by_reward in zip(groups, scores, strict=True)
-        ]
-
     async def _combine_in_turns(self, group: Group, found: ByLabel) -> ScoredGroup:
         """A group's scores combined without normalisation: each sample's alone, so a large group is combined in slices."""
         scores: list[Score] = []
@@ -401,47 +426,3 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     for error in await asyncio.gather(*works, return_exceptions=True):
         if error is not None:
             raise error
-
-
-# Models that share the device ----------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Passes:
-    """A reward's progress through its passes over a step's groups."""
-
-    client: RewardClient
-    phases: Sequence[Loadable | None]
-    groups: InitVar[int]
-    phase: int = 0
-    failed: Sequence[Sequence[Score | None]] = ()
-    """Failures so far, by group and sample."""
-
-    def __post_init__(self, groups: int) -> None:
-        self.failed = [()] * groups
-
-    @property
-    def needed(self) -> Loadable | None:
-        return self.phases[self.phase]
-
-    @property
-    def is_last(self) -> bool:
-        return self.phase == len(self.phases) - 1
-
-    @property
-    def done(self) -> bool:
-        return self.phase == len(self.phases)
-
-
-def _ready(left: Sequence[_Passes]) -> list[_Passes]:
-    """Those whose gate is decided."""
-    pending = {one.client.reward.label for one in left}
-    return [one for one in left if (gate := one.client.reward.gate) is None or gate.reward not in pending]
-
-
-def _next(left: Sequence[_Passes]) -> Loadable | None:
-    """What to load next: nothing while some pass needs no model, else preferably a model that no later pass needs again."""
-    needs = [one.needed for one in _ready(left)]
-    later = [needed for one in left for needed in one.phases[one.phase + 1 :]]
-    later += [one.needed for one in left if one not in _ready(left)]
-    return min(needs, key=lambda needed: (needed is not None, any(needed is other for other in later)))

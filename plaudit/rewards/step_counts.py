@@ -14,6 +14,7 @@ class StepCounts:
     """The groups that each reward has scored, and its failures."""
 
     def __init__(self, rewards: Sequence[Reward], expected: int | None, tolerant: bool):
+        """`expected`: samples of the step, if that is known; this process may score a share of them."""
         self.samples = 0
         self._tolerant = tolerant
         self.all_sampled = False
@@ -57,7 +58,7 @@ class StepCounts:
                 raise TrainingStopped(message, self._failed)
             if failures and reward.on_failure == "stop":
                 raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
-            samples = self.samples if self.all_sampled else self._expected
+            samples = self._expected or (self.samples if self.all_sampled else 0)
             if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
                 message = f"{self._describe(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_RESUME}"
                 raise TrainingStopped(message, self._failed)

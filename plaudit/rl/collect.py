@@ -6,9 +6,9 @@ to the bit.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.prompts import EncodedPrompt, with_unique_ids
@@ -19,15 +19,19 @@ from plaudit.report.activity import Activity
 from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal, metrics_by_source
 from plaudit.rewards.metrics import metrics as reward_metrics
-from plaudit.rewards.runner import RewardRunner
+from plaudit.rewards.runner import Rewarded, RewardRunner
+from plaudit.rl.shares import PromptShares
 from plaudit.rollout.engine import Capabilities, Engine, Sampling
 from plaudit.rollout.groups import sample_groups, sample_groups_with_greedy
 from plaudit.types import ScoredGroup
+from plaudit.world import World
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from plaudit.recipe import RolloutSettings, ValidationSettings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,16 @@ class Seconds:
     total: float = 0.0
     scoring: float = 0.0
     """Of these: waiting for scores after the last sample."""
+    waiting: float = 0.0
+    """Of processes for the slowest one, on average."""
+
+    @classmethod
+    def of_step(cls, by_process: "Sequence[Seconds]") -> "Seconds":
+        slowest = max(by_process, key=lambda seconds: seconds.total)
+        return cls(slowest.total, slowest.scoring, sum(slowest.total - one.total for one in by_process) / len(by_process))
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.total + other.total, self.scoring + other.scoring)
+        return Seconds(self.total + other.total, self.scoring + other.scoring, self.waiting + other.waiting)
 
 
 class Collector:
@@ -62,8 +73,9 @@ class Collector:
         prompts: Sequence[EncodedPrompt],
         order: RowOrder,
         activity: Activity,
+        shares: PromptShares,
     ):
-        self.engine, self.rewards, self.recipe, self.activity = engine, rewards, recipe, activity
+        self.engine, self.rewards, self.recipe, self.activity, self.shares = engine, rewards, recipe, activity, shares
         self.prompts, self.order = prompts, order
         self.stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
         """With dynamic sampling: how far the prompts have been used, which a checkpoint keeps."""
@@ -77,7 +89,7 @@ class Collector:
             prompts = with_unique_ids(self.prompts[row] for row in rows)
             greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
             groups, seconds = self._sample_and_score(f"step {step}", prompts, step, greedy=greedy)
-            collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds))
+            collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds, self.shares.world))
         collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
         return collected
 
@@ -86,7 +98,7 @@ class Collector:
     ) -> tuple[list[ScoredGroup], Seconds]:
         return _sample_and_score(
             self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=step - 1,
-            activity=self.activity, label=label, greedy=greedy,
+            activity=self.activity, shares=self.shares, label=label, greedy=greedy,
         )  # fmt: skip
 
     def _rows_used(self, step: int) -> int:
@@ -118,7 +130,7 @@ class Collector:
             groups, seconds, rounds = groups + more, seconds + round_seconds, rounds + 1
             with_signal = sum(map(has_signal, groups))
         stream.taken += len(sampled_prompts)
-        metrics = _metrics(groups, self.rewards, seconds)
+        metrics = _metrics(groups, self.rewards, seconds, self.shares.world)
         metrics |= {
             "rounds": float(rounds),
             "groups": float(len(groups)),
@@ -128,15 +140,16 @@ class Collector:
 
 
 def validate(
-    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], activity: Activity, step: int
-) -> tuple[list[ScoredGroup], dict[str, float]]:
+    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], activity: Activity,
+    shares: PromptShares, step: int,
+) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
     """The validation prompts, sampled as `validation` says and scored; and metrics under `val/`."""
     began = time.perf_counter()
     groups, seconds = _sample_and_score(
         engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step,
-        activity=activity, label="validation", training=False,
+        activity=activity, shares=shares, label="validation", training=False,
     )  # fmt: skip
-    metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds)
+    metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds, shares.world)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}
@@ -144,25 +157,54 @@ def validate(
 
 def _sample_and_score(
     engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int,
-    activity: Activity, label: str, greedy: bool = False, training: bool = True,
+    activity: Activity, shares: PromptShares, label: str, greedy: bool = False, training: bool = True,
 ) -> tuple[list[ScoredGroup], Seconds]:  # fmt: skip
-    """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated."""
-    began, samples, calls_before = time.perf_counter(), len(prompts) * (n + greedy), rewards.model_calls()
+    """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated.
+
+    Each process samples and scores its share of the prompts; all of them get all groups, and combine the same scores."""
+    world, own = shares.world, shares.own(prompts, n)
+    expected, calls_before = len(prompts) * (n + greedy), rewards.model_calls()
     sample = sample_groups_with_greedy if greedy else sample_groups
-    with activity.phase(label, prompts=len(prompts), samples=samples) as phase:
 
-        def on_step(new_tokens: int) -> None:
-            rewards.check()
-            phase.engine_step(new_tokens)
+    def sample_and_score() -> tuple[list[Rewarded], Seconds]:
+        began = time.perf_counter()
+        with activity.phase(label, prompts=len(own), samples=len(own) * (n + greedy)) as phase:
 
-        engine.on_step = on_step
-        sampled = sample(engine, prompts, n, sampling, version=version, on_sample=phase.sample_done)
-        scored = rewards.collect(
-            sampled, samples, training=training,
-            report=lambda sampled, scored: phase.update(sampled, scored, rewards.model_calls() - calls_before),
-        )  # fmt: skip
-    by_id = {group.group.prompt.id: split_baseline(group) if greedy else group for group in scored}
-    return [by_id[encoded.prompt.id] for encoded in prompts], Seconds(time.perf_counter() - began, rewards.waited_s)
+            def on_step(new_tokens: int) -> None:
+                rewards.check()
+                world.heartbeat.beat(label)
+                phase.engine_step(new_tokens)
+
+            engine.on_step = on_step
+            scored = rewards.score_all(
+                sample(engine, own, n, sampling, version=version, on_sample=phase.sample_done), expected,
+                report=lambda sampled, scored: phase.update(sampled, scored, rewards.model_calls() - calls_before),
+            )  # fmt: skip
+        return scored, Seconds(time.perf_counter() - began, rewards.waited_s)
+
+    parts = _exchange(world, sample_and_score, f"groups of {label}")
+    by_id = {one.group.prompt.id: one for scored, _ in parts for one in scored}
+    step = [by_id[encoded.prompt.id] for encoded in prompts]
+    if world.size > 1:
+        rewards.require_few_failures(step)
+    groups = rewards.combine(step, training=training)
+    shares.observe(groups)
+    return [split_baseline(group) if greedy else group for group in groups], Seconds.of_step([seconds for _, seconds in parts])
+
+
+def _exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
+    """Every process's result. If one of them is stopped, all are."""
+    result: T | TrainingStopped | StopRequested
+    try:
+        result = work()
+    except (TrainingStopped, StopRequested) as error:
+        result = error
+    results = world.gather(result, what)
+    for kind in (TrainingStopped, StopRequested):
+        for one in results:
+            if isinstance(one, kind):
+                raise one
+    return results  # pyright: ignore
 
 
 def split_baseline(group: ScoredGroup) -> ScoredGroup:
@@ -173,11 +215,13 @@ def split_baseline(group: ScoredGroup) -> ScoredGroup:
     return ScoredGroup(samples, tuple(scores), by_reward, baseline)
 
 
-def _metrics(groups: Sequence[ScoredGroup], rewards: RewardRunner, seconds: Seconds) -> dict[str, float]:
-    metrics = reward_metrics(groups) | rewards.counts() | length_metrics(groups)
+def _metrics(groups: Sequence[ScoredGroup], rewards: RewardRunner, seconds: Seconds, world: World) -> dict[str, float]:
+    metrics = reward_metrics(groups) | world.sum_metrics(rewards.counts()) | length_metrics(groups)
     if greedy := [group.baseline.value for group in groups if group.baseline is not None and group.baseline.value is not None]:
         metrics["baseline_reward"] = sum(greedy) / len(greedy)
     metrics |= {"time/sample_s": seconds.total - seconds.scoring, "time/score_s": seconds.scoring}
+    if world.size > 1:
+        metrics["time/waiting_s"] = seconds.waiting
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
     return metrics
 

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plaudit.data.pack import pack, split_by_tokens
+from plaudit.data.pack import MicroBatches, pack, split_by_tokens
 from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import AlgorithmSettings, RLTrainSettings
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch, Example, Experience, ScoredGroup, Targets
+from plaudit.world import World
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,38 @@ def _sequence(prompt: np.ndarray, response: np.ndarray) -> Example:
 
 
 class PackedSequences:
-    """Sequences in micro-batches of at most `budget` tokens, packed when they are first needed."""
+    """Sequences in micro-batches of at most `budget` tokens, packed when they are first needed. Every process of a world knows the
+    split, and packs and computes its own share."""
 
-    def __init__(self, sequences: Sequence[Example], budget: int, device: torch.device | str):
-        self.sequences, self.budget, self.device = sequences, budget, device
+    def __init__(self, sequences: Sequence[Example], budget: int, world: World):
+        self.sequences, self.budget, self.world = sequences, budget, world
+        self._packed: dict[int, Batch] = {}
 
     @cached_property
-    def batches(self) -> list[tuple[list[int], Batch]]:
-        """Each micro-batch with the indices of its sequences."""
-        parts = split_by_tokens([len(sequence) for sequence in self.sequences], self.budget)
-        return [(part, pack([self.sequences[i] for i in part], self.device)) for part in parts]
+    def parts(self) -> list[list[int]]:
+        """The indices of each micro-batch's sequences."""
+        return split_by_tokens([len(sequence) for sequence in self.sequences], self.budget, self.world.size)
+
+    def batch(self, number: int) -> Batch:
+        if number not in self._packed:
+            self._packed[number] = pack([self.sequences[i] for i in self.parts[number]], self.world.device)
+        return self._packed[number]
 
     def predict(self, forward: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, list[np.ndarray]]:
         """What a model predicts for the target tokens of every sequence, by name, from one pass over the micro-batches."""
-        predictions: dict[str, list[np.ndarray]] = {}
-        for part, batch in self.batches:
+        own: dict[str, dict[int, np.ndarray]] = {}
+        for number, part in self.world.shard(self.parts):
+            self.world.heartbeat.beat()
             lengths = [self.sequences[i].num_targets for i in part]
-            for name, values_N in forward(batch).items():
+            for name, values_N in forward(self.batch(number)).items():
+                values = values_N.float().cpu().split(lengths)
+                own.setdefault(name, {}).update({i: one.numpy() for i, one in zip(part, values, strict=True)})
+        predictions: dict[str, list[np.ndarray]] = {}
+        for theirs in self.world.gather(own, "predictions"):
+            for name, by_index in theirs.items():
                 rows = predictions.setdefault(name, [np.empty(0)] * len(self.sequences))
-                for i, values in zip(part, values_N.float().cpu().split(lengths), strict=True):
-                    rows[i] = values.numpy()
+                for i, values in by_index.items():
+                    rows[i] = values
         return predictions
 
 
@@ -99,10 +112,13 @@ class Update:
     def num_tokens(self) -> int:
         return sum(sample.num_targets for sample in self.samples)
 
-    def micro_batches(self, packed: PackedSequences) -> list[Batch]:
+    def micro_batches(self, packed: PackedSequences) -> Sequence[Batch]:
         """The packed samples with their targets."""
         assert len(packed.sequences) == len(self.samples)
-        return [replace(batch, targets=self._targets(part, packed.device)) for part, batch in packed.batches]
+        return MicroBatches(
+            range(len(packed.parts)),
+            lambda number: replace(packed.batch(number), targets=self._targets(packed.parts[number], packed.world.device)),
+        )
 
     def _targets(self, part: Sequence[int], device: torch.device | str) -> Targets:
         samples = [self.samples[i] for i in part]

@@ -29,7 +29,7 @@ from plaudit.rl.kl_penalty import KLPenalty
 from plaudit.rl.losses import policy_loss, shared_loss, value_loss, value_metrics
 from plaudit.rollout.engine import Weights
 from plaudit.train.schedule import lr_at
-from plaudit.train.trainer import Loss, Trainer
+from plaudit.train.trainer import Loss, Trainer, is_sharded
 from plaudit.types import Batch, Experience, ScoredGroup
 from plaudit.world import World
 
@@ -51,8 +51,9 @@ class Learner:
         self.policy, self.reference = policy, reference
         self.penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
         self.trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world
-        )
+            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
+            sharded=is_sharded(recipe.cluster, world),
+        )  # fmt: skip
         self.critic: Trainer | None = None
         self.shared_critic = critic if isinstance(critic, SharedCritic) else None
         self._offloaded_critic: OffloadedModule | None = None
@@ -105,7 +106,7 @@ class Learner:
         with self._critic_on_device():
             began = time.perf_counter()
             samples = StepSamples.from_groups(groups)
-            packed = PackedSequences(samples.sequences, self.recipe.train.tokens_per_micro_batch, self.world.device)
+            packed = PackedSequences(samples.sequences, self.recipe.train.tokens_per_micro_batch, self.world)
             experiences, metrics = self._experiences(samples, self._predictions(samples, packed, frozen=self._frozen(step)))
             prepared = time.perf_counter()
             metrics |= self._update_all(experiences, samples.sizes, packed, step)
@@ -207,7 +208,7 @@ class Learner:
                 experiences if everything else [experiences[i] for i in indices], recipe.algorithm,
                 horizon=recipe.rollout.max_new_tokens,
             )  # fmt: skip
-            batches = update.micro_batches(packed if everything else PackedSequences(update.samples, packed.budget, packed.device))
+            batches = update.micro_batches(packed if everything else PackedSequences(update.samples, packed.budget, self.world))
             if critic is not None and (shared is None or frozen):
                 critic_results.append(self._update_critic(update, batches, step))
             if not frozen:

@@ -10,9 +10,9 @@ reaches them:
     rank       |     0     |     1     |     2     |     3   |      owns this part of each bucket, if the optimiser is sharded
 
 While the last micro-batch's backward pass runs, each bucket is summed over processes as soon as it is complete: whole (every
-process then makes the same update), or each process its own part, a fraction of the data and of the optimiser's memory. Then updated
-weights are gathered into the model's own tensors, which keep their addresses. Both ways compute the same bits: the sums are the
-same, and AdamW is elementwise.
+process then makes the same update), or each process its own part, with a fraction of the optimiser's memory. Then updated weights
+are gathered into the model's own tensors, which keep their addresses. Both ways compute the same bits: the sums are the same, and
+AdamW is elementwise.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -97,7 +97,7 @@ class LocalGradients:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]):
         self._parameters = parameters
-        self.pieces = {name: Piece(name, parameter, parameter.ndim >= 2) for name, parameter in parameters.items()}
+        self.pieces: Mapping[str, Piece] = {name: Piece(name, p, p.ndim >= 2) for name, p in parameters.items()}
         self._sums: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
@@ -348,7 +348,7 @@ def lay_out(parameters: Mapping[str, nn.Parameter], size: int) -> list[Bucket]:
     """The parameters in buckets that divide into `size` aligned parts."""
     buckets: list[Bucket] = []
     current: dict[torch.dtype, Bucket] = {}
-    for name, parameter in reversed(parameters.items()):  # the backward pass reaches the last one first
+    for name, parameter in reversed([*parameters.items()]):  # the backward pass reaches the last one first
         bucket = current.get(parameter.dtype)
         if bucket is None or bucket.length >= BUCKET_ELEMENTS:
             bucket = current[parameter.dtype] = Bucket(parameter.dtype)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from plaudit.errors import PlauditError
+from plaudit.models.devices import resolve_device
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
     PHASES,
@@ -31,7 +32,7 @@ from plaudit.models.memory import (
     plan_sampling,
     total_memory,
 )
-from plaudit.models.trainable import resolve_device, resolve_dtype
+from plaudit.models.trainable import resolve_dtype
 from plaudit.models.weights import has_device_memory
 from plaudit.recipe import (
     PreferenceRecipe,

@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from plaudit.errors import TrainingStopped
-from plaudit.recipe import OptimSettings
+from plaudit.recipe import ClusterSettings, OptimSettings
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
+from plaudit.train.saved_state import save_tensors, saved_tensors
 from plaudit.types import Batch
 from plaudit.world import World
 
 Loss = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
 """A micro-batch's share of the update's loss and of its metrics: already divided by the whole update's normaliser, so that shares
 add up."""
-
-FILE_BYTES = 4 << 30
-"""Size of a file of optimiser state: one file's tensors pass through main memory at a time."""
 
 
 def compute_repeatably(device: torch.device) -> None:
@@ -32,6 +29,11 @@ def compute_repeatably(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore (a debugging aid that costs time)
+
+
+def is_sharded(cluster: ClusterSettings, world: World) -> bool:
+    """Whether each process has a part of the optimiser's state only."""
+    return world.is_joined and cluster.sharding != "none"
 
 
 class Trainable(Protocol):
@@ -57,19 +59,21 @@ class Trainer:
         seed: int,
         max_skipped_steps: int,
         world: World,
+        sharded: bool = False,
         name: str = "model",
     ):
-        """`name`: the model's folder in a checkpoint and in the run folder."""
+        """`sharded`: each process has a part of the optimiser's state. `name`: the model's folder in a checkpoint and in the run
+        folder."""
         self.trained, self.name = trained, name
-        self.world = world
-        self.optimiser = Optimiser(trained.trainable(), optim)
+        self.world, self.sharded = world, sharded
+        self.optimiser = Optimiser(trained.trainable(), optim, world, sharded=sharded)
         self.seed, self.max_skipped_steps = seed, max_skipped_steps
         self.updates = 0
         self.skipped_steps = 0
 
     def sibling(self, trained: Trainable, optim: OptimSettings, name: str) -> "Trainer":
         """A trainer for another model of the same run."""
-        shared = {"seed": self.seed, "max_skipped_steps": self.max_skipped_steps, "world": self.world}
+        shared = {"seed": self.seed, "max_skipped_steps": self.max_skipped_steps, "world": self.world, "sharded": self.sharded}
         return Trainer(trained, optim, name=name, **shared)
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
@@ -80,22 +84,26 @@ class Trainer:
         self.trained.model.train()
         total = torch.zeros((), device=self.trained.device)
         sums: dict[str, Tensor] = {}
-        for i, batch in self.world.shard(micro_batches):
+        share_of_batches = self.world.share(len(micro_batches))
+        for i in share_of_batches:
+            self.world.heartbeat.beat()
             # Keyed by the micro-batch, so that dropout is the same after a resume and on any number of processes.
             _seed_generators(stable_seed("step", self.seed, self.updates, i), self.trained.device)
-            share, metric_shares = loss(batch)
+            share, metric_shares = loss(micro_batches[i])
+            if i == share_of_batches[-1]:
+                self.optimiser.gradients.begin_last_pass()
             share.backward()
             total += share.detach()
             for name, value in metric_shares.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
-        self.optimiser.sum_gradients(self.world)
+        self.optimiser.gradients.finish()
         norm = self.optimiser.clip()
         metrics = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
         if math.isfinite(metrics["loss"]) and bool(torch.isfinite(norm)):
             self.optimiser.step(lr)
         else:
             self.skipped_steps += 1
-        self.optimiser.clear_gradients()
+        self.optimiser.gradients.clear()
         self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(
@@ -114,20 +122,26 @@ class Trainer:
     # Checkpoints (a `Saveable`)
 
     def state_bytes(self) -> int:
-        tensors = (*self.optimiser.state().values(), *self.trained.model.parameters())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Of this process's part of a checkpoint."""
+        model = self.trained.model.parameters() if self.world.leads else ()
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._own_state().values(), *model))
 
     def save_state(self, folder: Path) -> dict[str, Any]:
-        self.trained.save(folder / self.name)
+        """This process's part."""
+        if self.world.leads:
+            self.trained.save(folder / self.name)
         optimiser_folder = folder / self._optimiser_folder
-        optimiser_folder.mkdir()
-        for number, chunk in enumerate(_chunks(self.optimiser.state(), FILE_BYTES)):
-            save_file({name: t.contiguous() for name, t in chunk.items()}, optimiser_folder / f"{number:05d}.safetensors")
+        optimiser_folder.mkdir(exist_ok=True)
+        save_tensors(self._own_state(), optimiser_folder, prefix=f"rank{self.world.rank}_" if self.sharded else "")
         return {"updates": self.updates, "skipped_steps": self.skipped_steps}
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """What only this process saves."""
+        return self.optimiser.state() if self.sharded or self.world.leads else {}
 
     def load_state(self, folder: Path, state: dict[str, Any]) -> None:
         self.updates, self.skipped_steps = state["updates"], state["skipped_steps"]
-        self.optimiser.load_state(map(load_file, sorted((folder / self._optimiser_folder).glob("*.safetensors"))))
+        self.optimiser.load_state(saved_tensors(folder / self._optimiser_folder))
 
     def models(self) -> Mapping[str, Callable[[Path], None]]:
         return {self.name: self.trained.save}
@@ -143,17 +157,3 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):  # the current device may be another one
             torch.cuda.manual_seed(seed)
-
-
-def _chunks(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in order, as many at a time as stay within the limit (or one larger than it)."""
-    chunk: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if chunk and size + tensor_bytes > limit:
-            yield chunk
-            chunk, size = {}, 0
-        chunk[name] = tensor
-        size += tensor_bytes
-    yield chunk

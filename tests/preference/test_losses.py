@@ -31,6 +31,7 @@ from plaudit.objectives.preference import (
 from plaudit.preference.losses import answer_logprobs, answer_scores, dpo_loss, measure, reward_model_loss
 from plaudit.recipe import DPOLossSettings, LoraSettings, RewardModelLossSettings
 from plaudit.types import Pair
+from plaudit.world import World
 from support.preferences import LOSSES, load_model, make_pairs
 from support.rows import pair_rows, write_jsonl
 
@@ -160,7 +161,7 @@ def test_pairs_are_never_split(tiny_model, pairs_file):
 
 def test_log_probs_match_transformers(tiny_model, pairs_file):
     policy, pairs = load_model(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
-    chosen, rejected = measure(policy.model, pairs, answer_logprobs, 150)
+    chosen, rejected = measure(policy.model, pairs, answer_logprobs, 150, World.alone())
     policy.model.set_attn_implementation("eager")
     for values, side in ((chosen, "chosen"), (rejected, "rejected")):
         for value, pair in zip(values, pairs, strict=True):
@@ -186,7 +187,7 @@ def test_losses_of_a_policy_equal_to_its_reference(tiny_model, pairs_file, kind)
 
 def test_dpo_by_hand_from_log_probs(tiny_model, pairs_file):
     policy, pairs = load_model(tiny_model, scalar=False), make_pairs(tiny_model, pairs_file, scalar=False)
-    chosen, rejected = measure(policy.model, pairs, answer_logprobs, 10_000)
+    chosen, rejected = measure(policy.model, pairs, answer_logprobs, 10_000, World.alone())
     loss, metrics, _ = step(policy, pairs, DPOLossSettings(beta=0.3, label_smoothing=0.1, nll_coefficient=0.5), [pack_pairs(pairs)])
     ratios = [(c - p.ref_chosen, r - p.ref_rejected) for c, r, p in zip(chosen.tolist(), rejected.tolist(), pairs, strict=True)]
     margins = [0.3 * (a - b) for a, b in ratios]
@@ -210,7 +211,8 @@ def test_equal_scores_give_a_loss_of_log_2(tiny_model, pairs_file):
 def test_lora_trains_the_full_head_and_starts_from_the_same_scores(tiny_model, pairs_file):
     pairs = make_pairs(tiny_model, pairs_file, scalar=True)
     full, lora = load_model(tiny_model, scalar=True), load_model(tiny_model, scalar=True, lora=LoraSettings(rank=4))
-    for a, b in zip(measure(full.model, pairs, answer_scores, 500), measure(lora.model, pairs, answer_scores, 500), strict=True):
+    scores = (measure(one.model, pairs, answer_scores, 500, World.alone()) for one in (full, lora))
+    for a, b in zip(*scores, strict=True):
         torch.testing.assert_close(a, b)
     names = [name for name, _ in lora.trainable()]
     assert [name for name in names if "lora_" not in name] == ["score.modules_to_save.default.weight"]

@@ -1,5 +1,6 @@
 """Samples to update a policy or a critic on."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.recipe import ModelSettings
 from plaudit.rl.experience import PackedSequences, Update
 from plaudit.types import Batch, Experience
+from plaudit.world import World
 
 CPU = torch.device("cpu")
 
@@ -70,9 +72,9 @@ def update_of(samples: list[Experience], weight: float = 1 / 27) -> Update:
     return Update(samples, [weight] * len(samples))
 
 
-def batches_of(update: Update, budget: int = 10_000) -> list[Batch]:
+def batches_of(update: Update, budget: int = 10_000) -> Sequence[Batch]:
     """Its micro-batches, of at most `budget` tokens."""
-    return update.micro_batches(PackedSequences(update.samples, budget, CPU))
+    return update.micro_batches(PackedSequences(update.samples, budget, World.alone()))
 
 
 def valued_samples() -> list[Experience]:

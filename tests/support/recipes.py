@@ -27,7 +27,7 @@ def sft_recipe(model_path: Path, rows: Path, run_dir: Path, **sections: dict) ->
 def train_sft(recipe_file: Path, *overrides: str) -> Path:
     """`plaudit sft` in this process."""
     from plaudit.cli import load_checked
-    from plaudit.loops.sft import train
+    from plaudit.loops.train import train
 
     return train(*load_checked(recipe_file, list(overrides), "sft"))
 
@@ -49,7 +49,7 @@ def pair_recipe(model_path: Path, pairs: Path, run_dir: Path, **sections: dict) 
 def train_dpo(recipe_file: Path, *overrides: str) -> Path:
     """`plaudit dpo` in this process."""
     from plaudit.cli import load_checked
-    from plaudit.loops.dpo import train
+    from plaudit.loops.train import train
 
     return train(*load_checked(recipe_file, list(overrides), "dpo"))
 
@@ -57,7 +57,7 @@ def train_dpo(recipe_file: Path, *overrides: str) -> Path:
 def train_reward_model(recipe_file: Path, *overrides: str) -> Path:
     """`plaudit reward-model` in this process."""
     from plaudit.cli import load_checked
-    from plaudit.loops.reward_model import train
+    from plaudit.loops.train import train
 
     return train(*load_checked(recipe_file, list(overrides), "reward-model"))
 
@@ -84,7 +84,7 @@ def rl_recipe(model_path: Path, prompts: Path, run_dir: Path, reward: Path | dic
 def train_rl(recipe_file: Path, *overrides: str) -> Path:
     """`plaudit rl` in this process."""
     from plaudit.cli import load_checked
-    from plaudit.loops.rl import train
+    from plaudit.loops.train import train
 
     return train(*load_checked(recipe_file, list(overrides), "rl"))
 

@@ -1,4 +1,4 @@
-"""Updates made by one process or by two; `main` is the program of each of the two."""
+"""Updates made by one process or by several; `main` is the program of each of them."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from plaudit.recipe import AlgorithmSettings, CriticSettings, OptimSettings
 from plaudit.recipe.preference import RewardModelLossSettings
 from plaudit.rl.experience import make_update
 from plaudit.rl.losses import policy_loss, shared_loss, value_loss
+from plaudit.train.optimiser import Optimiser
 from plaudit.train.trainer import Trainable, Trainer
 from plaudit.types import Batch
 from plaudit.world import World
@@ -75,11 +76,13 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
+def outcome(case: Case, folder: Path, pairs: Path, world: World, *, sharded: bool = False) -> dict:
     """The metrics of the updates, the gradients of the first (as Adam's first moment), and the weights after the last."""
     models, loss, batches = case(folder, pairs)
     models = models if isinstance(models, tuple) else (models,)
-    trainers = [Trainer(model, OptimSettings(lr=1e-3), seed=3, max_skipped_steps=0, world=world) for model in models]
+    trainers = [
+        Trainer(model, OptimSettings(lr=1e-3), seed=3, max_skipped_steps=0, world=world, sharded=sharded) for model in models
+    ]
     metrics, first = [], {}
     for _ in range(UPDATES):
         for i, trainer in enumerate(trainers):
@@ -95,8 +98,30 @@ def outcome(case: Case, folder: Path, pairs: Path, world: World) -> dict:
     return {"metrics": metrics, "first": first, "weights": weights, "micro_batches": len(batches)}
 
 
+def uneven_gradients(world: World, *, sharded: bool) -> dict:
+    """An optimiser's state and weights after a step in which one weight had a gradient in the first process only, one in the last
+    only, and one in none."""
+    weights = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("first", "last", "none")}
+    optimiser = Optimiser(weights.items(), OptimSettings(weight_decay=0.5, max_grad_norm=None), world, sharded=sharded)
+    for name, rank in (("first", 0), ("last", world.size - 1)):
+        if world.rank == rank:
+            (weights[name] * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    optimiser.gradients.finish()
+    norm = optimiser.clip().item()
+    optimiser.step(0.1)
+    return {"weights": {name: weight.detach() for name, weight in weights.items()}, "state": optimiser.state(), "norm": norm}
+
+
 def main() -> None:
-    folder, pairs, scratch, rank = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=2)
-    torch.save({name: outcome(case, folder, pairs, World.joined()) for name, case in CASES.items()}, scratch / f"{rank}.pt")
+    """Saves each case's outcome, and that with a sharded optimiser."""
+    folder, pairs, scratch, rank, size = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:6])
+    dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=size)
+    world = World.joined()
+    outcomes = {
+        sharded: {name: outcome(case, folder, pairs, world, sharded=sharded) for name, case in CASES.items()}
+        for sharded in (False, True)
+    }
+    for sharded, results in outcomes.items():
+        results["uneven gradients"] = uneven_gradients(world, sharded=sharded)
+    torch.save(outcomes, scratch / f"{rank}.pt")
     dist.destroy_process_group()

@@ -83,7 +83,7 @@ def test_checkpoints_do_not_depend_on_offload(tiny_model, tmp_path, cpu_as_gpu, 
     batches = micro_batches(rows_of(policy), 64)
     trainer = make_trainer(policy, placement=PLACEMENT[first])
     trainer.update(batches, nll_of(policy, batches))
-    save_checkpoint(tmp_path, 1, trainer)
+    save_checkpoint(tmp_path, 1, trainer, trainer.world)
     trainer.update(batches, nll_of(policy, batches))
 
     again = load(tiny_model, dtype="bfloat16")

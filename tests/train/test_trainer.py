@@ -21,6 +21,7 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.train.optimiser import Optimiser
+from plaudit.train.saved_state import given_tensors
 from plaudit.train.schedule import lr_at
 from plaudit.types import Batch
 from support.training import assert_same_bits, load, make_trainer, nll_of, rows_of, snapshot
@@ -195,7 +196,7 @@ def test_small_updates_add_up():
     for _ in range(25):
         parameter.sum().backward()
         optimiser.step(1e-4)
-        optimiser.clear_gradients()
+        optimiser.gradients.clear()
         values.append(parameter.flatten()[0].item())
     # The twentieth step of 1e-4 passes 1 − 1/512 = 0.998046875, where bf16 rounds down to its next value.
     assert values == [1.0] * 19 + [1 - 1 / 256] * 6
@@ -249,7 +250,7 @@ def nan_gradient(loss: Tensor, policy: TrainableModel) -> Tensor:
 @pytest.mark.parametrize("how", ["fp32", "bf16", "lora"])
 def test_a_non_finite_step_is_skipped(tiny_model, how, broken):
     policy = load(tiny_model, **TRAINED[how])
-    trainer, batches = make_trainer(policy), micro_batches(rows_of(policy), 64)
+    trainer, batches = make_trainer(policy), [*micro_batches(rows_of(policy), 64)]
     assert len(batches) > 1
     loss = nll_of(policy, batches)
     trainer.update(batches, loss)
@@ -327,7 +328,7 @@ def test_dropout_is_keyed_by_the_step(tiny_model):
     def again(step: int) -> tuple[float, dict[str, Tensor]]:
         torch.rand(7)
         trainer.updates = step
-        trainer.optimiser.load_state([{name: tensor.clone() for name, tensor in tensors.items()}])
+        trainer.optimiser.load_state(given_tensors(tensors))
         return trainer.update(batches, loss)["loss"], snapshot(trainer)
 
     first, second, other = again(1), again(1), again(2)

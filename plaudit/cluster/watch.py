@@ -1,0 +1,186 @@
+"""Which rank is to blame when a run cannot continue. Knows no processes: it is told what ranks report and how they end.
+
+The first failure decides, but a rank that only noticed that another one is gone is not to blame: for a moment the culprit's own
+report, or its end, is waited for. A silent rank is to blame unless it waits for others; if all wait, none will ever continue.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from plaudit.cluster.status import Failure
+from plaudit.errors import PlauditError, ProcessFailed
+from plaudit.host import describe_exit
+
+CULPRIT_S = 3.0
+"""How long the report of the rank that is to blame may come after those of its peers."""
+SAME_ERROR_S = 1.0
+"""How long after the first: every rank makes the same mistakes, and the leading one's report needs no rank in front."""
+START_S = 300.0
+"""How long a rank may take at least until its first heartbeat: all import torch at once, perhaps from a slow disk."""
+LIBRARY = re.compile(r"site-packages|/lib/python3|^<frozen ")
+FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+
+
+@dataclass
+class RankState:
+    """What is known of a rank."""
+
+    heard_at: float
+    doing: str = "starting"
+    waiting: str | None = None
+    """The collective in which it waits for the other ranks."""
+    has_started: bool = False
+    """Whether it has sent a heartbeat."""
+    failure: Failure | None = None
+    done: bool = False
+    result: str | None = None
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.done or self.failure is not None or self.exit_code is not None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why all ranks have to be stopped."""
+
+    rank: int | None
+    """The one to blame; None if they wait for each other."""
+    error: PlauditError | KeyboardInterrupt
+    trace: str = ""
+    hangs: bool = False
+    """Where it hangs is worth knowing."""
+
+
+class Watch:
+    def __init__(self, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic):
+        self._timeout_s, self._clock = timeout_s, clock
+        self.ranks = [RankState(clock()) for _ in range(size)]
+        self._first_failure_at: float | None = None
+        self._order: list[int] = []
+        """Ranks that failed, in the order of their reports."""
+
+    # What happens
+
+    def heard(self, rank: int, message: dict[str, Any]) -> None:
+        state = self.ranks[rank]
+        state.heard_at = self._clock()
+        if "doing" in message:
+            state.has_started = True
+            state.waiting = message["doing"] if message["waiting"] else None
+            state.doing = state.doing if message["waiting"] else message["doing"]
+        if "done" in message:
+            state.done, state.result = True, message["done"]
+        if "failure" in message:
+            state.failure = Failure(**message["failure"])
+            self._failed(rank)
+
+    def ended(self, rank: int, code: int) -> None:
+        """Its process is gone. Called after all that it had to report."""
+        state = self.ranks[rank]
+        state.exit_code = code
+        if not state.done and state.failure is None:
+            self._failed(rank)
+
+    def resumed(self) -> None:
+        """All were suspended, which is no silence."""
+        for state in self.ranks:
+            state.heard_at = self._clock()
+
+    def _failed(self, rank: int) -> None:
+        self._order.append(rank)
+        if self._first_failure_at is None:
+            self._first_failure_at = self._clock()
+
+    # What follows
+
+    @property
+    def all_done(self) -> bool:
+        return all(state.done for state in self.ranks)
+
+    def verdict(self) -> Verdict | None:
+        """None while there is no reason to stop."""
+        if self._first_failure_at is not None:
+            return self._failure_verdict(self._clock() - self._first_failure_at)
+        return self._silence_verdict()
+
+    def _failure_verdict(self, since_s: float) -> Verdict | None:
+        culprits = [rank for rank in self._order if not self._lost_peer(rank)]
+        wait_s = SAME_ERROR_S if culprits else CULPRIT_S
+        if since_s < wait_s and not all(state.ended for state in self.ranks):
+            return None
+        rank = (culprits or self._order)[0]
+        state = self.ranks[rank]
+        if state.failure is None:
+            return Verdict(rank, ProcessFailed(f"{self._name(rank)} {self._exit(state)}. {STOPPED}"))
+        failure = state.failure
+        if failure.kind == "KeyboardInterrupt":
+            return Verdict(rank, KeyboardInterrupt())
+        leading = self.ranks[0].failure
+        if leading is not None and (leading == failure or (leading.is_interruption and failure.is_interruption)):
+            rank, failure = 0, leading  # all ranks have made the same mistake, or were asked to stop: as with one process
+        if rank == 0 and not failure.trace:
+            return Verdict(rank, failure.error(failure.message))
+        if not failure.trace:
+            return Verdict(rank, failure.error(f"{self._name(rank)}: {failure.message}"))
+        what = "lost its connection to the others" if failure.lost_peer else "failed"
+        message = f"{self._name(rank)} {what}: {failure.kind}: {failure.message.strip()}\n{STOPPED}"
+        return Verdict(rank, failure.error(message), failure.trace)
+
+    def _lost_peer(self, rank: int) -> bool:
+        failure = self.ranks[rank].failure
+        return failure is not None and failure.lost_peer
+
+    def _silence_verdict(self) -> Verdict | None:
+        now = self._clock()
+        alive = {rank: state for rank, state in enumerate(self.ranks) if not state.ended}
+        silent = {r: s for r, s in alive.items() if s.waiting is None and now - s.heard_at > self._limit_s(r)}
+        if silent:
+            rank = min(silent, key=lambda r: silent[r].heard_at)
+            return Verdict(rank, ProcessFailed(self._silence(rank)), hangs=True)
+        waiting = [s for s in alive.values() if s.waiting is not None and now - s.heard_at > self._timeout_s]
+        if alive and len(waiting) == len(alive):
+            where = ", ".join(f"{self._name(rank)} for '{state.waiting}'" for rank, state in alive.items())
+            done = [str(rank) for rank, state in enumerate(self.ranks) if state.done]
+            over = f"; rank {' and '.join(done)} has finished" if done else ""
+            message = f"all processes have waited for each other for {self._timeout_s:g} s: {where}{over}. {STOPPED}"
+            return Verdict(None, ProcessFailed(message), hangs=True)
+        return None
+
+    def _limit_s(self, rank: int) -> float:
+        started = self.ranks[rank].has_started
+        return self._timeout_s if started else max(self._timeout_s, START_S)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.ranks[rank].doing})"
+
+    def _silence(self, rank: int) -> str:
+        return (
+            f"rank {rank} has made no progress for {self._limit_s(rank):g} s ({self.ranks[rank].doing}); the limit is "
+            f"cluster.timeout_s. {STOPPED}"
+        )
+
+    @staticmethod
+    def _exit(state: RankState) -> str:
+        code = state.exit_code
+        assert code is not None
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL, as happens when the system's memory runs out"
+        return f"was {describe_exit(code)}" if code < 0 else f"ended without a result ({describe_exit(code)})"
+
+
+STOPPED = "All processes were stopped; start the run again to resume it."
+
+
+def hanging_frames(dump: str, count: int = 3) -> str:
+    """The innermost frame of the main thread in the last of faulthandler's dumps, and those that led there from plaudit's or the
+    user's code: 'x.py:12 in f, called from y.py:3 in g'."""
+    main_thread = dump.rpartition("(most recent call first):")[2]  # a block per thread, the main thread's last
+    frames = [(file, f"{file}:{line} in {name}") for file, line, name in FRAME.findall(main_thread)]
+    own = [frame for file, frame in frames[1:] if not LIBRARY.search(file)]
+    return ", called from ".join([frame for _, frame in frames[:1]] + own[: count - 1])
