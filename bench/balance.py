@@ -14,9 +14,9 @@ Sampling. A process decodes its prompts' samples together; a decode step costs a
     cost of a process = Σ_t (c + r_t),   r_t = its sequences that are longer than t,  c = `--overhead` sequences
 
   round robin       prompt i to process i mod N
-  expected length   prompts dealt by the length their responses are expected to have: longest first to the least loaded, the same
-                    number for each (plaudit.train.balance.deal); the expectation is that of the prompt's previous visit, which is
-                    another draw of its n samples
+  expected length   prompts dealt by the length their responses are expected to have: longest first to the least loaded
+                    (plaudit.train.balance.deal, as in rl/shares.py); the expectation is the prompt's previous visit: another
+                    draw of its n samples
   known length      the same with this step's own lengths, which nobody has: a bound
 
 `--overhead` is 44 at 7B and 340 at 0.5B, by what was measured on one H200 (bench/README.md): decode steps of 8.9 and 16.5 ms with
@@ -24,9 +24,9 @@ Sampling. A process decodes its prompts' samples together; a decode step costs a
 
 Training. Sequences are packed into micro-batches of at most `--budget` tokens; a micro-batch costs its tokens:
 
-  round robin       as few as possible (plaudit.data.pack.split_by_tokens); micro-batch i to process i mod N
+  round robin       as few as possible; micro-batch i to process i mod N
   by tokens         the same, dealt longest first to the least loaded, equal numbers
-  evenly            a multiple of N, of nearly equal sizes (plaudit.train.balance.split_evenly)
+  evenly            a multiple of N, of nearly equal sizes (plaudit.data.pack.split_by_tokens); micro-batch i to process i mod N
 
 Lengths are counted in tokens of about 4 characters where a file has text. This is arithmetic on lengths; no GPU is involved.
 """
@@ -41,7 +41,7 @@ from pathlib import Path
 import numpy as np
 
 from plaudit.data.pack import split_by_tokens
-from plaudit.train.balance import deal, idle_share, split_evenly
+from plaudit.train.balance import deal, idle_share
 
 CHARACTERS_PER_TOKEN = 4
 REAL = {  # file, and where its texts are
@@ -141,23 +141,25 @@ def round_robin(count: int, size: int) -> Deal:
 def sampling_idle(now: np.ndarray, before: np.ndarray, size: int, overhead: float) -> dict[str, float]:
     dealt: dict[str, Deal] = {
         "round robin": round_robin(len(now), size),
-        "expected length": deal([float(cost) for cost in before.sum(1)], size, equal_counts=True),
-        "known length": deal([float(cost) for cost in now.sum(1)], size, equal_counts=True),
+        "expected length": deal([float(cost) for cost in before.sum(1)], size),
+        "known length": deal([float(cost) for cost in now.sum(1)], size),
     }
     return {rule: idle_share([sampling_cost(now[hand], overhead) for hand in hands]) for rule, hands in dealt.items()}
 
 
 def training_idle(lengths: Sequence[int], budget: int, size: int) -> dict[str, float]:
-    costs = [float(sum(lengths[i] for i in group)) for group in split_by_tokens(lengths, budget)]
-
-    def idle(rule: Callable[[list[float]], Deal]) -> float:
+    def idle(split: list[list[int]], rule: Callable[[list[float]], Deal]) -> float:
+        costs = [float(sum(lengths[i] for i in group)) for group in split]
         return idle_share([sum(costs[i] for i in hand) for hand in rule(costs)])
 
-    evenly = [sum(lengths[i] for group in share for i in group) for share in split_evenly(lengths, budget, size)]
+    def in_turn(costs: list[float]) -> Deal:
+        return round_robin(len(costs), size)
+
+    fewest, evenly = split_by_tokens(lengths, budget), split_by_tokens(lengths, budget, size)
     return {
-        "round robin": idle(lambda costs: round_robin(len(costs), size)),
-        "by tokens": idle(lambda costs: deal(costs, size, equal_counts=True)),
-        "evenly": idle_share(evenly),
+        "round robin": idle(fewest, in_turn),
+        "by tokens": idle(fewest, lambda costs: deal(costs, size, equal_counts=True)),
+        "evenly": idle(evenly, in_turn),
     }
 
 

@@ -202,7 +202,7 @@ def print_steps(given: argparse.Namespace, folder: Path) -> None:
     for model in given.models:
         sampled = "through two points measured on one H200" if model in SAMPLED else "computed: 7B's by parameters"
         flops = f"computed with {FLOPS / 1e12:.0f} TFLOP/s, measured at 1.5B"
-        trained = f"{TRAINED[model]:,.0f} tokens/s, measured on one H200" if model in TRAINED else flops
+        trained = f"{TRAINED[model]:,.0f} tokens/s, from steps measured on one H200" if model in TRAINED else flops
         columns = [(size, given.prompts) for size in given.gpus]
         if max(given.gpus) > GPUS_OF_A_NODE:
             columns.append((max(given.gpus), given.prompts * max(given.gpus) // GPUS_OF_A_NODE))

@@ -1,4 +1,4 @@
-"""Dealing work to processes so that they finish together: prompts by their expected lengths, micro-batches by their tokens.
+"""Dealing work to processes so that they finish together: prompts, by the lengths that are expected of them.
 
 Longest first: the most expensive item that is left goes to the process with the least to do (LPT). The most loaded process then has
 at most 4/3 of what the best division would give it. If every process must have the same number of items (a sharded forward pass
@@ -6,12 +6,8 @@ is a collective), items are dealt in rounds, most expensive first, one to each p
 process with the least to do. Processes then differ by no more than the most expensive item.
 
 Both depend on nothing but the costs: processes that know them agree without messages.
-
-What costs most is not how micro-batches are dealt but that they do not divide evenly: with 9 full ones, 8 processes take as long as
-for 16. `split_evenly` makes as many as can be dealt, of nearly equal sizes (bench/balance.py).
 """
 
-import math
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
@@ -24,18 +20,6 @@ def deal(costs: Sequence[float], size: int, *, equal_counts: bool = False) -> li
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     hands = _in_rounds(costs, order, size) if equal_counts else _longest_first(costs, order, size)
     return [sorted(hand) for hand in hands]
-
-
-def split_evenly(lengths: Sequence[int], budget: int, size: int) -> list[list[list[int]]]:
-    """Each process's micro-batches: groups of indices with at most `budget` tokens (a longer sequence is alone), equal in number
-    and nearly in tokens. Without enough sequences some are empty."""
-    groups = size * max(1, math.ceil(sum(lengths) / (budget * size)))
-    while True:
-        dealt = deal(lengths, groups)
-        tokens = [sum(lengths[i] for i in group) for group in dealt]
-        if all(count <= budget or len(group) == 1 for count, group in zip(tokens, dealt, strict=True)):
-            return [[dealt[i] for i in hand] for hand in deal(tokens, size, equal_counts=True)]
-        groups += size
 
 
 def idle_share(loads: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaudit.train.balance import deal, idle_share, split_evenly
+from plaudit.train.balance import deal, idle_share
 
 COSTS = st.lists(st.integers(0, 10_000), max_size=60)
 SIZES = st.integers(1, 9)
@@ -50,30 +50,6 @@ def test_at_most_a_third_worse_than_the_best_division(costs, size):
         for ranks in product(range(size), repeat=len(costs))
     )
     assert max(loads(costs, deal(costs, size))) <= best * (4 / 3 - 1 / (3 * size)) + 1e-9
-
-
-@no_deadline
-@given(st.lists(st.integers(1, 300), max_size=80), SIZES)
-def test_micro_batches_are_within_the_budget_and_equal_in_number(lengths, size):
-    budget = 200
-    shares = split_evenly(lengths, budget, size)
-    groups = [group for share in shares for group in share]
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in group) <= budget or len(group) == 1 for group in groups)
-    assert len(shares) == size
-    assert len({len(share) for share in shares}) == 1
-    assert all(group == sorted(group) for group in groups), "sequences keep their order"
-    each = [sum(lengths[i] for group in share for i in group) for share in shares]
-    assert max(each) - min(each) <= max(budget, max(lengths, default=0))
-
-
-def test_micro_batches_that_would_not_divide_evenly_are_made_smaller():
-    lengths = [100] * 9  # nine full ones: of eight processes one would have two
-    shares = split_evenly(lengths * 8, 800, 8)
-    assert [[len(group) for group in share] for share in shares] == [[5, 4]] * 8
-    assert split_evenly([], 100, 2) == [[[]], [[]]]
-    assert split_evenly([7], 100, 2) == [[[0]], [[]]]
-    assert split_evenly([150, 10, 10], 100, 1) == [[[0], [1, 2]]], "a sequence longer than the budget is alone"
 
 
 def test_by_hand():
