@@ -34,7 +34,11 @@ EXAMPLES = {
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),
     "prepare pointwise-rl": ("plaudit prepare pointwise-rl groups.jsonl --out data/pointwise_rl.parquet --rule grade",),
-    "doctor": ("plaudit doctor recipes/smollm2/grpo.yaml", "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0"),
+    "doctor": (
+        "plaudit doctor recipes/smollm2/grpo.yaml",
+        "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",
+        "plaudit doctor recipes/smollm2/grpo.yaml cluster.gpus=8 --gpu-memory 141",
+    ),
 }
 
 OTHER_VERBS = {

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from plaudit.balance import deal
 from plaudit.data.prompts import EncodedPrompt
-from plaudit.train.balance import deal
 from plaudit.types import ScoredGroup
 from plaudit.world import World
 
