@@ -36,7 +36,7 @@ from plaudit.rewards.combine import (
 )
 from plaudit.rewards.reward import LiveReward, Loadable, Reward, build
 from plaudit.rewards.step_counts import StepCounts
-from plaudit.rewards.turns import turns
+from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]

@@ -20,11 +20,11 @@ from plaudit.errors import DataError, did_you_mean
 from plaudit.redaction import redact
 from plaudit.report.progress import print_line
 from plaudit.rewards.reward import last_line
-from plaudit.rewards.turns import turns
 from plaudit.serving.admission import CLIENT_CLOSED_REQUEST, PUBLIC_PATHS, AdmissionControl, Limits, error_response
 from plaudit.serving.metrics import CONTENT_TYPE
 from plaudit.serving.schemas import Error, Health, Item, Problem, Rewards, ScoreRequest, ScoreResponse, dump, parse
 from plaudit.serving.service import ClientDisconnected, Service, scored_item
+from plaudit.turns import turns
 from plaudit.types import Group
 
 DESCRIPTION = """A recipe's rewards. `POST /score` responds when all items are scored, `POST /score/stream` line by line.

@@ -2,7 +2,7 @@
 
 The HTTP server runs on the rewards' event loop: on a separate thread, much of the time went into waking up the other one. So that
 `/health` and small requests never wait long, requests take turns: the groups of a large one start as far as time is left in an
-iteration of the loop (`plaudit/rewards/turns.py`). Every group gets a result: scores, or a failure with its cause.
+iteration of the loop (`plaudit/turns.py`). Every group gets a result: scores, or a failure with its cause.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from plaudit.redaction import redact
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.reward import last_line
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rewards.turns import turns
 from plaudit.scoring import result_of, reward_scores
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.schemas import finite_only, to_jsonable
+from plaudit.turns import turns
 from plaudit.types import Failure, Group, Score, ScoredGroup
 
 Arrival = int | Failure | None

@@ -41,8 +41,10 @@ class Grade(Rule):
 def read_total(text: str) -> float | None:
     """The total score stated in an answer, if finite and not negative; else None."""
     _, heading, behind = text.rpartition(HEADING)
+    if not heading:
+        return None
     number = _DECORATION.sub("", behind.partition("/")[0]).strip()
-    if not heading or len(number) > 100 or not _NUMBER.fullmatch(number):
+    if len(number) > 100 or not _NUMBER.fullmatch(number):
         return None
     total = float(number)
     return total if math.isfinite(total) and total >= 0 else None

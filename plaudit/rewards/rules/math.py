@@ -46,6 +46,7 @@ from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.seeding import stable_seed
+from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Sample, Score
 
 LONGEST_ANSWER = 1000
@@ -101,12 +102,19 @@ class LiveMath(LiveReward[Math]):
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         comparisons: Comparisons = {}  # samples of a group often agree: each answer is compared once
-        judged = [[self._judge(group.prompt, sample, comparisons) for sample in group.samples] for group in groups]
+        judged = [[await self._judge_in_turn(group.prompt, sample, comparisons) for sample in group.samples] for group in groups]
         await asyncio.gather(*comparisons.values())
         return [
             [one if isinstance(one, Score) else _as_score([each.result() for each in one], sample.text) for one, sample in pairs]
             for pairs in (zip(row, group.samples, strict=True) for row, group in zip(judged, groups, strict=True))
         ]
+
+    async def _judge_in_turn(
+        self, prompt: Prompt, sample: Sample, comparisons: Comparisons
+    ) -> Score | list[asyncio.Future[Answer]]:
+        if (turn := turns()).over:
+            await turn.take()
+        return self._judge(prompt, sample, comparisons)
 
     def _judge(self, prompt: Prompt, sample: Sample, comparisons: Comparisons) -> Score | list[asyncio.Future[Answer]]:
         """The score, or the pending comparisons that decide it."""

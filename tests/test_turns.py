@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from plaudit.rewards import turns as turns_module
+from plaudit import turns as turns_module
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, Reward, Rule
 from plaudit.rewards.rules.regex import Regex
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rewards.turns import turns
+from plaudit.turns import turns
 from plaudit.types import Score, ScoredGroup
 from support.rewards import group, values
 
