@@ -114,11 +114,14 @@ def _settings(rewards: Any, folder: Path) -> tuple[tuple[RewardSettings, ...], l
 def result_of(scored: ScoredGroup, *, many: bool, details: bool = False) -> dict[str, Any]:
     """A group's scores as columns of a row: lists if the row has `responses`, else single values. `details`: also each reward's own
     score, with what a judge was asked and answered."""
-    rows = [_result(scored, i) | ({"by_reward": reward_scores(scored, i)} if details else {}) for i in range(len(scored.scores))]
+    rows = [
+        result_of_sample(scored, i) | ({"by_reward": reward_scores(scored, i)} if details else {})
+        for i in range(len(scored.scores))
+    ]
     return {name: [row[name] for row in rows] for name in rows[0]} if many else rows[0]
 
 
-def _result(scored: ScoredGroup, i: int) -> dict[str, Any]:
+def result_of_sample(scored: ScoredGroup, i: int) -> dict[str, Any]:
     score, by_reward = scored.scores[i], {name: scores[i] for name, scores in scored.by_reward.items()}
     views = {name: one.view for name, one in by_reward.items() if one.applies}
     return {
