@@ -10,6 +10,7 @@ import pytest
 
 from plaudit import turns as turns_module
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, Reward, Rule
+from plaudit.rewards.rules import math as math_module
 from plaudit.rewards.rules.regex import Regex
 from plaudit.rewards.runner import RewardRunner
 from plaudit.turns import turns
@@ -158,3 +159,48 @@ def test_slow_pattern_gives_the_same_scores_beside_quick_ones(full):
 def _found(reward: Regex, texts: list[str]) -> list[float]:
     scores = [reward.value(group("x").prompt, group(text).samples[0]) for text in texts]
     return [score.value or 0.0 for score in scores if isinstance(score, Score)]
+
+
+def test_long_responses_are_scored_in_slices(monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(Slow, "build", lambda self: live)
+    live = LiveSlow(Slow(), sizes)
+    with RewardRunner([Slow()]) as runner:
+        [scored] = runner.collect([group(*["a" * LONG_TEXT] * 3, "b", "c" * 10 * LONG_TEXT, "d", "e")])
+    assert values(scored) == [1.0] * 7
+    assert sizes == [4, 1, 2]
+
+
+class LiveSlow(LiveReward[Slow]):
+    """Notes the sizes of what it is called for."""
+
+    def __init__(self, settings: Slow, sizes: list[int]):
+        super().__init__(settings)
+        self._sizes = sizes
+
+    async def score(self, groups):
+        self._sizes += [len(group.samples) for group in groups]
+        return [[Score(1.0) for _ in group.samples] for group in groups]
+
+
+def test_calls_end_while_math_finds_answers(monkeypatch):
+    """`math` finds most answers on the loop, and takes turns for it."""
+    find_answer = math_module.find_answer
+
+    def find_slowly(text: str) -> str | None:
+        time.sleep(0.001)
+        EVENTS.append("rule")
+        return find_answer(text)
+
+    monkeypatch.setattr(math_module, "find_answer", find_slowly)
+    large, small = group(*["4"] * 60, truth="4"), group("b", id="small")
+    rewards = [math_module.Math(kind="math", when={"id": ("p",)}), Called(when={"id": ("small",)})]
+    with RewardRunner(rewards) as runner:
+
+        async def score_both() -> ScoredGroup:
+            large_score = asyncio.create_task(runner.score(large))
+            await runner.score(small)
+            return await large_score
+
+        assert values(runner.run(score_both()).result()) == [1.0] * 60
+    assert EVENTS.index("called") < 60
