@@ -156,56 +156,58 @@ _CIRCLED = re.compile("[①-⑳](?:[\\s,]?[①-⑳])*")
 # '$8$, $4$' are formulas, '$8, $4' is money: a formula neither begins nor ends with a space or a separator.
 _FORMULAS = re.compile(r"(?<![\\$])\$(?![\s$])([^$]{1,2000}?)(?<![\s\\$,;-])\$(?![\d$])")
 _VECTOR = r"\\(?:vec|hat|mathbf|boldsymbol|bm)\s?{\s?([A-Za-z])\s?}"
-# Applied in this order.
-_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
-    (re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
-    (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])\.?"), " "),
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
-    (re.compile(r"(?<=\d)\s?(?:\^\s?)?{?\s?\\(?:text|mathrm|textrm)\s?{\s?(st|nd|rd|th)\s?}\s?}?"), r"\1"),
-    (re.compile(r"(?<=\d)\s?\^\s?{\s?(st|nd|rd|th)\s?}"), r"\1"),
-    (re.compile(r"^\s?~|(?<=[\s=(])~\s?(?=[-\d.$])"), r"\\approx "),
-    (re.compile(r"(?<=})\.(?=\s?[\])])"), ""),
-    (re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
-    (re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
-    (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
-    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
-    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
-    (re.compile(r"!=|\\not\s*="), r"\\ne "),
-    (re.compile(r"\\(?:lbrace|{)"), r"\\{"),
-    (re.compile(r"\\(?:rbrace|})"), r"\\}"),
-    (re.compile(r"\\(?:vert|lvert|rvert|mid)(?![a-zA-Z])"), "|"),
-    (re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
-    (re.compile(r"\^\s*(?:{\s*)?\\(?:circ|textcirc|degree)(?![a-zA-Z])(?:\s*})?"), r"\\degree "),
-    (re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
-    (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
-    (re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
-    (re.compile(r"\\(vec|hat|bar|tilde)\s([A-Za-z])"), r"\\\1{\2}"),
+# Applied in this order. The first entry has texts of which every match contains one: they are found faster than the pattern.
+_REWRITES: list[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    ("{", re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
+    ("\\in", re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
+    ("\\left ig style limits",
+     re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])\.?"), " "),
+    ("frac", re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    ("binom", re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
+    ("\\text \\mathrm", re.compile(r"(?<=\d)\s?(?:\^\s?)?{?\s?\\(?:text|mathrm|textrm)\s?{\s?(st|nd|rd|th)\s?}\s?}?"), r"\1"),
+    ("^", re.compile(r"(?<=\d)\s?\^\s?{\s?(st|nd|rd|th)\s?}"), r"\1"),
+    ("~", re.compile(r"^\s?~|(?<=[\s=(])~\s?(?=[-\d.$])"), r"\\approx "),
+    ("}.", re.compile(r"(?<=})\.(?=\s?[\])])"), ""),
+    ("\\leq", re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
+    ("\\geq", re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
+    ("\\neq", re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
+    ("\\lt", re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    ("\\gt", re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    ("<=", re.compile(r"<="), r"\\le "),
+    (">=", re.compile(r">="), r"\\ge "),
+    ("=", re.compile(r"!=|\\not\s*="), r"\\ne "),
+    ("lbrace", re.compile(r"\\lbrace"), r"\\{"),
+    ("rbrace", re.compile(r"\\rbrace"), r"\\}"),
+    ("vert mid", re.compile(r"\\(?:vert|lvert|rvert|mid)(?![a-zA-Z])"), "|"),
+    ("\\varnothing \\O", re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
+    ("^", re.compile(r"\^\s*(?:{\s*)?\\(?:circ|textcirc|degree)(?![a-zA-Z])(?:\s*})?"), r"\\degree "),
+    ("degree", re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
+    ("^", re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
+    ("mathbb", re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
+    ("vec hat bar tilde", re.compile(r"\\(vec|hat|bar|tilde)\s([A-Za-z])"), r"\\\1{\2}"),
     # The estimate in a regression line is written y as well; the unit vectors i, j, k in bold, with an arrow, a hat or nothing.
-    (re.compile(r"^\s?\\(?:wide)?hat\s?{\s?y\s?}\s?="), "y ="),
-    (re.compile(rf"{_VECTOR}(?=\s?\\(?:times|cdot)(?![a-zA-Z]))"), r"\\vec{\1}"),
-    (re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
-    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
-    (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
-    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\!"), ""),
-    (re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
-    (re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
-    (re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
-    (re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
-    (re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
-    (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
-    (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), ""),
-    (re.compile(r"\s+"), " "),
+    ("hat", re.compile(r"^\s?\\(?:wide)?hat\s?{\s?y\s?}\s?="), "y ="),
+    ("\\times \\cdot", re.compile(rf"{_VECTOR}(?=\s?\\(?:times|cdot)(?![a-zA-Z]))"), r"\\vec{\1}"),
+    ("vec hat", re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
+    ("math bold bm operatorname \\rm \\bf",
+     re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
+    ("\\text box \\emph", re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
+    (",", re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))"), ""),
+    ("{,}", re.compile(r"\{,\}"), ","),
+    ("\\!", re.compile(r"\\!"), ""),
+    ("\\ ~", re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
+    ("\\ ~", re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
+    ("euro EUR", re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
+    ("dollar", re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
+    ("pounds", re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
+    ("yen", re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
+    ("\\ $ ` **", re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
+    ("", re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), ""),
+    ("", re.compile(r"\s+"), " "),
 ]  # fmt: skip
 
 
-_REWRITES_WITHOUT_COMMANDS = [rewrite for rewrite in _REWRITES if not rewrite[0].pattern.startswith("\\\\")]
+_GUARDED = [(tuple(hints.split()) or ("",), pattern, replacement) for hints, pattern, replacement in _REWRITES]
 _SIMPLE = re.compile(r"[-+]?\d[\d,.]*", re.A)
 
 
@@ -213,18 +215,23 @@ def normalise(text: str) -> str:
     """The answer in canonical spelling: Unicode as LaTeX, one name per command, no spacing commands, no decoration."""
     if _SIMPLE.fullmatch(text):
         return text.rstrip(".,")
-    for pattern, replacement in _EATEN:
-        text = pattern.sub(replacement, text)
+    if not text.isprintable():
+        for pattern, replacement in _EATEN:
+            text = pattern.sub(replacement, text)
     text = _plain_markup(text.strip())
     # '$763.89$' is a formula, '$763.89' is money.
     if text.count("$") - text.count("\\$") == 2 and text[0] == text[-1] == "$":
         text = text[1:-1]
-    text = text.translate(_TRANSLATE)
-    if "\\begin" not in text:
+    if not text.isascii():
+        text = text.translate(_TRANSLATE)
+    if "\\\\" in text and "\\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix, \\ ends a row
-    for pattern, replacement in _REWRITES if "\\" in text else _REWRITES_WITHOUT_COMMANDS:
-        text = pattern.sub(replacement, text)
-    text = _without_stray_braces(text).strip().rstrip(".,;: ").strip()
+    for hints, pattern, replacement in _GUARDED:
+        for hint in hints:
+            if hint in text:
+                text = pattern.sub(replacement, text)
+                break
+    text = (_without_stray_braces(text) if "}" in text else text).strip().rstrip(".,;: ").strip()
     return text[1:].lstrip() if text.startswith("= ") else text
 
 
@@ -233,7 +240,8 @@ def _plain_markup(text: str) -> str:
     if "<" in text or "&" in text:
         text = _HTML.sub(lambda found: f"{'^' if found[1].lower() == 'sup' else '_'}{{{found[2]}}}", text)
         text = html.unescape(text) if re.search(r"&(?:[a-z]{2,8}|#\d{1,5});", text) else text
-    text = _CIRCLED.sub(lambda found: ", ".join(str(ord(one) - ord("①") + 1) for one in found[0] if one >= "①"), text)
+    if not text.isascii():
+        text = _CIRCLED.sub(lambda found: ", ".join(str(ord(one) - ord("①") + 1) for one in found[0] if one >= "①"), text)
     return _FORMULAS.sub(r"\1", text) if text.count("$") - text.count("\\$") > 1 else text
 
 
@@ -258,6 +266,7 @@ _INTEGER = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?: \d{{3}})+|\d{{1,{MOST_DIGIT
 _PLAIN = re.compile(rf"([-+]?)\s?({_INTEGER}(?:\.\d{{0,{MOST_DIGITS}}})?|\.\d{{1,{MOST_DIGITS}}})(?:\s?/\s?({_INTEGER}))?", re.A)
 _FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?{{\s?(-?{_INTEGER})\s?}}\s?{{\s?({_INTEGER})\s?}}", re.A)
 _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
+_LOOSE_SPACE = re.compile(r"(?<![^\W_]) | (?![^\W_])")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
 _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
@@ -270,21 +279,31 @@ def plain_number(text: str) -> Fraction | None:
     found = _PLAIN.fullmatch(text) or _FRACTION.fullmatch(text)
     if found is None:
         return None
-    numerator, denominator = (Fraction(re.sub("[, ]", "", digits or "1")) for digits in (found[2], found[3]))
-    return None if denominator == 0 else (-1 if found[1] == "-" else 1) * numerator / denominator
+    digits = found[2].replace(",", "").replace(" ", "")
+    value = Fraction(int(digits)) if "." not in digits else Fraction(digits)
+    if found[3]:
+        below = int(found[3].replace(",", "").replace(" ", ""))
+        if below == 0:
+            return None
+        value /= below
+    return -value if found[1] == "-" else value
+
+
+def _untext(text: str) -> str:
+    return _TEXT.sub(r" \1 ", text) if "\\text" in text else text
 
 
 def key(text: str) -> str:
     """A key shared by all spellings of the same text: case matters, \\text does not, nor white space, except between letters or
     digits: '3 4' is not 34."""
-    text = re.sub(r"[\s$]+", " ", _TEXT.sub(r" \1 ", text)).strip()
-    return re.sub(r"(?<![^\W_]) | (?![^\W_])", "", text)
+    text = " ".join(_untext(text).replace("$", " ").split())
+    return _LOOSE_SPACE.sub("", text)
 
 
 def words(text: str) -> str:
     """An answer in plain words, without case, articles and the final stop; empty if it is anything else: signs and operators, even
     between letters, are no words ('-sin x')."""
-    text = " ".join(_TEXT.sub(r" \1 ", text).split())
+    text = " ".join(_untext(text).split())
     if not _WORDS.fullmatch(text) or not re.search(r"[a-z]{3}|[A-Z][a-z]{2}", text) or text.endswith("!"):
         return ""
     found = re.findall(rf"{_WORD}|,", text.rstrip(".?"))
@@ -312,6 +331,11 @@ def without_figures(text: str) -> str:
 
 def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: bool = False) -> bool | None:
     """True or False, or None if plain comparison cannot decide. Both texts are normalised."""
+    if answer == truth:
+        return True
+    a, b = plain_number(answer), plain_number(truth)
+    if a is not None and b is not None:
+        return _same_number(answer, a, truth, b, tolerance, strict)
     if "angle" in answer or "angle" in truth:
         figures = [frozenset(_FIGURE.findall(text)) for text in (answer, truth)]
         if all(figures) and figures[0] != figures[1]:
@@ -326,11 +350,13 @@ def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: boo
     if letter and right_letter and (letter != right_letter or not chosen or not wanted):
         return letter == right_letter
     a, b = plain_number(chosen), plain_number(wanted)
-    if a is None or b is None:
-        return None
+    return None if a is None or b is None else _same_number(chosen, a, wanted, b, tolerance, strict)
+
+
+def _same_number(answer: str, a: Fraction, truth: str, b: Fraction, tolerance: float, strict: bool) -> bool:
     if a == b or abs(a - b) <= Fraction(tolerance) * abs(b):
         return True
-    return not strict and rounds_to_reference(chosen, a, wanted, b)
+    return not strict and rounds_to_reference(answer, a, truth, b)
 
 
 def _is_long(said: str) -> bool:

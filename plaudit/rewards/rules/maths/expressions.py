@@ -55,19 +55,19 @@ CONSTANTS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\
 
 def read_expression(text: str) -> Tree:
     """Parse a formula into its tree; raises Unreadable."""
-    reader = _Reader(list(_tokens(text)))
+    reader = _Reader([*_tokens(text), ""])
     try:
         tree = reader.sum()
     except RecursionError:
         raise Unreadable("too deep") from None
-    if reader.at < len(reader.tokens):
-        raise Unreadable(f"unexpected {reader.tokens[reader.at]}")
+    if reader.token:
+        raise Unreadable(f"unexpected {reader.token}")
     return tree
 
 
 def _tokens(text: str) -> Iterator[str]:
     """Numbers, commands, single letters and signs. Words become commands if they name a function, else letters if short."""
-    if re.search(r"\*\*[^+,]*\*\*", text):
+    if text.count("**") > 1 and re.search(r"\*\*[^+,]*\*\*", text):
         raise Unreadable("a power of a power")
     for found in _TOKEN.finditer(text):
         token = "^" if found[1] == "**" else found[1]
@@ -85,7 +85,7 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 class _Reader:
-    """Recursive-descent parser."""
+    """Recursive-descent parser. An empty token ends its tokens."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.at, self.depth = tokens, 0, 0
@@ -93,7 +93,7 @@ class _Reader:
 
     @property
     def token(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        return self.tokens[self.at]
 
     def take(self) -> str:
         token = self.token
@@ -244,7 +244,7 @@ class _Reader:
             if abs(int(exponent)) > MOST_DIGITS:
                 raise Unreadable("too many digits")
             return ("num", Fraction(digits) * Fraction(10) ** int(exponent))
-        value = Fraction(token.rstrip("."))
+        value = Fraction(token.rstrip(".")) if "." in token else Fraction(int(token))
         if "." in token and self.token == "\\overline" and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
             digits = self.tokens[self.at + 2] if self.at + 2 < len(self.tokens) else ""
             if not digits.isdecimal():
@@ -285,7 +285,7 @@ class _Reader:
     def is_sum_ahead(self) -> bool:
         """Whether the brackets that open here enclose a sum: looked up, since reading it twice takes time exponential in depth."""
         depth = 0
-        for at in range(self.at, len(self.tokens)):
+        for at in range(self.at, len(self.tokens) - 1):
             token = self.tokens[at]
             depth += (token[-1] in "([{") - (token[-1] in ")]}")
             if depth == 0:

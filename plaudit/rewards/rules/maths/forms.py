@@ -41,6 +41,7 @@ _FORALL = re.compile(r"\\(forall|exists)(?![a-zA-Z])([^,;:]*)[,;:](.*)", re.S)
 _MINUS_SET = re.compile(r"(?:(?<=\\})\s?-|\\(?:setminus|backslash)(?![a-zA-Z]))\s?(?=\\{)")
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\approx": "~", "\\in": "in"}
 _TURNED = {">": "<", ">=": "<="}
+_TEXT = re.compile(r"\\text\s?{([^{}]*)}")
 _DECIMAL = re.compile(r"-?\d*\.(\d+)", re.A)
 
 
@@ -201,7 +202,7 @@ def _read_unlabelled(text: str) -> Form:
 
 def _quantity(text: str) -> Value:
     """A formula with its unit; a number in words."""
-    said = re.sub(r"\\text\s?{([^{}]*)}", r"\1", text).strip()
+    said = (_TEXT.sub(r"\1", text) if "\\text" in text else text).strip()
     if (place := ordinal(said)) is not None:
         return Value(("num", Fraction(place)), Unit("th"))
     if (spelled := number_in_words(said)) is not None:
