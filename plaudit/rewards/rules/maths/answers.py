@@ -8,14 +8,13 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from plaudit.rewards.rules.maths.boxes import BETWEEN, BRACES, boxed
 from plaudit.rewards.rules.maths.number_words import number_in_words, ordinal
 from plaudit.rewards.rules.maths.prose import denies, qualifies
 from plaudit.rewards.rules.maths.rounding import rounds_to_reference
 
 WINDOW = 20_000
 """Characters at the end of a response that are searched for its answer."""
-MOST_BOXES = 16
-"""Boxes that are considered, from the last one backwards."""
 LONGEST_FORMULA = 2000
 LONGEST_LINE = 100
 """A longer last line is prose: only the last expression in it can be the answer."""
@@ -24,9 +23,6 @@ MOST_DIGITS = 400
 
 # Extraction -----------------------------------------------------------------------------------------------------------
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_BRACES = re.compile(r"\\.|[{}]", re.S)
-_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.()]|\\[()\[\],;: ]|\\q?quad|\\text|\\mbox|[{}]|\bor\b|\band\b|\bund\b)*")
 _PHRASE = re.compile(
     r"(?:\bfinal\s+answer|\banswer|\bsolution)\W{0,4}?\s*(?:is|are|:|=)\s*(?:\*\*|:)?(?:\s*(?:equal to|therefore|thus)\b)?|####",
     re.I,
@@ -42,9 +38,8 @@ def find_answer(response: str) -> str | None:
     Boxes separated only by 'or', 'and' or commas are one answer, a list. So are expressions joined by 'or'.
     """
     text = response[-WINDOW:]
-    boxed = _boxed(text)
-    if boxed:
-        return boxed
+    if (found := boxed(text)) is not None:
+        return found
     phrase = None
     for phrase in _PHRASE.finditer(text):  # noqa: B007 (the last one)
         pass
@@ -68,37 +63,6 @@ def _whole_line(text: str) -> str | None:
     return text.rstrip().rsplit("\n", 1)[-1][-LONGEST_FORMULA:].strip() or None
 
 
-def _boxed(text: str) -> str | None:
-    boxes: list[tuple[int, int, str]] = []
-    at = len(text)
-    for _ in range(MOST_BOXES):
-        at = max(text.rfind("\\boxed", 0, at), text.rfind("\\fbox", 0, at))
-        if at < 0:
-            break
-        found = _BOX.match(text, at)
-        box = found and _braced(text, found.end())
-        if not box or not box[1].strip():
-            continue  # cut off, or empty
-        if boxes and not _BETWEEN_BOXES.fullmatch(text, box[0], boxes[0][0]):
-            break
-        boxes.insert(0, (at, box[0], box[1].strip()))
-    contents = list(dict.fromkeys(content for _, _, content in boxes))
-    return ", ".join(contents) or None
-
-
-def _braced(text: str, at: int) -> tuple[int, str] | None:
-    """End and content of the group that starts at `at`. Without braces, the group is the next word."""
-    if text[at : at + 1] != "{":
-        word = re.compile(r"[^\s$.,]+").match(text, at)
-        return (word.end(), word[0]) if word else None
-    depth = 0
-    for brace in _BRACES.finditer(text, at):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.end(), text[at + 1 : brace.start()]
-    return None
-
-
 def _expression(line: str, short: int) -> str:
     """The line itself if it is short; if long, or prose around formulas, its last formula or number; a list if 'or' joins some."""
     line = line[-LONGEST_FORMULA:].strip().strip("*").strip()
@@ -119,7 +83,7 @@ def _expression(line: str, short: int) -> str:
     joined = [pieces[-1]]
     for piece in reversed(pieces[:-1]):
         between = line[piece[1] : joined[0][0]]
-        if not (_BETWEEN_BOXES.fullmatch(between) or re.search(r"\bor\b", between)):
+        if not (BETWEEN.fullmatch(between) or re.search(r"\bor\b", between)):
             break
         joined.insert(0, piece)
     return ", ".join(dict.fromkeys(piece[2].strip() for piece in joined))
@@ -248,7 +212,7 @@ def _plain_markup(text: str) -> str:
 def _without_stray_braces(text: str) -> str:
     """Drop unmatched closing braces, as in '[0, 1]}'."""
     depth, kept, start = 0, [], 0
-    for brace in _BRACES.finditer(text):
+    for brace in BRACES.finditer(text):
         if brace[0] == "{":
             depth += 1
         elif brace[0] == "}":
@@ -270,6 +234,9 @@ _LOOSE_SPACE = re.compile(r"(?<![^\W_]) | (?![^\W_])")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
 _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_OPTION = re.compile(r"(?:\\text\s*{\s*)?(?:[Oo]ption|[Cc]hoice)\s*}?\s*(?:\(([A-J])\)|(?<![A-Za-z])([A-J]))\s*}?")
+_BASE = re.compile(r"\(?0*([0-9A-F]{1,60}?)\)?\s?_\s?{?\s?(\d{1,2})\s?}?", re.A)
+"""A numeral and its base: (201)_{4}."""
 _FIGURE = re.compile(r"\\(angle|triangle)(?![a-zA-Z])")
 _OPERATOR = re.compile(r"[}\s]*(?:[\^+*/=!_<>]|-(?!\d))")
 
@@ -317,7 +284,9 @@ def _is_article(word: str, at: int, count: int) -> bool:
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', '\\text{A}'; no letter if two are named: 'A or B'."""
+    """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', 'Option A', '\\text{A}'; no letter if two are named: 'A or B'."""
+    if option := _OPTION.fullmatch(text):
+        return option[1] or option[2], ""
     found = _CHOICE.fullmatch(text)
     if found is None or _OPERATOR.match(found[2]) or re.search(r"\b[A-J]\b|\bor\b", found[2]):
         return "", text
@@ -346,6 +315,9 @@ def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: boo
     said, wanted = words(answer), words(truth)
     if said and wanted and (said == wanted or (_is_long(said) and _is_long(wanted))):
         return said == wanted
+    bases = _BASE.fullmatch(answer), _BASE.fullmatch(truth)
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
     (letter, chosen), (right_letter, wanted) = split_choice(answer), split_choice(truth)
     if letter and right_letter and (letter != right_letter or not chosen or not wanted):
         return letter == right_letter

@@ -26,6 +26,7 @@ class Unreadable(Exception):
 
 
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w^.])|\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\*\*|\S)", re.A)
+_LETTERS = re.compile(r"[abcdknmpqrtuvwxyz]+|[A-Z][bcdfghjklmnpqrstvwxz]{2}")
 GREEK = frozenset(
     re.findall(
         r"\w+",
@@ -78,8 +79,8 @@ def _tokens(text: str) -> Iterator[str]:
         elif token in CONSTANTS:
             yield CONSTANTS[token]
         else:
-            # 'xy' and 'ABC' are products or names; 'dollars' is not.
-            if len(token) > 4 or (len(token) > 2 and not token.isupper() and not set(token) <= set("abcdknmpqrtuvwxyz")):
+            # 'xy', 'ABC' and 'Prt' are products or names; 'dollars' is not.
+            if len(token) > 4 or (len(token) > 2 and not token.isupper() and not _LETTERS.fullmatch(token)):
                 raise Unreadable(f"word {token}")
             yield from token
 
