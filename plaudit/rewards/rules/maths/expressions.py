@@ -246,12 +246,14 @@ class _Reader:
                 raise Unreadable("too many digits")
             return ("num", Fraction(digits) * Fraction(10) ** int(exponent))
         value = Fraction(token.rstrip(".")) if "." in token else Fraction(int(token))
-        if "." in token and self.token == "\\overline" and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
+        if "." in token and self.token in ("\\overline", "\\bar") and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
             digits = self.tokens[self.at + 2] if self.at + 2 < len(self.tokens) else ""
             if not digits.isdecimal():
                 raise Unreadable("a bar over no digits")
             self.at += 3
             self.expect("}")
+            if self.token[:1] in _DIGITS:
+                raise Unreadable("digits behind a period")
             places = len(token.split(".")[1])
             value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
         return ("num", value)

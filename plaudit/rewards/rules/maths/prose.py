@@ -23,7 +23,7 @@ COMPARISONS = frozenset(
         r"\S+",
         "bound bounds less more fewer greater smaller larger bigger higher lower than least most minimum maximum about "
         "approximately approx nearly almost roughly around close near below above under over beyond between up until within "
-        "exceeding exceeds exceed beneath",
+        "exceeding exceeds exceed beneath too",
     )
 )
 _OPERATIONS = frozenset(
