@@ -15,8 +15,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORD = re.compile(r"[^\s$.,]+")
 _NEAR = 40
 """Characters around a box in which a denial or an operator is looked for."""
-_DENIED_BEFORE = re.compile(r"(?:\bnot|n['’]t|\bnever)(?:\s+equal\s+to)?[\s$({\[\\]*$", re.I)
-_DENIED_AFTER = re.compile(r"[\s$)\]\\}.,]*(?:text\s?{)?\s*(?:is|was)(?:\s+not|n['’]t|\s+wrong|\s+incorrect|\s+false)\b", re.I)
+# Not 'x is not equal to \boxed{3}': that may be what was asked for.
+_DENIED_BEFORE = re.compile(r"(?:\banswer\s+(?:is\s+not|isn['’]t|is\s+never)|(?:^|[.!?\n])\s*not)[\s$({\[\\]*$", re.I)
+_DENIED_AFTER = re.compile(r"[\s$)\]\\}]*(?:text\s?{)?\s*(?:is|was)(?:\s+not|n['’]t|\s+wrong|\s+incorrect|\s+false)\b", re.I)
 _OPERATOR_BEFORE = re.compile(r"(?:[-−+/^\d]|\\(?:cdot|times|div)|\\(?:[dt]?frac|sqrt)\s?{|}\s?{)\s?$")
 _OPERATOR_AFTER = re.compile(r"\s?(?:[-−+/]|\^(?!\s?{?\s?\\circ)|\\(?:cdot|times|div))")
 _SIGN = re.compile(r"(?:^|[^\w\s)}\]])\s*[-−]$")
