@@ -112,6 +112,7 @@ RIGHT: dict[str, list[Pair]] = {
         ("\\log_2 8", "3"), ("\\sqrt[3]{8}", "2"), ("\\sin^2 x", "(\\sin x)^2"), ("\\arcsin x", "\\sin^{-1} x"),
         ("\\binom{5}{3}", "\\binom{5}{2}"), ("5!", "120"), ("e^{-x}", "\\frac{1}{e^x}"), ("\\lfloor 5.5 \\rfloor", "5"),
         ("\\ln(xy)", "\\ln(yx)"),
+        ("\\sum_{k=1}^{n} k", "\\frac{n(n+1)}{2}"),
     ],
     "words, choices and statements": [
         ("yes", "Yes."), ("No solution", "\\text{no solution}"), ("\\text{north}", "North"), ("a circle", "circle"),
@@ -291,6 +292,7 @@ WRONG: dict[str, list[Pair]] = {
         ("5", "5!"), ("5", "5 \\pmod{7}"), ("5", "5 \\bmod 7"), ("5 \\pmod 7", "5 \\pmod 8"),
         ("x \\equiv 5 \\pmod 7", "x \\equiv 5 \\pmod 8"), ("x \\equiv 5 \\pmod 7", "x = 5"), ("5", "O(5)"), ("n^2", "O(n^2)"),
         ("n^2", "\\Theta(n^2)"), ("n^2", "\\Omega(n^2)"), ("5", "\\lfloor 5.5 \\rfloor + 1"), ("5", "\\lceil 5.5 \\rceil"),
+        ("\\sum_{k=1}^{n} k", "\\sum_{k=1}^{m} k"), ("\\sum_{k=1}^{n} ak", "\\sum_{k=1}^{n} k"),
         ("\\sqrt{2}", "\\sqrt[3]{2}"), ("\\sqrt{2}", "\\sqrt 2 i"), ("\\sqrt{x+1}", "\\sqrt{x}+1"), ("\\log_2 3", "\\log_3 2"),
         ("\\log 3", "\\ln 3"), ("e^2", "e2"), ("\\sin^2 x", "\\sin x^2"), ("\\sin^{-1} x", "\\frac{1}{\\sin x}"),
         ("\\arcsin x", "\\csc x"), ("\\tan 2x", "2 \\tan x"), ("\\cos x", "\\cosh x"), ("\\cos(x)", "\\cos(-x) + 10^{-50}"),
