@@ -105,6 +105,28 @@ def test_turns_are_taken_in_order():
     assert order == [*range(80), *range(80)]
 
 
+def test_few_are_resumed_for_nothing(monkeypatch):
+    """Only as many as there is probably time for: 100 computations that take a slice each are resumed about twice, not 64 times."""
+    for_nothing = 0
+    begin_slice = turns_module.Turns._begin_slice
+
+    def count(self: turns_module.Turns) -> None:
+        nonlocal for_nothing
+        for_nothing += len(self._returned)
+        begin_slice(self)
+
+    async def compute() -> None:
+        await turns().take()
+        time.sleep(turns_module.SLICE_S)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(compute() for _ in range(100)))
+
+    monkeypatch.setattr(turns_module.Turns, "_begin_slice", count)
+    asyncio.run(all_of_them())
+    assert for_nothing < 400
+
+
 def test_turns_go_with_their_loop():
     async def compute() -> None:
         await turns().take()

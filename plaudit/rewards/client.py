@@ -297,21 +297,20 @@ def _checked(score: Score, text: str) -> Score:
     if score is DECLINED or (score.failure is None and score.view is not None and _is_plain(score)):
         return score
     view = text if score.view is None else score.view
-    if score.parts or score.trace:  # both may hold what a judge wrote, and judges repeat keys
-        try:
-            score = dataclasses.replace(score, parts=redact_all(score.parts), trace=redact_all(score.trace))
-        except RecursionError:
-            return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
+    try:  # both may hold what a judge wrote, and judges repeat keys
+        parts, trace = redact_all(score.parts), redact_all(score.trace)
+    except RecursionError:
+        return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
     if score.failure is not None:
-        return dataclasses.replace(score, value=None, view=view)
+        return dataclasses.replace(score, value=None, parts=parts, trace=trace, view=view)
     value = math.nan if score.value is None or isinstance(score.value, str) else _as_float(score.value)
     if not abs(value) <= LARGEST_REWARD:
         failure = Failure("not_a_number", f"the value is {score.value!r:.100}")
         if math.isfinite(value):
             failure = Failure("too_large", f"the value is {value:g}; rewards are within ±{LARGEST_REWARD:g}")
-        return dataclasses.replace(score, value=None, failure=failure, view=view)
-    parts = {name: number for name, part in score.parts.items() if abs(number := _as_float(part)) <= LARGEST_REWARD}
-    return dataclasses.replace(score, value=value + 0.0, parts=parts, view=view)  # −0.0 becomes 0.0
+        return dataclasses.replace(score, value=None, failure=failure, parts=parts, trace=trace, view=view)
+    parts = {name: number for name, part in parts.items() if abs(number := _as_float(part)) <= LARGEST_REWARD}
+    return dataclasses.replace(score, value=value + 0.0, parts=parts, trace=trace, view=view)  # −0.0 becomes 0.0
 
 
 def _is_plain(score: Score) -> bool:

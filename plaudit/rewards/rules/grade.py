@@ -6,6 +6,8 @@ s is the text after the last `Total Score`, without `:`, `[`, `points`, `point`,
 a number, the reward is 0 and the answer malformed. Differs from the original: the same holds if s is negative or not finite (there,
 `-100` scores 81 to 100), if `Total Score` is missing (there, s is the whole answer), and if s is not in ASCII digits (there,
 `1_0` and the digits of every script are numbers too).
+
+The judge that uses the model (`parser: total_score`) also reads the scale behind the `/`: both agree on scores out of 10 only.
 """
 
 import math

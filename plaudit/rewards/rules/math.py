@@ -1,8 +1,9 @@
 r"""Mathematical equivalence: 1 if the answer equals the reference, else 0. No answer found: 0, malformed.
 
-The answer is the content of the last `\boxed{}`, else the text after the last 'the answer is', 'Answer:' or `####`, else the last
-line or the last formula in it. Most answers are decided here, as text or as exact numbers; the others are compared in worker
-processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wrong answer is worse than missing a right one.
+The answer is the content of the last `\boxed{}` (`maths/boxes.py`), else the text after the last 'the answer is', 'Answer:' or
+`####`, else the last line or the last formula in it. Most answers are decided here, as text or as exact numbers; the others are
+compared in worker processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wrong answer is worse than missing
+a right one.
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
@@ -20,7 +21,9 @@ processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wr
     1, 3                Maximum: 3, Minimum: 1 (unless `strict`)  Maximum: 1, Minimum: 3
     (1, 2)              (x, y) = (1, 2), x = 1, y = 2             (2, 1), [1, 2], 1, 2
     (0, 2)              0 < x < 2                                 0 \le x < 2
-    A                   (A), A. 5 cm                              B, a, A or B
+    A                   (A), A. 5 cm, Option A                    B, a, A or B
+    60 km/h             60, 60 kmph, 60km/h                       60 mph
+    P(1 + r)            P + Pr                                    P + r
     Team A              team A                                    team
     Possible            possible.                                 Yes, -Possible
 
