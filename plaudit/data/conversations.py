@@ -27,7 +27,6 @@ from plaudit.data.hub_datasets import HubDataset, parse_hub_name
 from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean, nearest_path
 from plaudit.files import fingerprint
-from plaudit.hub import how_to_prepare
 from plaudit.shipped import find_shipped
 from plaudit.types import Conversation, Message, Prompt
 
@@ -127,7 +126,7 @@ def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str
             source = replace(source, hub=parse_hub_name(name, "train" if setting == "data.train" else None))
             if listed or source.hub is None:
                 hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)
-                raise DataError(f"{setting}: {source.path} does not exist.{hint}{how_to_prepare(name)}")
+                raise DataError(f"{setting}: {source.path} does not exist.{hint}")
         if source.hub is not None:
             try:
                 source.rows()
