@@ -60,10 +60,8 @@ def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Sour
     if not problems:
         return loaded, sources
     commands = [f"  {command}" for command in _commands_for_missing_files(loaded)]
-    if len(problems) == 1 and not commands:
-        raise problems[0]
     how = [f"The comment at the top of {loaded.path} says how to make what is missing:"] if commands else []
-    raise PlauditError("\n".join([*map(str, problems), *how, *commands]))
+    raise type(problems[0])("\n".join([*map(str, problems), *how, *commands]))
 
 
 def _sources(recipe: Recipe) -> dict[str, list[Source]]:
