@@ -187,7 +187,7 @@ class RewardRunner:
             sources = ", ".join(dict.fromkeys(repr(prompt.data_source) for prompt in unmatched[:100]))
             raise RecipeError(
                 f"rewards: for {len(unmatched):,} rows no reward's `when` matches (the first is {unmatched[0].id}; data_source: "
-                f"{sources[:300]}). Add a reward for them, or remove them from the data."
+                f"{sources[:300]}). Add a reward for them (`when: otherwise` is for all the rest), or remove them from the data."
             )
 
     def counts(self) -> dict[str, float]:
