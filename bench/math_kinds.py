@@ -3,9 +3,10 @@ r"""Right and wrong answers by kind: plaudit's `kind: math`, math-verify, and PR
     make .venv-verl/installed
     python bench/math_kinds.py                 # a minute; --show prints what plaudit misjudges
 
-The answers are those of the tests (tests/support/math_answers.py): rewritings that are right, and near misses of each. They were
-written along with plaudit's rule, so its own numbers only say that the tests pass; the peers' say what they would reward. Answers
-are boxed, except for whole sentences. math-verify is called as its README does, PRIME's `compute_score` as verl does.
+The answers are those of the tests (math_answers.py and math_probes.py in tests/support): rewritings that are right, and near misses
+of each. They were written along with plaudit's rule, so its own numbers only say that the tests pass; the peers' say what they
+would reward. Answers are boxed, except for whole sentences. math-verify is called as its README does, PRIME's `compute_score` as
+verl does.
 """
 
 import argparse
@@ -18,7 +19,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from support.math_answers import RIGHT, WHOLE_RESPONSES, WRONG  # noqa: E402
+from support import math_answers, math_probes  # noqa: E402
+
+RIGHT, WRONG = math_answers.RIGHT | math_probes.RIGHT, math_answers.WRONG | math_probes.WRONG
+WHOLE_RESPONSES = math_answers.WHOLE_RESPONSES | math_probes.WHOLE_RESPONSES
 
 Row = tuple[str, str, str, bool]
 """Kind, reference, response, and whether it is right."""

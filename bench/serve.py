@@ -39,7 +39,8 @@ ATTACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "the same in 2 requests": ([item(1024)] * 16, 2),
     "64 requests of 32 items": ([ITEM] * 32, 64),
     "16 responses of 1 MB": ([item(1, "one two three " * 70_000)] * 16, 1),
-    "240,000 empty lists": ([item(1, extra_info={"lists": [[]] * 240_000})], 1),
+    "240,000 empty lists": ([item(1, extra_info={"lists": [[]] * 60_000})] * 4, 1),
+    "500,000 fields": ([item(1, extra_info={str(i): i for i in range(62_500)})] * 8, 1),
 }
 """Items of a request, and how many such requests are sent at the same time."""
 

@@ -60,8 +60,9 @@ class _RewardModelSections(_Sections, total=False):
 
 
 class _RLSections(_Sections, total=False):
-    rewards: Sequence[RewardFunction | Settings]
-    """Functions, and entries as under `rewards:` in a recipe. A function with settings: {"function": f, "weight": 0.5}."""
+    rewards: RewardFunction | Settings | Sequence[RewardFunction | Settings]
+    """Functions, and entries as under `rewards:` in a recipe; one alone needs no list. A function with settings:
+    {"function": f, "weight": 0.5}."""
     rollout: Settings
     validation: Settings
     algorithm: Settings
@@ -131,7 +132,7 @@ def _expand(sections: Mapping[str, Any]) -> dict[str, Any]:
             name: rows_file(value, name, f"data.{name}") if name in ("train", "val") and not _is_path(value) else value
             for name, value in data.items()
         }
-    if isinstance(tree.get("rewards"), Sequence) and not isinstance(tree["rewards"], str):
+    if tree.get("rewards") is not None:
         tree["rewards"] = reward_entries(tree["rewards"])
     return tree
 

@@ -15,6 +15,7 @@ from plaudit.config import load
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model
+from plaudit.lora_folder import is_lora_folder
 from plaudit.options import (
     ChatTemplateName,
     DataSource,
@@ -76,6 +77,15 @@ SpecialTokens = Annotated[
 ]
 
 
+def _print_results(files: dict[str, Path]) -> None:
+    """Where a run's results are, the model first."""
+    model = next(iter(files.values()))
+    merge = {"merge it with": f"plaudit merge {model} --out FOLDER"} if is_lora_folder(model) else {}
+    names = [*files, *merge]
+    for name, value in (files | merge).items():
+        print(f"{name + ':':<{max(map(len, names)) + 1}} {value}")
+
+
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("sft"))
 def sft(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Supervised fine-tuning on conversations. Run the same command again to resume."""
@@ -84,7 +94,7 @@ def sft(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -
     from plaudit.loops.train import train
 
     model = train(loaded, sources)
-    print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
+    _print_results({"trained model": model, "curves": model.parent / "curves.png"})
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("dpo"))
@@ -98,7 +108,7 @@ def dpo(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -
     from plaudit.loops.train import train
 
     model = train(loaded, sources)
-    print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}")
+    _print_results({"trained model": model, "curves": model.parent / "curves.png"})
 
 
 @app.command("reward-model", context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("reward-model"))
@@ -112,7 +122,7 @@ def reward_model(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet =
     from plaudit.loops.train import train
 
     model = train(loaded, sources)
-    print(f"reward model: {model}\ncurves:       {model.parent / 'curves.png'}")
+    _print_results({"reward model": model, "curves": model.parent / "curves.png"})
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("rl"))
@@ -126,7 +136,7 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
     from plaudit.loops.train import train
 
     model = train(loaded, sources)
-    print(f"trained model: {model}\ncurves:        {model.parent / 'curves.png'}\nsamples:       {model.parent / 'samples'}")
+    _print_results({"trained model": model, "curves": model.parent / "curves.png", "samples": model.parent / "samples"})
 
 
 @app.command(epilog=examples("sample"))

@@ -45,14 +45,8 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     if os.path.exists(name):
         return Path(name)
     if looks_local(name):
-        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}{how_to_prepare(name)}")
+        raise RecipeError(f"{name}: no such folder.{nearest_path(Path(name))}")
     return _download(name, weights)
-
-
-def how_to_prepare(name: str) -> str:
-    """A hint for a missing file or folder that the comments of a recipe say how to make."""
-    made = name.startswith(("models/", "data/"))
-    return " The recipe's first lines may say how to make it; `plaudit prepare --help` lists what can be made." if made else ""
 
 
 @cache

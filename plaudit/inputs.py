@@ -6,11 +6,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from plaudit.config import LoadedRecipe, load
+from plaudit.config import LoadedRecipe, flatten, load
 from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
 from plaudit.data.pairs import read_pairs
 from plaudit.errors import PlauditError, did_you_mean, nearest_path
-from plaudit.hub import how_to_prepare, looks_local, model_folder
+from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
 from plaudit.model_files import require_config
 from plaudit.recipe import (
@@ -30,6 +30,7 @@ from plaudit.recipe import (
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import nested_rewards
 from plaudit.reward_models.vllm_command import find_launch_problem
+from plaudit.shipped import opening_comment
 
 QUICK_BYTES, QUICK_ROWS = 1 << 26, 10_000
 """Files and rows that are read in about a second."""
@@ -45,29 +46,76 @@ def load_checked(path: Path, overrides: Sequence[str] | None, stage: str | None)
 
 
 def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Source]]]:
-    """The same for a recipe that is loaded already."""
-    recipe = loaded.recipe
-    require_reward_files(recipe)
+    """The same for a recipe that is loaded already. All that is missing is reported at once, with the commands that make it."""
+    recipe, sources, problems = loaded.recipe, dict[str, list[Source]](), list[PlauditError]()
+
+    def find_sources(recipe: Recipe) -> None:
+        sources.update(_sources(recipe))
+
+    for check in (require_reward_files, find_sources, _require_policy, _require_reference, _require_engine):
+        try:
+            check(recipe)
+        except PlauditError as error:
+            problems.append(error)
+    if not problems:
+        return loaded, sources
+    commands = [f"  {command}" for command in _commands_for_missing_files(loaded)]
+    how = [f"The comment at the top of {loaded.path} says how to make what is missing:"] if commands else []
+    raise type(problems[0])("\n".join([*map(str, problems), *how, *commands]))
+
+
+def _sources(recipe: Recipe) -> dict[str, list[Source]]:
     if isinstance(recipe, ScoreRecipe):
-        return loaded, {}
+        return {}
     data = recipe.data
     dataset_info = data.dataset_info if isinstance(data, SFTDataSettings | PairDataSettings) else None
     ranked = isinstance(data, PairDataSettings)
-    sources = {
+    return {
         split: resolve_sources(names, dataset_info, f"data.{split}", ranked=ranked)
         for split, names in (("train", data.train), ("val", data.val))
     }
+
+
+def _require_policy(recipe: Recipe) -> None:
+    if isinstance(recipe, ScoreRecipe):
+        return
     require_model(recipe.model, "model.")
     _require_complete_base(recipe.model)
     if recipe.stage != "reward-model":
         require_causal_model(recipe.model.path, "model.path", f"`plaudit {recipe.stage}` trains a model that generates text")
+
+
+def _require_reference(recipe: Recipe) -> None:
     if isinstance(recipe, DPORecipe | RLRecipe) and recipe.reference.path is not None:
         require_model_folder(recipe.reference.path, "reference.path")
         require_causal_model(recipe.reference.path, "reference.path", "the reference computes log-probs of responses")
+
+
+def _require_engine(recipe: Recipe) -> None:
     for file in recipe.rollout.files if isinstance(recipe, RLRecipe) else ():
         if not file.is_file():
             raise PlauditError(f"rollout.engine: {file} is not a file.{nearest_path(file)}")
-    return loaded, sources
+
+
+def _commands_for_missing_files(loaded: LoadedRecipe) -> list[str]:
+    """The commands in the comment at the top of a recipe whose output it names, but does not find."""
+    named = [value for values in flatten(loaded.recipe).values() for value in (values if isinstance(values, list) else [values])]
+    missing = [Path(value) for value in named if isinstance(value, str) and not os.path.exists(value)]
+    lines = opening_comment(loaded.path) if loaded.path.is_file() else []  # from Python, there is no file
+    commands = {line: out for line in lines if line.startswith("plaudit ") and (out := _output_of(line)) is not None}
+    return [command for command, out in commands.items() if any(path.is_relative_to(out) for path in missing)]
+
+
+def _output_of(command: str) -> str | None:
+    """The folder that a command writes: `--out`, or the run folder of the recipe that it trains."""
+    words = command.split()
+    if "--out" in words[:-1]:
+        return words[words.index("--out") + 1]
+    try:
+        recipe = load(words[2]).recipe if words[2:] and words[2].endswith(".yaml") else None
+    except PlauditError:
+        return None
+    return None if recipe is None or isinstance(recipe, ScoreRecipe) else str(recipe.run.dir)
 
 
 def require_rows(recipe: Recipe, sources: dict[str, list[Source]]) -> None:
@@ -126,7 +174,7 @@ def require_model(settings: ModelSettings, prefix: str) -> None:
     """What the model settings name exists: on this disk, or (`org/name`) on the hub."""
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
-        _require_path(getattr(settings, setting), f"{prefix}{setting}", names)
+        _require_path(getattr(settings, setting), "MODEL" if prefix + setting == "path" else f"{prefix}{setting}", names)
     _require_config(settings.path, f"{prefix}path" if prefix else "MODEL")
 
 
@@ -166,7 +214,7 @@ def _require_path(path: str | None, setting: str, names: Sequence[str]) -> None:
     if path is None or path in names or os.path.exists(path):
         return
     if looks_local(path):
-        hint = did_you_mean(path, names) or nearest_path(Path(path)) + how_to_prepare(path)
+        hint = did_you_mean(path, names) or nearest_path(Path(path))
         raise PlauditError(f"{setting}: {path} does not exist.{hint}")
     try:
         model_folder(path, weights=False)

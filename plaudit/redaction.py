@@ -58,6 +58,8 @@ def redact(text: str) -> str:
 
 def redact_all(value: Any) -> Any:
     """A value as in JSON, its keys and strings redacted. Unpaired surrogates in them, which no file can hold, become '?'."""
+    if not value:
+        return value
     known = _known()
 
     def walk(value: Any) -> Any:
@@ -103,14 +105,15 @@ class Known:
 
 
 def _known() -> Known:
-    """Of the environment as it is now. Reading all of it would take longer than the search in a short text."""
-    names = _secret_names(tuple(os.environ), len(_named))
+    """Of the environment as it is now. Only names that have changed are read again: that takes longer than the search in a short
+    text, and so would `os.environ`, which decodes every name each time; the dict behind it has them as they are."""
+    names = _secret_names(tuple(getattr(os.environ, "_data", os.environ)), len(_named))
     return _of(tuple((name, value) for name in names if (value := os.environ.get(name))), len(_named))
 
 
 @lru_cache(maxsize=16)
-def _secret_names(variables: tuple[str, ...], num_named: int) -> list[str]:
-    return [name for name in variables if name in _named or SECRET_VARIABLE.search(name)]
+def _secret_names(variables: tuple[str | bytes, ...], num_named: int) -> list[str]:
+    return [name for name in map(os.fsdecode, variables) if name in _named or SECRET_VARIABLE.search(name)]
 
 
 @lru_cache(maxsize=16)

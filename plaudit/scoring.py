@@ -15,7 +15,7 @@ from typing import Any, Self
 from plaudit.config import Draft
 from plaudit.data.columns import has_several_responses
 from plaudit.data.rollouts import parse_group
-from plaudit.errors import DataError, RecipeError
+from plaudit.errors import DataError
 from plaudit.input_files import InputFile, place_inputs
 from plaudit.inputs import load_rewards, require_reward_files
 from plaudit.recipe import RewardSettings, ScoreRecipe
@@ -23,6 +23,8 @@ from plaudit.rewards.functions.callables import reward_entries
 from plaudit.rewards.reward import Reward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score, ScoredGroup
+
+OneReward = Mapping[str, Any] | RewardSettings | Callable[..., Any]
 
 
 class Scorer:
@@ -34,14 +36,14 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: str | Path | Sequence[Mapping[str, Any] | RewardSettings | Callable[..., Any]],
+        rewards: str | Path | OneReward | Sequence[OneReward],
         *,
         cache: str | Path | None = None,
         normalise: bool = False,
     ):
-        """`rewards`: a recipe file, or a list as under `rewards:`, in which functions may stand for themselves. `cache`: a file to
-        cache scores in. `normalise`: whether the rewards' `normalise` has an effect, for values to train on. (Normalised within its
-        group, a response that is alone in it gets 0.)"""
+        """`rewards`: a recipe file, or a list as under `rewards:`, in which functions may stand for themselves; one alone needs no
+        list. `cache`: a file to cache scores in. `normalise`: whether the rewards' `normalise` has an effect, for values to train
+        on. (Normalised within its group, a response that is alone in it gets 0.)"""
         self._temporary = TemporaryDirectory(prefix="plaudit-")
         self._folder = Path(self._temporary.name)
         try:
@@ -97,8 +99,6 @@ def _settings(rewards: Any, folder: Path) -> tuple[tuple[RewardSettings, ...], l
     """The rewards, and the files of functions among them, saved in `folder`."""
     if isinstance(rewards, str | Path):
         return load_rewards(Path(rewards)), []
-    if isinstance(rewards, Mapping):
-        raise RecipeError("rewards must be a list, as under `rewards:` in a recipe, or a recipe file: put this reward into a list")
     call = "Scorer()"
     draft = Draft(Path(call), {}, {}, call)
     draft.update({"rewards": reward_entries(rewards)})
@@ -114,11 +114,14 @@ def _settings(rewards: Any, folder: Path) -> tuple[tuple[RewardSettings, ...], l
 def result_of(scored: ScoredGroup, *, many: bool, details: bool = False) -> dict[str, Any]:
     """A group's scores as columns of a row: lists if the row has `responses`, else single values. `details`: also each reward's own
     score, with what a judge was asked and answered."""
-    rows = [_result(scored, i) | ({"by_reward": reward_scores(scored, i)} if details else {}) for i in range(len(scored.scores))]
+    rows = [
+        result_of_sample(scored, i) | ({"by_reward": reward_scores(scored, i)} if details else {})
+        for i in range(len(scored.scores))
+    ]
     return {name: [row[name] for row in rows] for name in rows[0]} if many else rows[0]
 
 
-def _result(scored: ScoredGroup, i: int) -> dict[str, Any]:
+def result_of_sample(scored: ScoredGroup, i: int) -> dict[str, Any]:
     score, by_reward = scored.scores[i], {name: scores[i] for name, scores in scored.by_reward.items()}
     views = {name: one.view for name, one in by_reward.items() if one.applies}
     return {

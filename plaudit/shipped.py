@@ -6,6 +6,7 @@ the current folder comes first: a copy to edit.
 
 import os
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 from plaudit.errors import PlauditError, did_you_mean
@@ -50,9 +51,10 @@ def copy_shipped(name: str) -> list[Path]:
 
 def first_comment(recipe: Path) -> str:
     """The first sentence of the comment at the top of a recipe."""
-    lines = []
-    for line in recipe.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# ").strip())
-    return " ".join(lines).partition(". ")[0].rstrip(".:")
+    return " ".join(opening_comment(recipe)).partition(". ")[0].rstrip(".:")
+
+
+def opening_comment(recipe: Path) -> list[str]:
+    """The lines of the comment at the top of a recipe."""
+    lines = takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
+    return [line.lstrip("# ").strip() for line in lines]

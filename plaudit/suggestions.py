@@ -39,7 +39,8 @@ def suggest(place: Place, given: Any, known: Sequence[Place]) -> str:
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
             return f" Did you mean {dotted(max((p for p in candidates if p[-1] == near), key=partial(_shared_sections, place)))}?"
-    return ""
+    longer = [p for p in siblings if str(p[-1]).startswith(f"{name}_")]
+    return f" Did you mean {dotted(longer[0])}?" if len(longer) == 1 else ""
 
 
 def _suggest_for_section(name: str, given: dict[str, Any], known: Sequence[Place]) -> str:

@@ -102,6 +102,14 @@ def test_the_function_rl_can_be_called_although_a_package_has_its_name():
 # Recipes -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_single_reward_needs_no_list():
+    with pytest.raises(RecipeError) as one:
+        plaudit.rl(rewards=lambda solution_str: 1.0, model="none", data={}, optim={"lrr": 1})
+    assert "rewards" not in str(one.value)  # the other settings are wrong
+    with pytest.raises(RecipeError, match="rewards should be a list, not 7"):
+        plaudit.rl(rewards=7)  # pyright: ignore
+
+
 def test_sections_are_merged_and_lists_replaced(tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text("model: {path: m, dtype: float32}\nrewards: [{kind: exact}, {kind: math}]\n")

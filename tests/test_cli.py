@@ -383,6 +383,25 @@ def test_a_bug_keeps_its_traceback(monkeypatch, plaudit, recipe):
         plaudit("sft", recipe)
 
 
+# Prepare -------------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_models_are_made_from_rows_for_rl_too(plaudit, tmp_path):
+    rows = [{"prompt": "Shout: xyzzyq", "ground_truth": "XYZZYQ"}, {"prompt": "Shout: xyzzyq", "ground_truth": 7}]
+    write_jsonl(tmp_path / "rl.jsonl", rows)
+    code, out, err = plaudit("prepare", "tiny-model", tmp_path / "rl.jsonl", "--out", tmp_path / "m", "--hidden-size", 16)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{tmp_path / 'm'}: llama with ")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert {"xyzzyq", "XYZZYQ"} <= {token.strip("Ġ") for token in tokenizer.get_vocab()}  # prompts and ground truths
+
+
+def test_rows_that_no_stage_reads_are_refused_by_tiny_model(plaudit, tmp_path):
+    write_jsonl(tmp_path / "odd.jsonl", [{"query": "hi", "reply": "ho"}])
+    code, _, err = plaudit("prepare", "tiny-model", tmp_path / "odd.jsonl", "--out", tmp_path / "m")
+    assert (code, "column 'messages' is missing (found: query, reply)" in err) == (2, True), err
+
+
 # Config --------------------------------------------------------------------------------------------------------------
 
 
@@ -431,7 +450,16 @@ def test_doctor_on_a_healthy_recipe(plaudit, recipe, rows_file, tiny_model):
     for part in ("train", "val"):
         lengths = next(text for text in texts if text.startswith(f"rows: {part}: 60 rows rendered"))
         assert f"longest {longest};" in lengths
-    assert rendered[0] in out
+    assert rendered[0] in out.replace("⟦", "").replace("⟧", "")
+    answer = arithmetic_rows()[0]["messages"][-1]["content"]
+    assert f"⟦{answer}<|im_end|>" in out  # a colour would not be seen in a file
+
+
+def test_doctor_warns_of_steps_that_the_data_does_not_have(plaudit, recipe):
+    code, out, _ = plaudit("doctor", recipe, "run.max_steps=40")
+    [text] = [text for mark, check, text in findings(out) if (mark, check) == ("!", "steps")]
+    assert code == 0
+    assert text == "the data ends after 10 steps (run.epochs = 1), before run.max_steps = 40: raise run.epochs to train that long"
 
 
 def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monkeypatch):

@@ -190,6 +190,7 @@ def test_a_missing_file_suggests_the_nearest_name(tmp_path):
         ("run.lr=1", "optim.lr"),
         ("optm.lr=1", "optim"),
         ("model.lora.ranks=4", "model.lora.rank"),
+        ("model.lora.merge=false", "model.lora.merge_on_save"),
         ("lora.rank=4", "model.lora"),
         ("optim.rank=4", "model.lora.rank"),
         ("run.warmup_steps=4", "optim.warmup_steps"),

@@ -121,7 +121,8 @@ def test_commands_name_the_setting(plaudit, no_network, tmp_path):
         assert (code, err.startswith(f"model.path: {both}")) == (2, True), err
     _, _, err = plaudit("sft", recipe, "model.path=models/gone/tiny")
     assert "model.path: models/gone/tiny does not exist." in err
-    assert "`plaudit prepare --help` lists what can be made" in err
+    code, _, err = plaudit("ask", "models/gone/tiny", "Hello?")
+    assert (code, err.startswith("MODEL: models/gone/tiny does not exist.")) == (2, True), err
     code, _, err = plaudit("sample", "org/tiny", rows, "--out", tmp_path / "out.jsonl")
     assert (code, both in err) == (2, True), err
 

@@ -253,8 +253,15 @@ def test_numpy_columns_and_wrong_arguments():
             scorer.score([{**row, "tokens": [3]}])
         with pytest.raises(DataError, match="put it into a list"):
             scorer.score(row)  # pyright: ignore
-    with pytest.raises(RecipeError, match="put this reward into a list"):
-        Scorer({"kind": "exact"})  # pyright: ignore
+    with pytest.raises(RecipeError, match="rewards should be a list"):
+        Scorer(7)  # pyright: ignore
+
+
+def test_a_single_reward_needs_no_list():
+    row = {"prompt": "p", "response": "4", "ground_truth": "4"}
+    for reward in ({"kind": "exact"}, lambda solution_str: 2.0):
+        with Scorer(reward) as one, Scorer([reward]) as several:
+            assert one.score([row])[0]["reward"] == several.score([row])[0]["reward"] > 0
 
 
 def test_damaged_output_metadata_is_reported(plaudit, files):

@@ -67,6 +67,43 @@ def test_every_recipe_is_listed_with_a_sentence(plaudit):
     assert "A first recipe" in out
 
 
+@pytest.mark.parametrize(
+    ("recipe", "commands"),
+    [
+        ("first/rl", ["plaudit prepare tiny-model recipes/first/train.jsonl --out models/tiny"]),
+        ("demo/rl", ["plaudit prepare sorting --out runs/demo/data", "plaudit sft recipes/demo/sft.yaml"]),
+        ("chain/grpo", ["plaudit sft recipes/chain/sft.yaml", "plaudit reward-model recipes/chain/reward_model.yaml"]),
+        (
+            "chain/dpo",
+            [
+                "plaudit rl recipes/chain/grpo.yaml",
+                "plaudit prepare pairs runs/chain/grpo/samples/train_*.parquet --out data/chain",
+            ],
+        ),
+        (
+            "smollm2/grpo",
+            [
+                "plaudit prepare smollm2 --out models/smollm2",
+                "plaudit prepare arithmetic --out data/arithmetic --train 4000 --val 500",
+            ],
+        ),
+    ],
+)
+def test_all_that_is_missing_is_reported_with_the_commands_that_make_it(plaudit, recipe, commands):
+    code, _, err = plaudit("doctor", f"recipes/{recipe}.yaml")
+    problems, _, how = err.partition("The comment at the top of ")
+    assert (code, "model.path: " in problems) == (2, True), err
+    assert how.splitlines()[1:] == [f"  {command}" for command in commands]
+    if recipe == "smollm2/grpo":
+        assert "data.train: data/arithmetic/train.parquet does not exist." in problems
+
+
+def test_commands_that_make_other_files_are_not_named(plaudit, elsewhere):
+    (elsewhere / "models/tiny").mkdir(parents=True)
+    code, _, err = plaudit("sft", "recipes/first/sft.yaml", "model.path=models/tinny")
+    assert (code, err) == (2, "model.path: models/tinny does not exist. Did you mean models/tiny?\n")
+
+
 FIRST = ["reward.py", "rl.yaml", "sft.yaml", "train.jsonl", "val.jsonl"]
 
 

@@ -27,7 +27,6 @@ from plaudit.data.hub_datasets import HubDataset, parse_hub_name
 from plaudit.data.rows import Rows, parse_json, read_rows
 from plaudit.errors import DataError, did_you_mean, nearest_path
 from plaudit.files import fingerprint
-from plaudit.hub import how_to_prepare
 from plaudit.shipped import find_shipped
 from plaudit.types import Conversation, Message, Prompt
 
@@ -127,7 +126,7 @@ def resolve_sources(names: Sequence[str], dataset_info: str | None, setting: str
             source = replace(source, hub=parse_hub_name(name, "train" if setting == "data.train" else None))
             if listed or source.hub is None:
                 hint = nearest_path(source.path) if listed else did_you_mean(name, entries) or nearest_path(source.path)
-                raise DataError(f"{setting}: {source.path} does not exist.{hint}{how_to_prepare(name)}")
+                raise DataError(f"{setting}: {source.path} does not exist.{hint}")
         if source.hub is not None:
             try:
                 source.rows()
@@ -200,18 +199,20 @@ def _converter(rows: Rows, schema: Schema):
         return lambda row, where: _from_sharegpt(row, schema, where)
     if schema.formatting == "alpaca":
         return lambda row, where: _from_alpaca(row, schema, where)
-    if find_column(rows.columns, CONVERSATIONS):
-        return lambda row, where: Conversation(parse_conversation(row, where), parse_tools(row.get("tools"), where))
-    prompt, target = find_column(rows.columns, PROMPTS), find_column(rows.columns, TARGETS)
+    if not find_column(rows.columns, CONVERSATIONS) and not all(find_column(rows.columns, names) for names in (PROMPTS, TARGETS)):
+        rows.require("messages", hint=SFT_HINT)
+    return _from_columns
+
+
+def _from_columns(row: dict[str, Any], where: str) -> Conversation:
+    """A row's conversation; without one, its prompt and its target. The rows of a file may differ in this."""
+    prompt, target, tools = find_column(row, PROMPTS), find_column(row, TARGETS), parse_tools(row.get("tools"), where)
+    if not (prompt and target) or first_value(row, CONVERSATIONS) is not None:
+        return Conversation(parse_conversation(row, where), tools)
     if (prompt, target) == ("instruction", "output"):
-        return lambda row, where: _from_alpaca(row, schema, where)
-    if prompt and target:
-        return lambda row, where: Conversation(
-            [*parse_prompt_messages(row, where), *parse_messages(first_value(row, TARGETS), where, role="assistant")],
-            parse_tools(row.get("tools"), where),
-        )
-    rows.require("messages", hint=SFT_HINT)
-    raise AssertionError
+        return _from_alpaca(row, Schema(), where)
+    answer = parse_messages(first_value(row, TARGETS), where, role="assistant")
+    return Conversation([*parse_prompt_messages(row, where), *answer], tools)
 
 
 def parse_conversation(row: Mapping[str, Any], where: str) -> list[Message]:

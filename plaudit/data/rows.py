@@ -42,9 +42,10 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if isinstance(self._table, list | _JsonLines):
+        if isinstance(self._table, list):
             return self._table[index]
-        return self._table.slice(range(len(self))[index], 1).to_pylist()[0]
+        i = range(len(self))[index]
+        return self._table.row(i) if isinstance(self._table, _JsonLines) else self._table.slice(i, 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if isinstance(self._table, list | _JsonLines):
@@ -106,7 +107,7 @@ def _read_jsonl(path: Path) -> "list[dict[str, Any]] | _JsonLines":
     return list(rows.scan()) if path.stat().st_size < LARGE_BYTES else rows.indexed()
 
 
-class _JsonLines(Sequence[dict[str, Any]]):
+class _JsonLines:
     """The rows of a large file, parsed on access: as dicts they would take several times its size."""
 
     def __init__(self, path: Path):
@@ -148,16 +149,10 @@ class _JsonLines(Sequence[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self.scan()
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def row(self, i: int) -> dict[str, Any]:
         with self._path.open("rb") as file:
-            file.seek(self._starts[index])
-            return self._parse(file.readline(), self._numbers[index])
+            file.seek(self._starts[i])
+            return self._parse(file.readline(), self._numbers[i])
 
 
 def _read_json(path: Path) -> "list[dict[str, Any]] | _JsonLines":

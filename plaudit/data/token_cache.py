@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from plaudit.data.templates import ChatTemplate
 
 DEFAULT_GB = 50.0
+LOCKED_WITHIN_S = 600.0
+"""A folder to build in that has no lock after this time was left by a killed process."""
 MIN_BYTES = 8 << 20
 """Data files smaller than this are tokenised in seconds, so they are not kept."""
 LIBRARIES = ("tokenizers", "transformers", "jinja2", "pyarrow")
@@ -145,8 +148,8 @@ class TokenCache:
     def _remove_abandoned(self) -> None:
         """What a killed process was building."""
         for folder in self.folder.glob(".*"):
-            with suppress(OSError), (folder / "lock").open("rb") as lock:  # BlockingIOError: it is still being built
-                if try_lock(lock):
+            with suppress(OSError):  # BlockingIOError: it is still being built
+                if _is_abandoned(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _keep_within_limit(self, newest: Path) -> None:
@@ -161,6 +164,16 @@ class TokenCache:
             if total > self.max_bytes and entry != newest:
                 shutil.rmtree(entry, ignore_errors=True)
                 total -= size
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        lock = (folder / "lock").open("rb")
+    except FileNotFoundError:  # killed before it was locked, if that was some time ago: locking takes no time
+        unlocked = {file.name for file in folder.iterdir()} <= {"unlocked"}
+        return unlocked and time.time() - folder.stat().st_mtime > LOCKED_WITHIN_S
+    with lock:
+        return try_lock(lock)
 
 
 def cache_folder() -> Path:

@@ -3,6 +3,7 @@
 A failing check does not prevent the others.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -165,8 +166,13 @@ class _Checkup(Checks):
             yield "!", f"{part}: {missing:,} of {len(prompts):,} prompts have no ground truth for rewards to compare with ({names})"
         unmatched = [prompt for prompt in prompts if not any_reward_applies(recipe.rewards, prompt)]
         if unmatched:
-            source = unmatched[0].data_source
-            yield "✗", f"{part}: no reward's `when` matches {len(unmatched):,} of the prompts (first data_source: {source!r})"
+            counts = Counter(prompt.data_source for prompt in unmatched).most_common(5)
+            named = ", ".join(f"{source!r}: {count:,}" for source, count in counts)
+            yield (
+                "✗",
+                f"{part}: no reward's `when` matches {len(unmatched):,} of {len(prompts):,} prompts (by data_source: {named}). Add "
+                "a reward for them; `when: otherwise` is for all the rest",
+            )
         if part == "train":
             short = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
             self.prompts = short or prompts

@@ -1,6 +1,6 @@
 """Findings of the doctor's checks and how they are printed, with API keys redacted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -48,6 +48,18 @@ def print_text(console: Console, title: str, text: Text) -> None:
         text = text[: MAX_SHOWN_CHARS // 2] + Text("\n … \n", "dim") + text[-(MAX_SHOWN_CHARS // 2) :]
     console.print(f"\n{title}:", style="bold", markup=False, soft_wrap=True)
     console.print(text, soft_wrap=True)
+
+
+def mark_spans(console: Console, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Text, str]:
+    """A text with some of its spans marked, and how they are: "green", or in brackets where there are no colours (in a file)."""
+    if console.is_terminal and not console.no_color:
+        shown = Text(text)
+        for start, end in spans:
+            shown.stylize("black on green", start, end)
+        return shown, "green"
+    for start, end in sorted(spans, reverse=True):
+        text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
+    return Text(text), "in ⟦ ⟧"
 
 
 def quoted(text: str, max_chars: int = 60) -> str:

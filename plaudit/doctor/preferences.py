@@ -11,7 +11,7 @@ from plaudit.data.pairs import Preference
 from plaudit.data.templates import ChatTemplate
 from plaudit.data.transcript import Transcript
 from plaudit.doctor import rows
-from plaudit.doctor.findings import Finding, print_text
+from plaudit.doctor.findings import Finding, mark_spans, print_text
 from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.scalar import value_head_file
@@ -76,8 +76,6 @@ def show_pair(console: Console, template: ChatTemplate, recipe: PreferenceRecipe
             title = f"The first pair's {name} conversation as the reward model sees it; its last token is scored"
         else:
             text, spans = template.spans(conversation, "the first row")
-            shown = Text(text)
-            for start, end in spans:
-                shown.stylize("black on green", start, end)
-            title = f"The first pair's {name} conversation as the model sees it; the compared tokens are green"
+            shown, how = mark_spans(console, text, spans)
+            title = f"The first pair's {name} conversation as the model sees it; the compared tokens are {how}"
         print_text(console, title, shown)

@@ -16,7 +16,7 @@ from plaudit.doctor.findings import Finding, quoted
 from plaudit.doctor.recording import SLOW, ModelInput, RecordingBackend
 from plaudit.doctor.rewards import synthetic_group
 from plaudit.doctor.sanity_pairs import BUILT_IN_IDS, Pair, make_pairs
-from plaudit.errors import PlauditError, RecipeError
+from plaudit.errors import PlauditError, RecipeError, TrainingStopped
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
@@ -104,6 +104,9 @@ class ModelRewardCheck:
         try:
             with RewardRunner([self.live], tolerant=True) as runner:
                 scored = [group.by_reward[self.reward.label] for group in runner.collect(groups)]
+        except TrainingStopped as error:  # a rejected key; nothing is trained here, so there is nothing to resume
+            yield "✗", f"{self.name}: {error.failed[-1]['message'] if error.failed else error}"
+            return
         except PlauditError as error:
             yield "✗", f"{self.name}: {error}"
             return

@@ -6,12 +6,11 @@ from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
-from plaudit.doctor.findings import Finding, print_text
+from plaudit.doctor.findings import Finding, mark_spans, print_text
 from plaudit.errors import DataError
 from plaudit.models.folder import read_config, require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
@@ -127,14 +126,15 @@ def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Ite
     yield "✓", f"at most {steps:,} steps of {per_step:,} {noun}"
     if rows < per_step:
         yield "!", f"{setting} = {per_step:,} exceeds the {rows:,} rows in the data"
+    elif (wanted := recipe.run.max_steps or 0) > steps:
+        ends = f"the data ends after {steps:,} step{'s' * (steps != 1)} (run.epochs = {recipe.run.epochs:g})"
+        yield "!", f"{ends}, before run.max_steps = {wanted:,}: raise run.epochs to train that long"
 
 
 def show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> None:
     text, spans = template.spans(conversation, "the first row", train_on)
-    shown = Text(text)
-    for start, end in spans:
-        shown.stylize("black on green", start, end)
-    print_text(console, "The first row as the model sees it; target tokens are green", shown)
+    shown, how = mark_spans(console, text, spans)
+    print_text(console, f"The first row as the model sees it; target tokens are {how}", shown)
 
 
 def check_context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:

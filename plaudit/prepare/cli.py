@@ -14,7 +14,9 @@ prepare = typer.Typer(help="Prepare data sets and small models for the training 
 
 @prepare.command("tiny-model", epilog=examples("prepare tiny-model"))
 def prepare_tiny_model(
-    rows: Annotated[list[Path], typer.Argument(help="Files of conversations or preference pairs to train the tokenizer on.")],
+    rows: Annotated[
+        list[Path], typer.Argument(help="Files of conversations, prompts or preference pairs to train the tokenizer on.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     kind: Annotated[Literal["llama", "qwen2", "qwen3", "mistral"], typer.Option(help="Architecture.")] = "llama",
     hidden_size: Annotated[int, typer.Option(min=8, help="Width; a multiple of 8.")] = 128,

@@ -4,14 +4,16 @@ The tokenizer is a byte-level BPE trained on the rows' text (it can encode any s
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from plaudit.data.columns import PAIR
-from plaudit.data.conversations import Source, read_conversations
+from plaudit.data.columns import CONVERSATIONS, PAIR, TARGETS, find_column, has_prompt
+from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.pairs import read_pairs
 from plaudit.files import atomic_folder
-from plaudit.types import Conversation
+from plaudit.shipped import find_shipped
+from plaudit.types import Message
 
 Kind = Literal["llama", "qwen2", "qwen3", "mistral"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -27,14 +29,17 @@ def make_tiny_model(
     vocabulary: int = 512,
     seed: int = 0,
 ) -> int:
-    """Write the model folder; return its number of parameters."""
+    """Write the model folder; return its number of parameters. `rows`: of any training stage."""
+    texts = _texts(rows)
+    first = next(texts)  # rows that cannot be read are reported before anything heavy is imported
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
-    tokenizer = _tokenizer(_texts(rows), vocabulary)
+    tokenizer = _tokenizer(chain([first], texts), vocabulary)
     tokens = {
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -64,17 +69,22 @@ def make_tiny_model(
 
 def _texts(rows: Sequence[str | Path]) -> Iterator[str]:
     for path in rows:
-        source = Source(Path(path))
-        for conversation in _conversations(source):
-            yield from (message["content"] for message in conversation.messages)
+        source = Source(find_shipped(Path(path)))
+        for messages in _messages(source):
+            yield from (message["content"] for message in messages)
 
 
-def _conversations(source: Source) -> Iterator[Conversation]:
-    if set(PAIR) <= set(source.rows().columns):
+def _messages(source: Source) -> Iterator[list[Message]]:
+    columns = source.rows().columns
+    if set(PAIR) <= set(columns):
         for _, pair in read_pairs(source):
-            yield from (pair.chosen, pair.rejected)
+            yield from (pair.chosen.messages, pair.rejected.messages)
+    elif has_prompt(columns) and not find_column(columns, (*CONVERSATIONS, *TARGETS)):  # prompts for RL, perhaps with ground truth
+        for prompt in read_prompts(source):
+            truth = prompt.ground_truth
+            yield [*prompt.messages, *([{"role": "assistant", "content": truth}] if isinstance(truth, str) else [])]
     else:
-        yield from (conversation for _, conversation in read_conversations(source))
+        yield from (conversation.messages for _, conversation in read_conversations(source))
 
 
 def _tokenizer(texts: Iterator[str], vocabulary: int):

@@ -32,6 +32,7 @@ from plaudit.redaction import redact
 from plaudit.reward_models.backend import UNAUTHORISED, Usage
 from plaudit.reward_models.rate_limit import RateLimiter
 from plaudit.reward_models.replicas import Replica, Replicas
+from plaudit.turns import turns
 from plaudit.types import Failure
 
 T = TypeVar("T")
@@ -143,6 +144,8 @@ class Connection:
         if self._rejection is not None and time.monotonic() < self._rejected_at + REJECTED_S:
             return self._count_rejected(attempts)
         limit_s = deadline_s or self.limits.call_timeout_s()
+        if (turn := turns()).over:  # a group's long responses would be encoded all at once
+            await turn.take()
         # Unpaired surrogates cannot be encoded: they become '?'.
         data = _ENCODER.encode(body).encode("utf-8", "replace")
         try:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -115,10 +116,10 @@ class LaunchedServer(Backend):
         environment: Mapping[str, str] | None = None,
         stop_s: float = STOP_S,
     ):
-        """`log`: file for the server's output (default: a new temporary file). `program`: the command before its arguments
-        (default: the recipe's vLLM). `environment`: added to this process's."""
+        """`log`: file for the server's output (default: a temporary one, which is kept if the server fails). `program`: the command
+        before its arguments (default: the recipe's vLLM). `environment`: added to this process's."""
         self.model, self.scalar, self._limits, self._stop_s = model, scalar, limits, stop_s
-        self._log = log or Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
+        self._log, self._temporary, self._failed = log, log is None, False
         self._program, self._environment = tuple(program) or vllm_command(model.program), {**os.environ, **(environment or {})}
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
@@ -184,7 +185,12 @@ class LaunchedServer(Backend):
                 error = RecipeError(
                     f"the server for {self.model.path} died right after it started ({self._server.epitaph()}): {error}"
                 )
-            raise RecipeError(f"{error} Its output: {self._log}") from None
+            raise self._failure(str(error)) from None
+
+    def _failure(self, message: str) -> RecipeError:
+        """The error, with where to read more about it."""
+        self._failed = True
+        return RecipeError(f"{message} Its output: {self._log}")
 
     def _port(self) -> int:
         words = [word for argument in self.model.arguments for word in shlex.split(argument.replace("=", " "))]
@@ -203,6 +209,8 @@ class LaunchedServer(Backend):
     async def _start(self) -> None:
         """Start the server and wait until it answers."""
         began = time.monotonic()
+        if self._log is None:
+            self._log = Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         print_line(f"starting a server for {self.model.path} on port {self.port}; its output: {self._log}")
         try:
@@ -219,18 +227,16 @@ class LaunchedServer(Backend):
                 if not server.alive:
                     how = server.epitaph()
                     hint = " Install it, or set program to a vllm installed elsewhere." if "No module named 'vllm'" in how else ""
-                    raise RecipeError(
-                        f"the server for {self.model.path} ended before it was ready ({how}).{hint} Its output: {self._log}"
-                    )
+                    raise self._failure(f"the server for {self.model.path} ended before it was ready ({how}).{hint}")
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with session.get(f"http://{HOST}:{self.port}/health") as response:
                         if response.status == 200:
                             return
                 now = time.monotonic()
                 if now - began > limit:
-                    raise RecipeError(
+                    raise self._failure(
                         f"the server for {self.model.path} was not ready within limits.start_timeout_s, {limit:g} s (its last "
-                        f"line: '{server.last_line()}'). Its output: {self._log}"
+                        f"line: '{server.last_line()}')."
                     )
                 if now - reported > REPORT_EVERY_S:
                     reported = now
@@ -248,6 +254,9 @@ class LaunchedServer(Backend):
             server, self._server = self._server, None
             # Shielded: a cancelled task must not leave a server behind.
             await asyncio.shield(asyncio.to_thread(server.stop, self._stop_s))
+        if self._temporary and self._log is not None and not self._failed:
+            shutil.rmtree(self._log.parent, ignore_errors=True)
+            self._log = None
 
     def info(self) -> ModelInfo:
         assert self._client is not None, "open it first"
@@ -306,9 +315,10 @@ class LaunchedServer(Backend):
         try:
             problem = f"the server for {self.model.path} died ({server.epitaph()})"
             if self._restarts == RESTARTS:
-                raise RecipeError(f"{problem} again after a restart. Its output: {self._log}")
+                raise self._failure(f"{problem} again after a restart.")
             self._restarts += 1
-            print_line(f"{problem}: restarting it", "yellow")
+            self._failed = True
+            print_line(f"{problem}: restarting it; its output: {self._log}", "yellow")
             await asyncio.to_thread(server.stop, 0.0)  # and any children it left
             await self._start()
         except RecipeError as error:

@@ -23,15 +23,15 @@ from plaudit.redaction import redact_all
 from plaudit.reward_models.backend import may_be_retried
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, failed, last_line
-from plaudit.rewards.turns import turns
 from plaudit.rewards.view import see
+from plaudit.turns import turns
 from plaudit.types import DECLINED, LARGEST_REWARD, Failure, Group, Sample, Score
 
 NOT_SCORED = Score(None)
 """The reward does not apply to the sample."""
 GIVEN_UP = "given_up"
-SLICE_SAMPLES = 64
-"""Larger groups are scored in slices of this size by rewards that score each sample alone."""
+SLICE_SAMPLES, SLICE_CHARACTERS = 64, 4 * LONG_TEXT
+"""Larger groups are scored in slices of at most this size (or of one response) by rewards that score each sample alone."""
 ROW_FAULTS = ("no_ground_truth", "no_tokens", "no_field")
 """Causes due to the row, which lacks what the reward needs: they say nothing about the reward."""
 EarlierFailures = Sequence[Score | None]
@@ -151,20 +151,23 @@ class RewardClient:
         scores: dict[str, Score] = {}
         for part in self._slices(group):
             await turns().take()
-            part_names, found = self._lookup_slice(part, self._cache)
+            if any(len(sample.text) > LONG_TEXT for sample in part.samples):
+                part_names = await turns().in_thread(self._keys, part)
+            else:
+                part_names = self._keys(part)
+            found = self._cache.get(part_names)
+            alone = self.reward.scores_alone and not self._by_group
             names += part_names
-            scores |= found
+            scores |= found if alone or len(found) == len(set(part_names)) else {}
         return names, scores
 
-    def _lookup_slice(self, group: Group, cache: ScoreCache) -> tuple[list[str], dict[str, Score]]:
+    def _keys(self, group: Group) -> list[str]:
         self._digest = self._digest or text_digest(reward_digest(self.reward) + "".join(self.live.served_names))
         names = keys(self._digest, group, scores_alone=self.reward.scores_alone)
         if self._by_group:
             of_group = "".join(names)
             names = [text_digest(of_group + name) for name in names]
-        cached = cache.get(names)
-        alone = self.reward.scores_alone and not self._by_group
-        return names, cached if alone or len(cached) == len(set(names)) else {}
+        return names
 
     async def _cached_or_scored(self, group: Group) -> list[Score]:
         if self._cache is None:
@@ -175,7 +178,9 @@ class RewardClient:
         if left:
             rest = subgroup(group, [group.samples[i] for i in left.values()])
             new = dict(zip(left, await self._with_retries(rest, self.live.score, rest_of_group=bool(scores)), strict=True))
-            self._cache.put(new)
+            for part in _parts(rest.samples):
+                await turns().take()
+                self._cache.put({name: new[name] for name in list(left)[part]})
             scores |= new
         return [scores[name] for name in names]
 
@@ -243,10 +248,7 @@ class RewardClient:
     def _slices(self, group: Group) -> list[Group]:
         """The group in slices of `SLICE_SAMPLES`, if a slice gets the scores and the keys that it gets within the group."""
         divisible = self.reward.scores_alone and not self.reward.rounded_together
-        if not divisible or len(group.samples) <= SLICE_SAMPLES:
-            return [group]
-        starts = range(0, len(group.samples), SLICE_SAMPLES)
-        return [dataclasses.replace(group, samples=group.samples[start : start + SLICE_SAMPLES]) for start in starts]
+        return [subgroup(group, group.samples[part]) for part in _parts(group.samples)] if divisible else [group]
 
     async def _checked_call(self, group: Group, work: Work) -> list[Score]:
         """A bug in the reward is a failure of these samples, not the end of the run."""
@@ -257,7 +259,7 @@ class RewardClient:
             shape = [len(scores) for scores in results]
             if shape != [len(group.samples)]:
                 raise TypeError(f"score() returned {shape} scores for one group of {len(group.samples)}")
-            return [_checked(score, sample.text) for score, sample in zip(results[0], group.samples, strict=True)]
+            return [await _checked_in_turn(score, sample.text) for score, sample in zip(results[0], group.samples, strict=True)]
         except Exception as error:
             cause, message = "exception", last_line(error)
             if limit is not None and limit.expired():  # a TimeoutError may also come from the reward itself
@@ -271,6 +273,23 @@ def subgroup(group: Group, samples: Sequence[Sample]) -> Group:
     return group if same else dataclasses.replace(group, samples=tuple(samples))
 
 
+def _parts(samples: Sequence[Sample]) -> list[slice]:
+    """Samples in slices of at most `SLICE_SAMPLES` and `SLICE_CHARACTERS`."""
+    starts, characters = [0], 0
+    for i, sample in enumerate(samples):
+        characters += len(sample.text)
+        if i > starts[-1] and (i - starts[-1] == SLICE_SAMPLES or characters > SLICE_CHARACTERS):
+            starts.append(i)
+            characters = len(sample.text)
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(samples)], strict=True)]
+
+
+async def _checked_in_turn(score: Score, text: str) -> Score:
+    if (turn := turns()).over:
+        await turn.take()
+    return _checked(score, text)
+
+
 def _checked(score: Score, text: str) -> Score:
     """Either a finite value or a failure; finite parts only; and the scored text, if the reward does not set it."""
     if not isinstance(score, Score):
@@ -278,21 +297,20 @@ def _checked(score: Score, text: str) -> Score:
     if score is DECLINED or (score.failure is None and score.view is not None and _is_plain(score)):
         return score
     view = text if score.view is None else score.view
-    if score.parts or score.trace:  # both may hold what a judge wrote, and judges repeat keys
-        try:
-            score = dataclasses.replace(score, parts=redact_all(score.parts), trace=redact_all(score.trace))
-        except RecursionError:
-            return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
+    try:  # both may hold what a judge wrote, and judges repeat keys
+        parts, trace = redact_all(score.parts), redact_all(score.trace)
+    except RecursionError:
+        return failed("bad_result", "what the reward returned besides its value is nested too deeply", text)
     if score.failure is not None:
-        return dataclasses.replace(score, value=None, view=view)
+        return dataclasses.replace(score, value=None, parts=parts, trace=trace, view=view)
     value = math.nan if score.value is None or isinstance(score.value, str) else _as_float(score.value)
     if not abs(value) <= LARGEST_REWARD:
         failure = Failure("not_a_number", f"the value is {score.value!r:.100}")
         if math.isfinite(value):
             failure = Failure("too_large", f"the value is {value:g}; rewards are within ±{LARGEST_REWARD:g}")
-        return dataclasses.replace(score, value=None, failure=failure, view=view)
-    parts = {name: number for name, part in score.parts.items() if abs(number := _as_float(part)) <= LARGEST_REWARD}
-    return dataclasses.replace(score, value=value + 0.0, parts=parts, view=view)  # −0.0 becomes 0.0
+        return dataclasses.replace(score, value=None, failure=failure, parts=parts, trace=trace, view=view)
+    parts = {name: number for name, part in parts.items() if abs(number := _as_float(part)) <= LARGEST_REWARD}
+    return dataclasses.replace(score, value=value + 0.0, parts=parts, trace=trace, view=view)  # −0.0 becomes 0.0
 
 
 def _is_plain(score: Score) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from plaudit.recipe import RewardSettings
-from plaudit.rewards.turns import turns
+from plaudit.turns import turns
 from plaudit.types import Failure, Group, Prompt, Sample, Score
 
 

@@ -12,11 +12,12 @@ Calls to models wait for nothing but the network: whatever computes on the loop 
 """
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -37,7 +38,7 @@ from plaudit.rewards.combine import (
 from plaudit.rewards.device_passes import Passes, next_to_load, ready
 from plaudit.rewards.reward import LiveReward, Reward, build
 from plaudit.rewards.step_counts import StepCounts
-from plaudit.rewards.turns import turns
+from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Score, ScoredGroup
 
 ByReward = list[tuple[Score, ...]]
@@ -221,7 +222,7 @@ class RewardRunner:
             sources = ", ".join(dict.fromkeys(repr(prompt.data_source) for prompt in unmatched[:100]))
             raise RecipeError(
                 f"rewards: for {len(unmatched):,} rows no reward's `when` matches (the first is {unmatched[0].id}; data_source: "
-                f"{sources[:300]}). Add a reward for them, or remove them from the data."
+                f"{sources[:300]}). Add a reward for them (`when: otherwise` is for all the rest), or remove them from the data."
             )
 
     def counts(self) -> dict[str, float]:
@@ -262,13 +263,18 @@ class RewardRunner:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _wait(self, pending: Sequence[Future[Any]], report: Callable[[], None]) -> None:
-        """Until all of them are done, or one has failed."""
-        left = set(pending)
-        while left:
-            done, left = wait(left, timeout=REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
-            if any(future.exception() for future in done):
-                return
+        """Until all of them are done, or one has failed. (`concurrent.futures.wait` visits all of them each time it is called.)"""
+        ended, left = threading.Event(), itertools.count(len(pending) - 1, -1)
+
+        def end_one(future: Future[Any]) -> None:
+            if next(left) == 0 or future.cancelled() or future.exception():
+                ended.set()
+
+        for future in pending:
+            future.add_done_callback(end_one)
+        while pending and not ended.wait(REPORT_EVERY_S):
             report()
+        report()
 
     async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
@@ -345,10 +351,8 @@ class RewardRunner:
     async def _pass(self, one: Passes, groups: Sequence[tuple[Group, ByLabel]], step: StepCounts | None) -> None:
         """One reward's next pass over all groups."""
         client, label = one.client, one.client.reward.label
-        every = [
-            (group, self._selected(client, by_label), failed)
-            for (group, by_label), failed in zip(groups, one.failed, strict=True)
-        ]  # fmt: skip
+        before = zip(groups, one.failed, strict=True)
+        every = [(group, self._selected(client, by_label), failed) for (group, by_label), failed in before]
         if one.is_last:
             scores = await asyncio.gather(*(client.score(*each) for each in every))
             for (group, by_label), of_group in zip(groups, scores, strict=True):
@@ -356,9 +360,7 @@ class RewardRunner:
                 if step is not None:
                     step.count(group, {label: of_group})
         else:
-            one.failed = await asyncio.gather(
-                *(client.prepare(group, wanted, one.phase, failed) for group, wanted, failed in every)
-            )  # fmt: skip
+            one.failed = await asyncio.gather(*(client.prepare(group, wanted, one.phase, past) for group, wanted, past in every))
         one.phase += 1
 
     async def _score_gated(

@@ -145,14 +145,18 @@ def _extract(view: View, text: str) -> str | None:
 def _codeblock(text: str) -> str | None:
     """The content of the only fenced block, if nothing follows it."""
     text = text.rstrip()
+    if text.count(FENCE) != 2:
+        return None
     fences = list(re.finditer(r"^[ \t]*```.*$", text, re.M))
-    if len(fences) != 2 or text.count(FENCE) != 2 or fences[1].group().strip() != FENCE or fences[1].end() != len(text):
+    if len(fences) != 2 or fences[1].group().strip() != FENCE or fences[1].end() != len(text):
         return None
     return text[fences[0].end() : fences[1].start()]
 
 
 def last_boxed(text: str) -> str | None:
     """The content of the last closed \\boxed{…} or \\fbox{…}. One pass: a policy may write any number of boxes."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
     open_braces: list[int | None] = []
     last = None
     for found in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text, re.S):

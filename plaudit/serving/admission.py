@@ -24,8 +24,13 @@ PUBLIC_PATHS = ("/health", "/docs", "/openapi.json")
 """Paths without a token: they expose neither the recipe nor users' data."""
 MAX_BODIES = 16
 """Bodies of the largest size that fit into memory at the same time, those arriving and those in flight each."""
-MAX_JSON_VALUES = 2**19
-"""Commas and brackets of a body: parsing millions of empty lists would block everything for seconds."""
+MAX_JSON_VALUES, MAX_JSON_TEXT = 2**19, 4 * 2**20
+"""Commas and brackets of a body, and bytes of a text in it: parsing millions of empty lists would take seconds, and parsing a text
+blocks everything else."""
+SMALL_BYTES, SMALL_VALUES = 64 * 1024, 512
+"""Requests with at most this many bytes, and commas and brackets, are read on the event loop; larger ones in a thread."""
+IS_SMALL = "plaudit.is_small"
+"""In a request's scope: whether it is such a request."""
 DRAIN_TIMEOUT_S, DRAIN_BYTES = 5.0, 256 * 2**20
 """A rejected body is drained up to these limits: many clients read the response only after sending all of it."""
 CLIENT_CLOSED_REQUEST = 499
@@ -88,7 +93,8 @@ class AdmissionControl:
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         else:
-            body = await self._read_body(headers, receive)
+            values = ValueCounter()
+            body = await self._read_body(headers, receive, values)
             if isinstance(body, bytes):
                 body = self._busy(len(body)) or body
             if isinstance(body, Response):
@@ -97,7 +103,8 @@ class AdmissionControl:
                 metrics.in_flight += 1
                 self._in_flight_bytes += len(body)
                 try:
-                    await self._app(scope, _replay(body, receive), send)
+                    small = len(body) <= SMALL_BYTES and values.count <= SMALL_VALUES
+                    await self._app({**scope, IS_SMALL: small}, _replay(body, receive), send)
                 finally:
                     metrics.in_flight -= 1
                     self._in_flight_bytes -= len(body)
@@ -129,9 +136,9 @@ class AdmissionControl:
         assert self._token is not None
         return hmac.compare_digest(token.strip().encode(), self._token) and scheme.lower() == "bearer"
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes | Response | None:
+    async def _read_body(self, headers: Headers, receive: Receive, values: ValueCounter) -> bytes | Response | None:
         """The complete body, an error response if it is too large or too slow, or None if the client disconnected."""
-        limit, size, values, chunks = self._limits.max_body_bytes, 0, ValueCounter(), []
+        limit, size, chunks = self._limits.max_body_bytes, 0, []
         content_length = headers.get("content-length", "")
         too_large = content_length.isdecimal() and int(content_length[:20]) > limit
         deadline = asyncio.timeout(self._limits.body_timeout_s)
@@ -145,7 +152,7 @@ class AdmissionControl:
                     chunks.append(chunk)
                     size += len(chunk)
                     values.add(chunk)
-                    too_large = size > limit or values.count > MAX_JSON_VALUES
+                    too_large = size > limit or values.count > MAX_JSON_VALUES or values.longest_text > MAX_JSON_TEXT
                     if not message.get("more_body", False):
                         break
                     self._hold(deadline, len(chunk))
@@ -157,9 +164,13 @@ class AdmissionControl:
         if not too_large:
             return b"".join(chunks)
         await _drain(headers, receive)
-        most = f"{limit:,} bytes" if values.count <= MAX_JSON_VALUES else f"{MAX_JSON_VALUES:,} commas and brackets"
-        hint = "" if values.count > MAX_JSON_VALUES else ", or start the service with a larger --max-body-bytes"
-        message = f"the body exceeds {most}; send fewer items per request{hint}"
+        if values.longest_text > MAX_JSON_TEXT:
+            message = f"a text in the body exceeds {MAX_JSON_TEXT:,} bytes"
+        elif values.count > MAX_JSON_VALUES:
+            message = f"the body exceeds {MAX_JSON_VALUES:,} commas and brackets; send fewer items per request"
+        else:
+            hint = "send fewer items per request, or start the service with a larger --max-body-bytes"
+            message = f"the body exceeds {limit:,} bytes; {hint}"
         return error_response(413, "too_large", message, headers={"Connection": "close"})
 
     def _hold(self, deadline: asyncio.Timeout, size: int) -> None:

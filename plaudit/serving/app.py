@@ -1,7 +1,7 @@
 """The HTTP API: its paths, error responses and OpenAPI description (`/docs`, `/openapi.json`)."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -10,22 +10,33 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plaudit import __version__
 from plaudit.data.rollouts import parse_group, with_token_counts
 from plaudit.errors import DataError, did_you_mean
 from plaudit.redaction import redact
 from plaudit.report.progress import print_line
-from plaudit.rewards.reward import last_line
-from plaudit.rewards.turns import turns
-from plaudit.serving.admission import CLIENT_CLOSED_REQUEST, PUBLIC_PATHS, AdmissionControl, Limits, error_response
+from plaudit.rewards.reward import LONG_TEXT, last_line
+from plaudit.serving.admission import CLIENT_CLOSED_REQUEST, IS_SMALL, PUBLIC_PATHS, AdmissionControl, Limits, error_response
 from plaudit.serving.metrics import CONTENT_TYPE
-from plaudit.serving.schemas import Error, Health, Item, Problem, Rewards, ScoreRequest, ScoreResponse, dump, parse
-from plaudit.serving.service import ClientDisconnected, Service, scored_item
-from plaudit.types import Group
+from plaudit.serving.schemas import (
+    Error,
+    Health,
+    InvalidFields,
+    Item,
+    Problem,
+    Rewards,
+    ScoreRequest,
+    ScoreResponse,
+    dump,
+    dump_by_value,
+    parse,
+)
+from plaudit.serving.service import ClientDisconnected, Service, scored_responses
+from plaudit.turns import turns
+from plaudit.types import Failure, Group, ScoredGroup
 
 DESCRIPTION = """A recipe's rewards. `POST /score` responds when all items are scored, `POST /score/stream` line by line.
 
@@ -33,8 +44,10 @@ Every response gets a result: a reward with its parts, or a failure with its cau
 MAX_PROBLEMS = 20
 """Problems listed per request."""
 REFERENCE = "#/components/schemas/{model}"
-SMALL_BYTES, SMALL_VALUES, SMALL_RESPONSES = 64 * 1024, 512, 64
-"""Requests with at most this many bytes, commas and responses are read on the event loop; larger ones in a thread."""
+WRITTEN_AT_ONCE = 64
+"""Responses of an answer; one, if it comes with details."""
+SENT_AT_ONCE = 256 * 1024
+"""Bytes of an answer: what the client has not received yet is moved in memory with every part that is sent."""
 LARGEST_AT_ONCE = 2
 """Requests with the largest number of responses that may be in flight at the same time."""
 ERRORS = {
@@ -56,6 +69,32 @@ class Metrics(Response):
     media_type = "text/plain"
 
 
+class _InParts(Response):
+    """A response that is never in one piece: joining tens of megabytes takes tens of milliseconds."""
+
+    def __init__(self, parts: Sequence[bytes], media_type: str):
+        super().__init__(media_type=media_type, headers={"Content-Length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in _sendable(self._parts):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body"})
+
+
+def _sendable(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same in parts of up to `SENT_AT_ONCE`."""
+    waiting = bytearray()
+    for part in parts:
+        for start in range(0, len(part), SENT_AT_ONCE):
+            if waiting and len(waiting) + len(part) > SENT_AT_ONCE:
+                yield bytes(waiting)
+                waiting.clear()
+            waiting += part[start : start + SENT_AT_ONCE]
+    yield bytes(waiting)
+
+
 class _StrictRequest(Request):
     """A request with strict JSON: no NaN, no numbers beyond a float's range, bounded nesting."""
 
@@ -65,9 +104,9 @@ class _StrictRequest(Request):
         """Parsed and validated here, off the event loop if it is large: FastAPI, which passes it on, would do it on the loop."""
         body, turn = await self.body(), turns()
         await turn.take()
-        if len(body) <= SMALL_BYTES and body.count(b",") <= SMALL_VALUES:
+        if self.scope[IS_SMALL]:
             return _read(body, self.limits)
-        return await turn.in_thread(_read, body, self.limits)
+        return await turn.in_thread(_read, body, self.limits, by_value=True)
 
 
 class _StrictRoute(APIRoute):
@@ -84,9 +123,9 @@ class _StrictRoute(APIRoute):
         return handle_strictly
 
 
-def _read(body: bytes, limits: Limits) -> ScoreRequest:
+def _read(body: bytes, limits: Limits, *, by_value: bool = False) -> ScoreRequest:
     try:
-        value = parse(body)
+        value = parse(body, by_value=by_value)
     except ValueError as problem:
         raise _InvalidRequest([{"where": "body", "message": f"is not valid JSON: {problem}"}]) from None
     items = value.get("items") if isinstance(value, dict) else None
@@ -96,10 +135,9 @@ def _read(body: bytes, limits: Limits) -> ScoreRequest:
         count = sum(len(one) for one in responses if isinstance(one, list))
         _require_at_most(limits.max_responses, count, "responses", "--max-responses")
     try:
-        return ScoreRequest.model_validate(value)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _InvalidRequest([_problem({**one, "loc": ("body", *one["loc"])}) for one in found]) from None
+        return ScoreRequest.validate_items(value, MAX_PROBLEMS)
+    except InvalidFields as invalid:
+        raise _InvalidRequest([_problem({**one, "loc": ("body", *one["loc"])}) for one in invalid.problems]) from None
 
 
 def _require_at_most(limit: int, count: int, what: str, option: str) -> None:
@@ -149,29 +187,30 @@ def make_app(
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Scores of all items, in order, once the last one is scored."""
         require_room(body)
-        groups = await _groups(body, count_tokens)
-        items = [b""] * len(groups)
+        groups = await _groups(body, count_tokens, small=request.scope[IS_SMALL])
+        items: list[list[bytes]] = [[]] * len(groups)
         try:
             async with aclosing(service.score(groups, _wait_for_disconnect(request))) as scored:
                 async for i, outcome in scored:
-                    await turns().take()
-                    items[i] = dump(scored_item(groups[i], outcome, i, body.items[i].id, details=body.details))
+                    items[i] = await _item_json(groups[i], outcome, i, body.items[i].id, details=body.details)
         except ClientDisconnected:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(b'{"items":[' + b",".join(items) + b"]}", media_type="application/json")
+        parts = [part for i, item in enumerate(items) for part in ((b"," if i else b'{"items":['), *item)]
+        return _InParts([*(parts or [b'{"items":[']), b"]}"], media_type="application/json")
 
     @app.post("/score/stream", response_class=JsonLines, responses=_error_responses())
     async def score_stream(body: ScoreRequest, request: Request) -> Response:
         """The same as JSON lines: one ScoredItem per line as soon as it is scored, identified by `index`."""
         require_room(body)
-        groups = await _groups(body, count_tokens)
+        groups = await _groups(body, count_tokens, small=request.scope[IS_SMALL])
 
         async def lines() -> AsyncIterator[bytes]:
             try:
                 async with aclosing(service.score(groups, _wait_for_disconnect(request))) as scored:
                     async for i, outcome in scored:
-                        await turns().take()
-                        yield dump(scored_item(groups[i], outcome, i, body.items[i].id, details=body.details)) + b"\n"
+                        item = await _item_json(groups[i], outcome, i, body.items[i].id, details=body.details)
+                        for part in _sendable([*item, b"\n"]):
+                            yield part
             except ClientDisconnected:
                 return
 
@@ -183,13 +222,12 @@ def make_app(
     return AdmissionControl(app, service, limits, token, [*openapi["paths"], *PUBLIC_PATHS])
 
 
-async def _groups(request: ScoreRequest, count: Callable[[str], int] | None) -> list[Group]:
+async def _groups(request: ScoreRequest, count: Callable[[str], int] | None, *, small: bool) -> list[Group]:
     def make_groups() -> list[Group]:
         return [with_token_counts(_group(item, i), count) for i, item in enumerate(request.items)]
 
     if count is not None:
         return await asyncio.to_thread(make_groups)  # tokenizers leave the interpreter to others
-    small = sum(len(item.responses) for item in request.items) <= SMALL_RESPONSES
     return make_groups() if small else await turns().in_thread(make_groups)
 
 
@@ -199,6 +237,25 @@ def _group(item: Item, index: int) -> Group:
         return parse_group(item.row(), str(index), where)
     except DataError as problem:
         raise _InvalidRequest([{"where": where, "message": str(problem).removeprefix(f"{where}: ")}]) from None
+
+
+async def _item_json(group: Group, outcome: ScoredGroup | Failure, index: int, id: str | None, *, details: bool) -> list[bytes]:
+    """A ScoredItem in parts, written in turns."""
+    turn, count, step = turns(), len(group.samples), 1 if details else WRITTEN_AT_ONCE
+    # With details, each of a response's rewards repeats its text.
+    long = details and any(len(sample.text) > LONG_TEXT for sample in group.samples)
+
+    def write(part: range) -> list[bytes]:
+        responses = scored_responses(outcome, part, details=details)
+        return dump_by_value(responses[0]) if long else [dump(responses)[1:-1]]
+
+    written = [b'{"index":%d,"id":%b,"responses":[' % (index, dump(id))]
+    for start in range(0, count, step):
+        if turn.over:
+            await turn.take()
+        part = range(start, min(start + step, count))
+        written += ([b","] if start else []) + (await turn.in_thread(write, part) if long else write(part))
+    return [*written, b"]}"]
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -1,4 +1,5 @@
-"""How many values a JSON body has, counted while it arrives: each may take far more time and memory to parse than its bytes."""
+"""How many values a JSON body has, and how long its texts are, counted while it arrives: a value may take far more time and memory
+to parse than its bytes, and a text is parsed in a single call."""
 
 import re
 
@@ -12,6 +13,9 @@ class ValueCounter:
 
     def __init__(self) -> None:
         self.count = 0
+        self.longest_text = 0
+        """Bytes of the longest text of several chunks, without those in its first."""
+        self._text_bytes = 0
         self._in_string = self._escaped = False
         """At the end of the last chunk: within a string; right after a backslash."""
 
@@ -22,12 +26,14 @@ class ValueCounter:
         self._escaped = False
         if self._in_string:
             end = _REST_OF_STRING.match(chunk, start).end()  # pyright: ignore[reportOptionalMemberAccess] (it matches nothing, too)
+            self._text_bytes += end
+            self.longest_text = max(self.longest_text, self._text_bytes)
             if end == len(chunk) or chunk[end] == ord("\\"):
                 self._escaped = end < len(chunk)
                 return
             start, self._in_string = end + 1, False
         outside = _STRING.sub(rb"\1", chunk[start:])
         if outside.endswith(b'"'):
-            self._in_string = True
+            self._in_string, self._text_bytes = True, 0
             self._escaped = (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 == 1
         self.count += outside.count(b",") + outside.count(b"[") + outside.count(b"{")

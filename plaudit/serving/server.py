@@ -12,6 +12,7 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -35,6 +36,12 @@ from plaudit.serving.service import Service
 SIGNAL_POLL_S = 0.1
 WAITING_CONNECTIONS = 2048
 """Connections that the system keeps until they are accepted."""
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread that computes may keep the event loop waiting for the interpreter lock: several times in a request. Python's
+default is 5 ms."""
+COLLECT_EVERY_S, COLLECT_AT_LAST_S = 2.0, 300.0
+COLLECTIONS_BEFORE_FULL, QUIET_RESPONSES = 50, 1024
+"""Garbage collections of younger objects before a full one, and responses in flight during it."""
 SEND_TIMEOUT_S = 5.0
 """Time after the grace period for sending the responses of aborted requests."""
 
@@ -69,6 +76,7 @@ class _Server(uvicorn.Server):
 
 def serve(job: ServeJob) -> None:
     """Serve until SIGTERM or SIGINT."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     runner = RewardRunner(job.rewards, cache=job.cache, tolerant=True)
     with _listening(job.host, job.port) as listener, _signals() as stop:
         runner.start()
@@ -107,7 +115,8 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
         await asyncio.wait({opening, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             opening.result()  # raises if a reward could not be opened
-            _collect_rarely()
+            collecting = asyncio.create_task(_collect_when_quiet(service))
+            stopped.add_done_callback(lambda _: collecting.cancel())
             print_line(f"serve: ready after {time.monotonic() - start:.1f} s; API documentation: {address}/docs")
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         in_flight = service.metrics.in_flight
@@ -123,12 +132,21 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
     return service.metrics
 
 
-def _collect_rarely() -> None:
-    """A full collection stops everything while it traverses all objects: for a tenth of a second, if tens of thousands of responses
-    are in flight. So it leaves out what is there from the start, and happens a tenth as often as by default."""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, 10 * old)
+async def _collect_when_quiet(service: Service) -> None:
+    """A full garbage collection stops everything while it traverses all objects: for a tenth of a second, if tens of thousands of
+    responses are in flight. So it leaves out what is there from the start, and waits until few are in flight; not for ever,
+    because requests leave some reference cycles behind."""
     gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 2**30)
+    due_s = 0.0
+    while True:
+        await asyncio.sleep(COLLECT_EVERY_S)
+        if gc.get_count()[2] >= COLLECTIONS_BEFORE_FULL:
+            due_s += COLLECT_EVERY_S
+            if service.responses_in_flight <= QUIET_RESPONSES or due_s >= COLLECT_AT_LAST_S:
+                gc.collect()
+                due_s = 0.0
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 The HTTP server runs on the rewards' event loop: on a separate thread, much of the time went into waking up the other one. So that
 `/health` and small requests never wait long, requests take turns: the groups of a large one start as far as time is left in an
-iteration of the loop (`plaudit/rewards/turns.py`). Every group gets a result: scores, or a failure with its cause.
+iteration of the loop (`plaudit/turns.py`). Every group gets a result: scores, or a failure with its cause.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from plaudit.redaction import redact
 from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.reward import last_line
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rewards.turns import turns
-from plaudit.scoring import result_of, reward_scores
+from plaudit.scoring import result_of_sample, reward_scores
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.schemas import finite_only, to_jsonable
+from plaudit.turns import turns
 from plaudit.types import Failure, Group, Score, ScoredGroup
 
 Arrival = int | Failure | None
@@ -160,21 +160,23 @@ def _redacted(value: Any) -> Any:
 # Responses -----------------------------------------------------------------------------------------------------------
 
 
-def scored_item(group: Group, outcome: ScoredGroup | Failure, index: int, id: str | None, *, details: bool) -> dict[str, Any]:
-    """A group's scores as a ScoredItem: for each response, the columns that `plaudit score` writes."""
+def scored_responses(outcome: ScoredGroup | Failure, part: range, *, details: bool) -> list[dict[str, Any]]:
+    """Some of a group's scores as ScoredResponses: the columns that `plaudit score` writes."""
     if isinstance(outcome, Failure):
         failure = {"reward": None, "cause": outcome.cause, "message": redact(outcome.message)}
         unscored = {"reward": None, "parts": {}, "malformed": False, "failure": failure, "by_reward": {} if details else None}
-        return {"index": index, "id": id, "responses": [unscored] * len(group.samples)}
-    columns = result_of(outcome, many=True)
-    del columns["view"]  # returned per reward with `details`: it mostly repeats the request
-    responses = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    for i, response in enumerate(responses):
-        response["parts"] = finite_only(response["parts"])
-        if response["failure"] is not None:
-            response["failure"]["message"] = redact(response["failure"]["message"])
-        response["by_reward"] = _jsonable(reward_scores(outcome, i)) if details else None
-    return {"index": index, "id": id, "responses": responses}
+        return [unscored] * len(part)
+    return [_scored_response(outcome, i, details=details) for i in part]
+
+
+def _scored_response(scored: ScoredGroup, i: int, *, details: bool) -> dict[str, Any]:
+    response = result_of_sample(scored, i)
+    del response["view"]  # returned per reward with `details`: it mostly repeats the request
+    response["parts"] = finite_only(response["parts"])
+    if response["failure"] is not None:
+        response["failure"]["message"] = redact(response["failure"]["message"])
+    response["by_reward"] = _jsonable(reward_scores(scored, i)) if details else None
+    return response
 
 
 def _jsonable(by_reward: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

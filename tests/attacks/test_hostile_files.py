@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from plaudit.config import load
-from plaudit.data.rendering import OutOfBounds, render_chat
+from plaudit.data.bounded_jinja import OutOfBounds
+from plaudit.data.rendering import render_chat
 from plaudit.data.templates import RENDER_ERRORS, load_tokenizer
 from plaudit.errors import RecipeError
 from plaudit.recipe_file import MAX_BYTES, MAX_VALUES
+from plaudit.rewards.judges.templates import JudgeTemplate, Unrenderable
+from plaudit.types import Prompt
 from support.damage import DAMAGES
 from support.recipes import exact_metrics, rl_recipe, sft_recipe, write_recipe
 
@@ -135,6 +138,17 @@ def test_a_template_is_rendered_within_bounds(tiny_model, kind):
     assert isinstance(caught.value, RENDER_ERRORS)
     if isinstance(caught.value, OutOfBounds):
         assert str(tiny_model) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.grid(24)
+def test_a_judges_template_is_rendered_within_bounds(tmp_path, kind):
+    file = tmp_path / "judge.jinja"
+    file.write_text(TEMPLATES[kind].replace("messages", "prompt"))
+    prompt = Prompt("p", [{"role": "user", "content": "a secret"}])
+    with pytest.raises((Unrenderable, RecipeError)) as caught:
+        JudgeTemplate(file, (), "reward 'judge'").render(prompt, {})
+    assert "judge.jinja" in str(caught.value)
 
 
 @pytest.mark.parametrize(

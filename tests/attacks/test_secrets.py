@@ -92,6 +92,20 @@ def test_what_people_look_at_has_no_key(key):
     }
 
 
+def test_the_environment_is_read_as_it_is_now(monkeypatch):
+    """A key that appears, changes or gets another name between two texts is redacted all the same, and a former one is text."""
+    first, second = "first-8f2e91c4", "second-71b0d3aa"
+    text = f"{first} {second}"
+    assert redact(text) == text
+    monkeypatch.setenv("SOME_API_KEY", first)
+    assert redact(text) == f"$SOME_API_KEY {second}"
+    monkeypatch.setenv("SOME_API_KEY", second)
+    assert redact(text) == f"{first} $SOME_API_KEY"
+    monkeypatch.delenv("SOME_API_KEY")
+    monkeypatch.setenv("OTHER_API_KEY", first)  # as many variables as before
+    assert redact_all([text, ""]) == [f"$OTHER_API_KEY {second}", ""]
+
+
 keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Z"]), min_size=12, max_size=40)
 
 

@@ -78,6 +78,42 @@ def test_requests_are_answered_while_a_large_one_is_scored(served):
         large.join()
 
 
+def test_requests_are_answered_while_a_large_one_is_parsed(served):
+    fields = {str(i): i for i in range(60_000)}
+    items, before = [{"responses": ["a"], "extra_info": fields}] * 8, served.metric("plaudit_samples_total")
+    seen_meanwhile, others = threading.Event(), 0
+
+    def request() -> None:
+        while not seen_meanwhile.is_set():
+            assert served.request("/score", {"items": items}).status == 200
+
+    def answered_meanwhile() -> bool:
+        """Whether a small request was scored while none of the large one's items were."""
+        nonlocal others
+        begun, parsed = served.metric("plaudit_in_flight") == 1, served.metric("plaudit_samples_total")
+        assert scores(served) == [1.0, 0.0]
+        others += 2
+        return begun and served.metric("plaudit_in_flight") == 1 and served.metric("plaudit_samples_total") == parsed + 2
+
+    large = threading.Thread(target=request)
+    large.start()
+    try:
+        served.wait_until(answered_meanwhile, 200)
+    finally:
+        seen_meanwhile.set()
+        large.join()
+    assert (served.metric("plaudit_samples_total") - before - others) % len(items) == 0
+
+
+def test_long_answer_arrives_complete(served):
+    texts = [letter * 300_000 for letter in "abc"]
+    request = {"items": [{"responses": texts, "ground_truth": texts[1]}], "details": True}
+    [item] = served.request("/score", request).json["items"]
+    assert [response["by_reward"]["exact"]["view"] for response in item["responses"]] == texts
+    assert [response["by_reward"]["exact"]["value"] for response in item["responses"]] == [0.0, 1.0, 0.0]
+    assert json.loads(served.request("/score/stream", request).body) == item
+
+
 def test_large_item_is_scored_like_small_ones(served):
     texts = [str(i % 7) for i in range(1000)]
     [large] = served.score({"responses": texts, "ground_truth": "4"}, details=True)
@@ -93,6 +129,8 @@ def test_large_item_is_scored_like_small_ones(served):
         ([{"responses": ["a"] * 1024}] * 17, 422, "17,408 responses exceed the limit of 16,384"),
         ([{"responses": ["a"], "extra_info": {"lists": [[]] * 300_000}}], 413, "524,288 commas and brackets"),
         ([{"responses": ["a" * (2**20 + 1)]}], 422, "at most 1048576 characters"),
+        ([{"responses": ["a"], "extra_info": {"text": '"' * 2_500_000}}], 413, "a text in the body exceeds 4,194,304 bytes"),
+        ([{"responses": ["a"], "extra_info": {"lists": [[]] * 70_000}}], 422, "at most 65536 values"),
     ],
 )
 def test_requests_with_too_many_values_are_rejected(served, items, status, message):

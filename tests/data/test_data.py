@@ -231,6 +231,21 @@ def test_schemas_are_recognised_by_their_columns(tmp_path, write, row, expected)
     assert turns(path) == [expected]
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_file_may_mix_schemas(tmp_path, write):
+    rows = [
+        {"instruction": "hi", "output": "ho"},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+        {"question": "hi", "answer": "ho"},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "answer": "7"},
+    ]
+    if write is write_parquet:  # a table has all columns in each row
+        names = dict.fromkeys(name for row in rows for name in row)
+        rows = [{name: row.get(name) for name in names} for row in rows]
+    path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), rows)
+    assert turns(path) == [HI_HO] * 4
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -238,6 +238,18 @@ def test_a_start_leaves_the_folder_of_another_that_has_not_locked_it_yet(rows_fi
     assert LINES == []
 
 
+@pytest.mark.parametrize("files", [[], ["unlocked"]], ids=["empty", "not locked"])
+def test_what_was_left_before_it_was_locked_is_removed_by_a_later_start(rows_file, tokenise, cache, files):
+    for name in (".old.1", ".new.1", ".notes"):
+        (cache.folder / name).mkdir(parents=True)
+        for file in [*files, *(["mine.txt"] if name == ".notes" else [])]:
+            (cache.folder / name / file).touch()
+    for name in (".old.1", ".notes"):
+        os.utime(cache.folder / name, (0, 0))
+    load(rows_file, tokenise, cache=cache)
+    assert {path.name for path in cache.folder.glob(".*")} == {".new.1", ".notes"}
+
+
 def test_a_wrong_row_leaves_nothing(tmp_path, tokenise, cache):
     file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1", "response": "2"}, {"prompt": "1", "response": ""}])
     with pytest.raises(DataError, match="row 2"):

@@ -308,7 +308,10 @@ def test_keys_are_never_printed(doctor, tmp_path, monkeypatch):
         assert code == 0
         server.fault_for_all = "401"
         _, findings, more = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
-        assert findings_for(findings, "reward")[-1][0] == "✗"
+        mark, text = findings_for(findings, "reward")[-1]
+        assert (mark, text.startswith(f"judge: {server.url}/v1/")) == ("✗", True), text
+        assert "HTTP 401" in text
+        assert "resume" not in text
         monkeypatch.setenv("JUDGE_API_KEY", "another-very-secret-key")
         _, _, third = doctor(judge_reward(server.url, tmp_path / "t.jinja", model={"credential": "JUDGE_API_KEY"}))
         assert "The key in JUDGE_API_KEY is not accepted: set that" in third

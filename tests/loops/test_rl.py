@@ -1213,6 +1213,17 @@ def test_an_unusable_reward_gives_a_one_line_error(tmp_path, recipe, plaudit, bo
     assert "Traceback" not in err
 
 
+def test_doctor_counts_rows_that_no_reward_matches(tmp_path, recipe, plaudit):
+    rows = [{"prompt": "p", "ground_truth": "4", "data_source": source} for source in ("sums", "prose", "prose", "code")]
+    prompts = write_jsonl(tmp_path / "rows.jsonl", rows)
+    code, out, _ = plaudit("doctor", recipe(reward={"kind": "exact", "when": {"data_source": "sums"}}, prompts=prompts))
+    assert code == 1
+    assert (
+        "no reward's `when` matches 3 of 4 prompts (by data_source: 'prose': 2, 'code': 1). Add a reward for them; `when: oth"
+        in out
+    )
+
+
 def test_doctor_reports_problems_before_training(tmp_path, recipe, plaudit, monkeypatch, tiny_model):
     code, out, _ = plaudit("doctor", recipe())
     assert code == 0

@@ -160,6 +160,8 @@ def test_verbs_accept_an_adapter(tiny_model, plaudit, tmp_path, prompts_file, re
     tree["model"]["lora"] = {"rank": 2, "merge_on_save": False}
     first = train_sft(write_recipe(tmp_path / "sft.yaml", tree))
     assert (first / "adapter_config.json").exists()
+    _, out, _ = plaudit("sft", tmp_path / "sft.yaml")  # finished: it only says where the results are
+    assert out.splitlines()[-1] == f"merge it with: plaudit merge {first} --out FOLDER"
 
     sampling = ["--out", tmp_path / "out.jsonl", "--max-prompts", 2, "--max-new-tokens", 4]
     code, _, err = plaudit("sample", first, prompts_file, *sampling)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -39,7 +40,7 @@ with open(get("--starts", os.devnull), "a") as file:
 if has("--stubborn"): signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("loading the weights", flush=True)
 time.sleep(float(get("--takes", 0)))
-if has("--broken"): sys.exit("ValueError: no such model")
+if has("--broken"): sys.exit("ValueError: " + get("--says", "no such model"))
 calls = 0
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -93,6 +94,32 @@ def test_a_server_is_started_used_and_stopped(program, capsys):
     assert "starting a server for models/judge on port" in output
     assert "is ready after" in output
     assert (program.parent / "server.log").read_text() == "loading the weights\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--broken",), ("--dies-after 0",)], ids=["used", "broken", "dying"])
+def test_a_temporary_log_is_kept_for_failures_only(program, tmp_path, monkeypatch, arguments):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    model = launched(program, *arguments).model
+    message = ""
+    try:
+        answers = generate(LaunchedServer(model, program=[sys.executable, str(program)]), "a")
+        message = answers[0].failure.message if answers[0].failure else ""
+    except RecipeError as error:
+        message = str(error)
+    logs = list((tmp_path / "temporary").rglob("*.log"))
+    assert len(logs) == bool(arguments)
+    assert all(str(log) in message and "loading the weights" in log.read_text() for log in logs)
+    assert bool(list((tmp_path / "temporary").iterdir())) == bool(arguments)
+
+
+def test_keys_in_a_servers_last_line_are_not_shown(program, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "a1b2c3d4e5f6g7h8")
+    server = launched(program, "--broken", "--says a1b2c3d4e5f6g7h8")
+    with pytest.raises(RecipeError, match="ended before it was ready") as caught:
+        generate(server, "a")
+    assert "$JUDGE_API_KEY" in str(caught.value)
+    assert "a1b2c3d4" not in str(caught.value)
 
 
 def test_user_arguments_are_passed_on_and_take_precedence(program):

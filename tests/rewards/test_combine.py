@@ -164,7 +164,10 @@ def test_rows_that_match_no_reward_have_no_value_and_training_rejects_them():
     assert values(got) == [None]
     assert got.scores[0].failure is not None
     assert got.scores[0].failure.cause == "no_reward"
-    with RewardRunner(rewards) as runner, pytest.raises(RecipeError, match=r"for 1 rows no reward's `when` matches .*'poetry'"):
+    with (
+        RewardRunner(rewards) as runner,
+        pytest.raises(RecipeError, match=r"for 1 rows no reward's `when` matches .*'poetry'.*`when: otherwise`"),
+    ):
         runner.require_rewards([group("4", data_source="math").prompt, group("4", data_source="poetry").prompt])
 
 

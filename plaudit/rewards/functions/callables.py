@@ -35,8 +35,13 @@ SCORES = {"solution_str": "sample", "responses": "group", "completions": "trl", 
 MAX_SAVED_BYTES = 64 << 20
 
 
-def reward_entries(rewards: Iterable[Any]) -> list[Any]:
-    """A list of rewards from Python as under `rewards:` in a recipe. Functions become entries; `path` may be an InputFile."""
+def reward_entries(rewards: Any) -> Any:
+    """Rewards from Python, or a single one, as under `rewards:` in a recipe. Functions become entries; `path` may be an InputFile.
+    Anything else is returned as it is: checking the recipe reports it."""
+    if callable(rewards) or isinstance(rewards, Mapping | RewardSettings):
+        rewards = [rewards]
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        return rewards
     entries: list[Any] = []
     for reward in rewards:
         if isinstance(reward, RewardSettings):

@@ -125,7 +125,7 @@ class LiveCritiqueThenScore(LiveJudgeReward[CritiqueThenScore]):
         self._critiques.clear()
 
     async def _criticise(self, group: Group) -> list[Reply[str]]:
-        questions = [self.build_request(group.prompt, response=sample.text) for sample in group.samples]
+        questions = [await self.build_request(group.prompt, response=sample.text) for sample in group.samples]
         # A truncated critique is still a critique.
         return await self.query(questions, lambda _, text: text, complete=False)
 

@@ -113,7 +113,7 @@ class LiveGroupJudge(LiveJudgeReward[GroupJudge]):
             return [unjudged(self.settings.not_judged, sample.text) for sample in group.samples]
         calls = [call for vote in range(self.settings.votes) for call in self.settings.calls(candidates, vote)]
         try:
-            questions = [self._question(group.prompt, call) for call in calls]
+            questions = [await self._question(group.prompt, call) for call in calls]
         except Unrenderable as error:
             return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
         replies = await self.query(questions, lambda i, text: self._read(text, len(calls[i].shown)))
@@ -127,10 +127,10 @@ class LiveGroupJudge(LiveJudgeReward[GroupJudge]):
             scores |= dict.fromkeys(candidate.samples, score)
         return [scores[i] for i in range(len(group.samples))]
 
-    def _question(self, prompt: Prompt, call: Call) -> GenerationRequest:
+    async def _question(self, prompt: Prompt, call: Call) -> GenerationRequest:
         shown = [{"letter": letter, "text": candidate.text} for letter, candidate in zip(LETTERS, call.shown, strict=False)]
         own = {"answer": self.settings.answer, "lowest": self.settings.lowest, "highest": self.settings.highest}
-        return self.build_request(prompt, call.vote, candidates=shown, **own)
+        return await self.build_request(prompt, call.vote, candidates=shown, **own)
 
     def _read(self, text: str, count: int) -> dict[str, float] | None:
         scores = read_letters(text, LETTERS[:count], self.settings.answer)

@@ -154,8 +154,8 @@ class LiveJudge(LiveJudgeReward[Judge]):
         read = self.settings.reader()
         return await self.score_each(groups, range(self.settings.votes), self._question, lambda _, text: read(text), self._score)
 
-    def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
-        return self.build_request(prompt, vote, **self.settings.template_variables(sample.text))
+    async def _question(self, prompt: Prompt, sample: Sample, vote: int) -> GenerationRequest:
+        return await self.build_request(prompt, vote, **self.settings.template_variables(sample.text))
 
     def _score(self, replies: Sequence[Reply[Found]], view: str) -> Score:
         found = [reply.value for reply in replies if reply.value is not None]

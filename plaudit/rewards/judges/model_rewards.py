@@ -8,7 +8,7 @@ The sampling noise is keyed by the prompt: the same prompt gets the same answer,
 scored at the same time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -25,6 +25,7 @@ from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import strip_thoughts
 from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate, Unrenderable, quoted_strings
 from plaudit.rewards.reward import LiveReward, Loadable, Reward
+from plaudit.turns import turns
 from plaudit.types import Failure, Group, Message, Prompt, Sample, Score
 
 MAX_TRACE_CHARS = 4000
@@ -211,9 +212,11 @@ class LiveJudgeReward(LiveModelReward[J]):
         self._template = JudgeTemplate(self.settings.template_file, self.settings.variables, f"reward '{self.settings.label}'")
         await super().open()
 
-    def build_request(self, prompt: Prompt, vote: int = 0, **variables: Any) -> GenerationRequest:
+    async def build_request(self, prompt: Prompt, vote: int = 0, **variables: Any) -> GenerationRequest:
         """The rendered prompt. Raises Unrenderable if the row lacks something the template needs."""
         assert self._template is not None, "a reward is opened before it scores"
+        if (turn := turns()).over:
+            await turn.take()
         text = self._template.render(prompt, variables)
         system: list[Message] = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         key = text_digest(f"{self.settings.sampling.seed}/{vote}/{self.settings.system}/{text}")
@@ -232,6 +235,7 @@ class LiveJudgeReward(LiveModelReward[J]):
         self, requests: Sequence[GenerationRequest], parse: Callable[[int, str], T | None], *, complete: bool = True
     ) -> list[Reply[T]]:
         """A reply to each request; `parse(i, answer)` parses the i-th answer. `complete`: truncated answers are not parsed."""
+        turn = turns()
         replies: list[Reply[T]] = [Reply(prompt_text(request)) for request in requests]
         left = list(range(len(requests)))
         for attempt in range(self.settings.limits.unreadable_retries + 1):
@@ -240,6 +244,8 @@ class LiveJudgeReward(LiveModelReward[J]):
             batch = [replace(requests[i], key=f"{requests[i].key}/{attempt}") for i in left]
             answers = await self.backend.generate(batch, sampling_params(self.settings.sampling, self.settings.limits, attempt))
             for i, answer in zip(left, answers, strict=True):
+                if turn.over:
+                    await turn.take()
                 replies[i] = self._reply(replies[i], answer, lambda text, i=i: parse(i, text), complete=complete)
             left = [i for i in left if may_be_retried(replies[i].failure)]
         return replies
@@ -248,7 +254,7 @@ class LiveJudgeReward(LiveModelReward[J]):
         self,
         groups: Sequence[Group],
         items: Sequence[Item],
-        request: Callable[[Prompt, Sample, Item], GenerationRequest],
+        request: Callable[[Prompt, Sample, Item], Awaitable[GenerationRequest]],
         parse: Callable[[Item, str], T | None],
         score: Callable[[list[Reply[T]], str], Score],
     ) -> list[list[Score]]:
@@ -258,7 +264,7 @@ class LiveJudgeReward(LiveModelReward[J]):
         for g, group in enumerate(groups):
             for s, sample in enumerate(group.samples):
                 try:
-                    requests += [request(group.prompt, sample, item) for item in items]
+                    requests += [await request(group.prompt, sample, item) for item in items]
                     rendered.append((g, s))
                 except Unrenderable as error:
                     scores[g, s] = Score(None, failure=error.failure, view=sample.text)

@@ -85,7 +85,7 @@ class LivePairwiseJudge(LiveJudgeReward[PairwiseJudge]):
         shown = [order for x, y in pairs for order in ([(x, y), (y, x)] if self.settings.both_orders else [(x, y)])]
         ties = self.settings.ties
         questions = [
-            self.build_request(group.prompt, first=candidates[x].text, second=candidates[y].text, ties=ties) for x, y in shown
+            await self.build_request(group.prompt, first=candidates[x].text, second=candidates[y].text, ties=ties) for x, y in shown
         ]
         choices = [choice for choice in POINTS if ties or choice != "tie"]
         replies = await self.query(questions, lambda _, text: read_choice(text, choices))

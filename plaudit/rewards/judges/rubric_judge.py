@@ -76,10 +76,10 @@ class LiveRubricJudge(LiveJudgeReward[RubricJudge]):
             groups, self._criteria_per_call, self._question, lambda some, text: self._read(text, some), self._score
         )
 
-    def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> GenerationRequest:
+    async def _question(self, prompt: Prompt, sample: Sample, criteria: Sequence[Criterion]) -> GenerationRequest:
         shown: list[dict[str, Any]] = [{"name": one.name, "description": one.description, "weight": one.weight} for one in criteria]
         own = {"answer": self.settings.answer, "lowest": self.settings.lowest, "highest": self.settings.highest}
-        return self.build_request(prompt, response=sample.text, criteria=shown, **own)
+        return await self.build_request(prompt, response=sample.text, criteria=shown, **own)
 
     def _read(self, text: str, criteria: Sequence[Criterion]) -> dict[str, float] | None:
         scores = read_criteria(text, [criterion.name for criterion in criteria], self.settings.answer, self.settings.highest)

@@ -1,7 +1,8 @@
 """A judge's prompt: the user's or a built-in Jinja2 template (`prompts/`), rendered for one sample or one group.
 
 A variable that the kind does not provide is an error when the reward is opened, before anything is scored. A value that a row lacks
-(its ground truth, a field of extra_info) fails that row's samples. Templates can test for it with `is defined`.
+(its ground truth, a field of extra_info) fails that row's samples. Templates can test for it with `is defined`. Loops and output
+have bounds (`plaudit/data/bounded_jinja.py`): no row makes a template compute for ever.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -30,23 +31,24 @@ class JudgeTemplate:
 
     def __init__(self, file: Path, variables: Collection[str], where: str):
         import jinja2.meta
-        import jinja2.sandbox
+
+        from plaudit.data.bounded_jinja import BoundedEnvironment, OutOfBounds
 
         self.file = file
         if not file.is_file():
             problem = "is a folder" if file.is_dir() else f"does not exist.{nearest_path(file)}"
             raise RecipeError(f"{where}: template: {file} {problem}")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_format_value
-        )
+        environment = BoundedEnvironment(undefined=jinja2.StrictUndefined, finalize=_format_value)
         try:
             text = file.read_text(encoding="utf-8")
             named = jinja2.meta.find_undeclared_variables(environment.parse(text))
-            self._template = environment.from_string(text)
+            self._template = environment.compile_template(text)
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{where}: template: {file} cannot be read: {error}") from None
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(f"{where}: template: {file}:{error.lineno}: {error.message}") from None
+        except OutOfBounds as error:
+            raise RecipeError(f"{where}: template: {file} is out of bounds: {error}") from None
         known = sorted({*variables, *ROW_VARIABLES})
         unknown = sorted(named - set(known) - set(environment.globals))
         if unknown:
@@ -57,9 +59,14 @@ class JudgeTemplate:
         """The text for this row, with every string of the row and of the responses as `quote` returns it. Raises Unrenderable."""
         import jinja2
 
+        from plaudit.data.bounded_jinja import OutOfBounds, render
+
         try:
             values = {**_row(prompt), **variables}
-            return self._template.render(values if quote is None else map_strings(values, quote))
+            return render(self._template, values if quote is None else map_strings(values, quote))
+        except OutOfBounds as error:
+            message = f"row {prompt.id}: {self.file.name} is out of bounds: {error}"
+            raise Unrenderable(Failure("out_of_bounds", message[:500])) from None
         except jinja2.UndefinedError as error:
             cause = "no_ground_truth" if "ground_truth" in str(error) else "no_field"
             missing = str(error).replace("'dict object' has no attribute", "no field")

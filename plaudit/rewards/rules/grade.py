@@ -6,6 +6,8 @@ s is the text after the last `Total Score`, without `:`, `[`, `points`, `point`,
 a number, the reward is 0 and the answer malformed. Differs from the original: the same holds if s is negative or not finite (there,
 `-100` scores 81 to 100), if `Total Score` is missing (there, s is the whole answer), and if s is not in ASCII digits (there,
 `1_0` and the digits of every script are numbers too).
+
+The judge that uses the model (`parser: total_score`) also reads the scale behind the `/`: both agree on scores out of 10 only.
 """
 
 import math
@@ -41,8 +43,10 @@ class Grade(Rule):
 def read_total(text: str) -> float | None:
     """The total score stated in an answer, if finite and not negative; else None."""
     _, heading, behind = text.rpartition(HEADING)
+    if not heading:
+        return None
     number = _DECORATION.sub("", behind.partition("/")[0]).strip()
-    if not heading or len(number) > 100 or not _NUMBER.fullmatch(number):
+    if len(number) > 100 or not _NUMBER.fullmatch(number):
         return None
     total = float(number)
     return total if math.isfinite(total) and total >= 0 else None

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, model_validator
 
 from plaudit.rewards.reward import Rule, failed
+from plaudit.rewards.rules.words import split_words
 from plaudit.types import Prompt, Sample, Score
 
 
@@ -45,7 +46,7 @@ class Length(Rule):
             case "tokens":
                 return sample.num_tokens
             case "words":
-                return len(sample.text.split())
+                return len(split_words(sample.text))
             case "characters":
                 return len(sample.text)
 

@@ -1,8 +1,9 @@
 r"""Mathematical equivalence: 1 if the answer equals the reference, else 0. No answer found: 0, malformed.
 
-The answer is the content of the last `\boxed{}`, else the text after the last 'the answer is', 'Answer:' or `####`, else the last
-line or the last formula in it. Most answers are decided here, as text or as exact numbers; the others are compared in worker
-processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wrong answer is worse than missing a right one.
+The answer is the content of the last `\boxed{}` (`maths/boxes.py`), else the text after the last 'the answer is', 'Answer:' or
+`####`, else the last line or the last formula in it. Most answers are decided here, as text or as exact numbers; the others are
+compared in worker processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wrong answer is worse than missing
+a right one.
 
     reference           right                                     wrong
     1/3                 2/6, \frac13, 0.\overline{3}              0.33, 0.333333 (unless `tolerance`)
@@ -20,7 +21,9 @@ processes (`maths/worker.py`). When in doubt, an answer is wrong: rewarding a wr
     1, 3                Maximum: 3, Minimum: 1 (unless `strict`)  Maximum: 1, Minimum: 3
     (1, 2)              (x, y) = (1, 2), x = 1, y = 2             (2, 1), [1, 2], 1, 2
     (0, 2)              0 < x < 2                                 0 \le x < 2
-    A                   (A), A. 5 cm                              B, a, A or B
+    A                   (A), A. 5 cm, Option A                    B, a, A or B
+    60 km/h             60, 60 kmph, 60km/h                       60 mph
+    P(1 + r)            P + Pr                                    P + r
     Team A              team A                                    team
     Possible            possible.                                 Yes, -Possible
 
@@ -46,6 +49,7 @@ from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
 from plaudit.seeding import stable_seed
+from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Sample, Score
 
 LONGEST_ANSWER = 1000
@@ -101,12 +105,19 @@ class LiveMath(LiveReward[Math]):
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         comparisons: Comparisons = {}  # samples of a group often agree: each answer is compared once
-        judged = [[self._judge(group.prompt, sample, comparisons) for sample in group.samples] for group in groups]
+        judged = [[await self._judge_in_turn(group.prompt, sample, comparisons) for sample in group.samples] for group in groups]
         await asyncio.gather(*comparisons.values())
         return [
             [one if isinstance(one, Score) else _as_score([each.result() for each in one], sample.text) for one, sample in pairs]
             for pairs in (zip(row, group.samples, strict=True) for row, group in zip(judged, groups, strict=True))
         ]
+
+    async def _judge_in_turn(
+        self, prompt: Prompt, sample: Sample, comparisons: Comparisons
+    ) -> Score | list[asyncio.Future[Answer]]:
+        if (turn := turns()).over:
+            await turn.take()
+        return self._judge(prompt, sample, comparisons)
 
     def _judge(self, prompt: Prompt, sample: Sample, comparisons: Comparisons) -> Score | list[asyncio.Future[Answer]]:
         """The score, or the pending comparisons that decide it."""

@@ -17,7 +17,7 @@ from pydantic import PositiveFloat, field_validator
 
 from plaudit.recipe.limits import Limits
 from plaudit.rewards.reward import LONG_TEXT, LiveRule, Rule
-from plaudit.rewards.turns import turns
+from plaudit.turns import turns
 from plaudit.types import Prompt, Sample, Score
 
 QUICK_S = 0.002

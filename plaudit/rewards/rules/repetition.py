@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat
 
 from plaudit.rewards.reward import Rule
+from plaudit.rewards.rules.words import count_distinct_ngrams, split_words
 from plaudit.types import Prompt, Sample, Score
 
 
@@ -23,7 +24,7 @@ class Repetition(Rule):
     """The penalty for nothing but repetition."""
 
     def value(self, prompt: Prompt, sample: Sample) -> Score:
-        words = sample.text.split()
+        words = split_words(sample.text)
         share = repeated_share(words if self.unit == "words" else "".join(words), self.n)
         return Score(0.0 - self.penalty * share, {"repeated": share}, view=sample.text)
 
@@ -33,4 +34,4 @@ def repeated_share(items: Sequence[str], n: int) -> float:
     total = len(items) - n + 1
     if total < 1:
         return 0.0
-    return 1 - len(set(zip(*(items[i:] for i in range(n)), strict=False))) / total
+    return 1 - count_distinct_ngrams(items, n) / total

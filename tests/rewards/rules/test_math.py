@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from plaudit.rewards.functions.worker_pool import WorkerPool
 from plaudit.rewards.judges.cascade import Cascade
 from plaudit.rewards.rules.math import Math, MathLimits, references
+from plaudit.rewards.rules.maths import answers
 from plaudit.rewards.rules.maths.answers import find_answer
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample, Score
@@ -133,6 +134,21 @@ def test_tolerance_accepts_close_numbers():
 def test_find_answer(response, answer):
     found = find_answer(response)
     assert (None if found is None else found.strip()) == answer
+
+
+# Normalisation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hints", "pattern"), [(hints, pattern) for hints, pattern, _ in answers._GUARDED])
+def test_a_rewrite_is_not_skipped_where_it_matches(hints, pattern):
+    """Rewrites are looked for only in texts that have one of their hints: every text that a pattern matches must have one."""
+
+    @settings(max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.from_regex(pattern))
+    def check(text: str) -> None:
+        assert any(hint in text for hint in hints)
+
+    check()
 
 
 # The reward ----------------------------------------------------------------------------------------------------------

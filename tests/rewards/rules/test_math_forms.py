@@ -15,10 +15,13 @@ from plaudit.rewards.rules.maths import units, values
 from plaudit.rewards.rules.maths.answers import find_answer
 from plaudit.rewards.rules.maths.expressions import read_expression
 from plaudit.rewards.rules.maths.number_words import number_in_words
-from support.math_answers import RIGHT, WHOLE_RESPONSES, WRONG, is_right
+from support import math_answers, math_probes
+from support.math_answers import is_right
 
-FEWEST = 12
-"""Right and wrong answers of each kind."""
+TABLES = {math_answers: (12, 12), math_probes: (7, 14)}
+"""The fewest right and wrong answers of each kind."""
+RIGHT, WRONG = math_answers.RIGHT | math_probes.RIGHT, math_answers.WRONG | math_probes.WRONG
+WHOLE_RESPONSES = math_answers.WHOLE_RESPONSES | math_probes.WHOLE_RESPONSES
 
 
 def pairs(table):
@@ -43,9 +46,12 @@ def test_near_misses_are_wrong(kind, truth, answer):
     assert not is_right(truth, as_found(kind, answer))
 
 
-def test_every_kind_has_enough_of_both():
-    assert RIGHT.keys() == WRONG.keys()
-    assert min(len(rows) for rows in [*RIGHT.values(), *WRONG.values()]) >= FEWEST
+@pytest.mark.parametrize("table", TABLES)
+def test_every_kind_has_enough_of_both(table):
+    assert table.RIGHT.keys() == table.WRONG.keys()
+    for rows, fewest in zip((table.RIGHT, table.WRONG), TABLES[table], strict=True):
+        assert min(map(len, rows.values())) >= fewest
+    assert not math_answers.RIGHT.keys() & math_probes.RIGHT.keys()
 
 
 # Strict ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from plaudit import plugins
+from plaudit.rewards.judges.parsing import read_total_score
 from plaudit.rewards.reward import Reward, Rule
+from plaudit.rewards.rules.grade import read_total
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample, SavedSample, Score
 
@@ -122,6 +124,25 @@ def test_grade_reads_the_total_score(text, s, truth):
     else:
         assert got.value == pytest.approx((1 - abs(s / 10 - truth)) ** 2, abs=1e-12)
         assert not got.malformed
+
+
+@pytest.mark.parametrize(
+    ("stated", "by_grade", "by_judge"),
+    [
+        ("8/10", 0.8, 0.8),
+        ("8", 0.8, 0.8),
+        ("4/5", 0.4, 0.8),
+        ("85/100", 1.0, 0.85),
+        ("12/10", 1.0, None),
+        ("80 %", None, 0.8),
+        ("4 out of 5", None, 0.8),
+    ],
+)
+def test_grade_and_the_judges_parser_agree_on_scores_out_of_10(stated, by_grade, by_judge):
+    """The table in docs/rewards.md: grade's scale is always 10, the parser reads the stated one."""
+    total, found = read_total(f"Total Score: {stated}"), read_total_score(f"Total Score: {stated}")
+    assert (None if total is None else min(total, 10.0) / 10) == by_grade
+    assert (None if found is None else found.value) == by_judge
 
 
 @pytest.mark.parametrize(

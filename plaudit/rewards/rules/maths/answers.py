@@ -8,14 +8,13 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from plaudit.rewards.rules.maths.boxes import BETWEEN, BRACES, boxed
 from plaudit.rewards.rules.maths.number_words import number_in_words, ordinal
 from plaudit.rewards.rules.maths.prose import denies, qualifies
 from plaudit.rewards.rules.maths.rounding import rounds_to_reference
 
 WINDOW = 20_000
 """Characters at the end of a response that are searched for its answer."""
-MOST_BOXES = 16
-"""Boxes that are considered, from the last one backwards."""
 LONGEST_FORMULA = 2000
 LONGEST_LINE = 100
 """A longer last line is prose: only the last expression in it can be the answer."""
@@ -24,9 +23,6 @@ MOST_DIGITS = 400
 
 # Extraction -----------------------------------------------------------------------------------------------------------
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_BRACES = re.compile(r"\\.|[{}]", re.S)
-_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.()]|\\[()\[\],;: ]|\\q?quad|\\text|\\mbox|[{}]|\bor\b|\band\b|\bund\b)*")
 _PHRASE = re.compile(
     r"(?:\bfinal\s+answer|\banswer|\bsolution)\W{0,4}?\s*(?:is|are|:|=)\s*(?:\*\*|:)?(?:\s*(?:equal to|therefore|thus)\b)?|####",
     re.I,
@@ -42,9 +38,8 @@ def find_answer(response: str) -> str | None:
     Boxes separated only by 'or', 'and' or commas are one answer, a list. So are expressions joined by 'or'.
     """
     text = response[-WINDOW:]
-    boxed = _boxed(text)
-    if boxed:
-        return boxed
+    if (found := boxed(text)) is not None:
+        return found
     phrase = None
     for phrase in _PHRASE.finditer(text):  # noqa: B007 (the last one)
         pass
@@ -68,37 +63,6 @@ def _whole_line(text: str) -> str | None:
     return text.rstrip().rsplit("\n", 1)[-1][-LONGEST_FORMULA:].strip() or None
 
 
-def _boxed(text: str) -> str | None:
-    boxes: list[tuple[int, int, str]] = []
-    at = len(text)
-    for _ in range(MOST_BOXES):
-        at = max(text.rfind("\\boxed", 0, at), text.rfind("\\fbox", 0, at))
-        if at < 0:
-            break
-        found = _BOX.match(text, at)
-        box = found and _braced(text, found.end())
-        if not box or not box[1].strip():
-            continue  # cut off, or empty
-        if boxes and not _BETWEEN_BOXES.fullmatch(text, box[0], boxes[0][0]):
-            break
-        boxes.insert(0, (at, box[0], box[1].strip()))
-    contents = list(dict.fromkeys(content for _, _, content in boxes))
-    return ", ".join(contents) or None
-
-
-def _braced(text: str, at: int) -> tuple[int, str] | None:
-    """End and content of the group that starts at `at`. Without braces, the group is the next word."""
-    if text[at : at + 1] != "{":
-        word = re.compile(r"[^\s$.,]+").match(text, at)
-        return (word.end(), word[0]) if word else None
-    depth = 0
-    for brace in _BRACES.finditer(text, at):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.end(), text[at + 1 : brace.start()]
-    return None
-
-
 def _expression(line: str, short: int) -> str:
     """The line itself if it is short; if long, or prose around formulas, its last formula or number; a list if 'or' joins some."""
     line = line[-LONGEST_FORMULA:].strip().strip("*").strip()
@@ -119,7 +83,7 @@ def _expression(line: str, short: int) -> str:
     joined = [pieces[-1]]
     for piece in reversed(pieces[:-1]):
         between = line[piece[1] : joined[0][0]]
-        if not (_BETWEEN_BOXES.fullmatch(between) or re.search(r"\bor\b", between)):
+        if not (BETWEEN.fullmatch(between) or re.search(r"\bor\b", between)):
             break
         joined.insert(0, piece)
     return ", ".join(dict.fromkeys(piece[2].strip() for piece in joined))
@@ -156,56 +120,58 @@ _CIRCLED = re.compile("[①-⑳](?:[\\s,]?[①-⑳])*")
 # '$8$, $4$' are formulas, '$8, $4' is money: a formula neither begins nor ends with a space or a separator.
 _FORMULAS = re.compile(r"(?<![\\$])\$(?![\s$])([^$]{1,2000}?)(?<![\s\\$,;-])\$(?![\d$])")
 _VECTOR = r"\\(?:vec|hat|mathbf|boldsymbol|bm)\s?{\s?([A-Za-z])\s?}"
-# Applied in this order.
-_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
-    (re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
-    (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])\.?"), " "),
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
-    (re.compile(r"(?<=\d)\s?(?:\^\s?)?{?\s?\\(?:text|mathrm|textrm)\s?{\s?(st|nd|rd|th)\s?}\s?}?"), r"\1"),
-    (re.compile(r"(?<=\d)\s?\^\s?{\s?(st|nd|rd|th)\s?}"), r"\1"),
-    (re.compile(r"^\s?~|(?<=[\s=(])~\s?(?=[-\d.$])"), r"\\approx "),
-    (re.compile(r"(?<=})\.(?=\s?[\])])"), ""),
-    (re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
-    (re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
-    (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
-    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
-    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
-    (re.compile(r"!=|\\not\s*="), r"\\ne "),
-    (re.compile(r"\\(?:lbrace|{)"), r"\\{"),
-    (re.compile(r"\\(?:rbrace|})"), r"\\}"),
-    (re.compile(r"\\(?:vert|lvert|rvert|mid)(?![a-zA-Z])"), "|"),
-    (re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
-    (re.compile(r"\^\s*(?:{\s*)?\\(?:circ|textcirc|degree)(?![a-zA-Z])(?:\s*})?"), r"\\degree "),
-    (re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
-    (re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
-    (re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
-    (re.compile(r"\\(vec|hat|bar|tilde)\s([A-Za-z])"), r"\\\1{\2}"),
+# Applied in this order. The first entry has texts of which every match contains one: they are found faster than the pattern.
+_REWRITES: list[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    ("{", re.compile(r"\\(?:operatorname|mathrm|text)\*?\s*{\s*((?:arc|a)?(?:sin|cos|tan|cot)|ln|log|lg|exp)\s*}"), r"\\\1 "),
+    ("\\in", re.compile(r"\\text\s*{\s*(?:for|where)\s*}(?=\s*[a-z]\s*\\in)"), ","),
+    ("\\left ig style limits",
+     re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])\.?"), " "),
+    ("frac", re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    ("binom", re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
+    ("\\text \\mathrm", re.compile(r"(?<=\d)\s?(?:\^\s?)?{?\s?\\(?:text|mathrm|textrm)\s?{\s?(st|nd|rd|th)\s?}\s?}?"), r"\1"),
+    ("^", re.compile(r"(?<=\d)\s?\^\s?{\s?(st|nd|rd|th)\s?}"), r"\1"),
+    ("~", re.compile(r"^\s?~|(?<=[\s=(])~\s?(?=[-\d.$])"), r"\\approx "),
+    ("}.", re.compile(r"(?<=})\.(?=\s?[\])])"), ""),
+    ("\\leq", re.compile(r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])"), r"\\le"),
+    ("\\geq", re.compile(r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])"), r"\\ge"),
+    ("\\neq", re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
+    ("\\lt", re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    ("\\gt", re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    ("<=", re.compile(r"<="), r"\\le "),
+    (">=", re.compile(r">="), r"\\ge "),
+    ("=", re.compile(r"!=|\\not\s*="), r"\\ne "),
+    ("lbrace", re.compile(r"\\lbrace"), r"\\{"),
+    ("rbrace", re.compile(r"\\rbrace"), r"\\}"),
+    ("vert mid", re.compile(r"\\(?:vert|lvert|rvert|mid)(?![a-zA-Z])"), "|"),
+    ("\\varnothing \\O", re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
+    ("^", re.compile(r"\^\s*(?:{\s*)?\\(?:circ|textcirc|degree)(?![a-zA-Z])(?:\s*})?"), r"\\degree "),
+    ("degree", re.compile(r"\\(?:textdegree|degrees)(?![a-zA-Z])"), r"\\degree "),
+    ("^", re.compile(r"(?<=\d)\^(?:\s*\n|$)"), r"\\degree "),  # '60^\circ' after a parser dropped the rest
+    ("mathbb", re.compile(r"\\mathbb\s*(?:{\s*([RZNQC])\s*}|([RZNQC]))"), lambda m: rf"\mathbb{{{m[1] or m[2]}}}"),
+    ("vec hat bar tilde", re.compile(r"\\(vec|hat|bar|tilde)\s([A-Za-z])"), r"\\\1{\2}"),
     # The estimate in a regression line is written y as well; the unit vectors i, j, k in bold, with an arrow, a hat or nothing.
-    (re.compile(r"^\s?\\(?:wide)?hat\s?{\s?y\s?}\s?="), "y ="),
-    (re.compile(rf"{_VECTOR}(?=\s?\\(?:times|cdot)(?![a-zA-Z]))"), r"\\vec{\1}"),
-    (re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
-    (re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
-    (re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
-    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\!"), ""),
-    (re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
-    (re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
-    (re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
-    (re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
-    (re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
-    (re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
-    (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), ""),
-    (re.compile(r"\s+"), " "),
+    ("hat", re.compile(r"^\s?\\(?:wide)?hat\s?{\s?y\s?}\s?="), "y ="),
+    ("\\times \\cdot", re.compile(rf"{_VECTOR}(?=\s?\\(?:times|cdot)(?![a-zA-Z]))"), r"\\vec{\1}"),
+    ("vec hat", re.compile(r"\\(?:vec|hat)\s?(?={\s?[ijk]\s?}(?!\s?\\(?:times|cdot)(?![a-zA-Z])))"), ""),
+    ("math bold bm operatorname \\rm \\bf",
+     re.compile(r"\\(?:mathrm|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|operatorname|rm|bf)(?![a-zA-Z])\s*(?={)"), ""),
+    ("\\text box \\emph", re.compile(r"\\(?:textbf|textit|textrm|textsf|mbox|hbox|textnormal|emph)(?![a-zA-Z])"), r"\\text"),
+    (",", re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))"), ""),
+    ("{,}", re.compile(r"\{,\}"), ","),
+    ("\\!", re.compile(r"\\!"), ""),
+    ("\\ ~", re.compile(r"(?<=\d)(?:\\[,; ]|\\thinspace|~)(?=\d{3}(?!\d))"), ""),
+    ("\\ ~", re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\thinspace(?![a-zA-Z])|\\hspace\s*{[^{}]*}"), " "),
+    ("euro EUR", re.compile(r"\\(?:euro|EUR)(?![a-zA-Z])"), "€"),
+    ("dollar", re.compile(r"\\(?:textdollar|dollar)(?![a-zA-Z])(?:\s*{})?"), r"\\$"),
+    ("pounds", re.compile(r"\\pounds(?![a-zA-Z])"), "£"),
+    ("yen", re.compile(r"\\yen(?![a-zA-Z])"), "¥"),
+    ("\\ $ ` **", re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=\s*$)|`|(?<![\w)\]}])\*\*|\*\*(?![\w({\\.-])"), " "),
+    ("", re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), ""),
+    ("", re.compile(r"\s+"), " "),
 ]  # fmt: skip
 
 
-_REWRITES_WITHOUT_COMMANDS = [rewrite for rewrite in _REWRITES if not rewrite[0].pattern.startswith("\\\\")]
+_GUARDED = [(tuple(hints.split()) or ("",), pattern, replacement) for hints, pattern, replacement in _REWRITES]
 _SIMPLE = re.compile(r"[-+]?\d[\d,.]*", re.A)
 
 
@@ -213,18 +179,23 @@ def normalise(text: str) -> str:
     """The answer in canonical spelling: Unicode as LaTeX, one name per command, no spacing commands, no decoration."""
     if _SIMPLE.fullmatch(text):
         return text.rstrip(".,")
-    for pattern, replacement in _EATEN:
-        text = pattern.sub(replacement, text)
+    if not text.isprintable():
+        for pattern, replacement in _EATEN:
+            text = pattern.sub(replacement, text)
     text = _plain_markup(text.strip())
     # '$763.89$' is a formula, '$763.89' is money.
     if text.count("$") - text.count("\\$") == 2 and text[0] == text[-1] == "$":
         text = text[1:-1]
-    text = text.translate(_TRANSLATE)
-    if "\\begin" not in text:
+    if not text.isascii():
+        text = text.translate(_TRANSLATE)
+    if "\\\\" in text and "\\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)  # escaped twice; in a matrix, \\ ends a row
-    for pattern, replacement in _REWRITES if "\\" in text else _REWRITES_WITHOUT_COMMANDS:
-        text = pattern.sub(replacement, text)
-    text = _without_stray_braces(text).strip().rstrip(".,;: ").strip()
+    for hints, pattern, replacement in _GUARDED:
+        for hint in hints:
+            if hint in text:
+                text = pattern.sub(replacement, text)
+                break
+    text = (_without_stray_braces(text) if "}" in text else text).strip().rstrip(".,;: ").strip()
     return text[1:].lstrip() if text.startswith("= ") else text
 
 
@@ -233,14 +204,15 @@ def _plain_markup(text: str) -> str:
     if "<" in text or "&" in text:
         text = _HTML.sub(lambda found: f"{'^' if found[1].lower() == 'sup' else '_'}{{{found[2]}}}", text)
         text = html.unescape(text) if re.search(r"&(?:[a-z]{2,8}|#\d{1,5});", text) else text
-    text = _CIRCLED.sub(lambda found: ", ".join(str(ord(one) - ord("①") + 1) for one in found[0] if one >= "①"), text)
+    if not text.isascii():
+        text = _CIRCLED.sub(lambda found: ", ".join(str(ord(one) - ord("①") + 1) for one in found[0] if one >= "①"), text)
     return _FORMULAS.sub(r"\1", text) if text.count("$") - text.count("\\$") > 1 else text
 
 
 def _without_stray_braces(text: str) -> str:
     """Drop unmatched closing braces, as in '[0, 1]}'."""
     depth, kept, start = 0, [], 0
-    for brace in _BRACES.finditer(text):
+    for brace in BRACES.finditer(text):
         if brace[0] == "{":
             depth += 1
         elif brace[0] == "}":
@@ -258,9 +230,13 @@ _INTEGER = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?: \d{{3}})+|\d{{1,{MOST_DIGIT
 _PLAIN = re.compile(rf"([-+]?)\s?({_INTEGER}(?:\.\d{{0,{MOST_DIGITS}}})?|\.\d{{1,{MOST_DIGITS}}})(?:\s?/\s?({_INTEGER}))?", re.A)
 _FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?{{\s?(-?{_INTEGER})\s?}}\s?{{\s?({_INTEGER})\s?}}", re.A)
 _TEXT = re.compile(r"\\text\s*{([^{}]*)}")
+_LOOSE_SPACE = re.compile(r"(?<![^\W_]) | (?![^\W_])")
 _WORD = r"[^\W\d_]+(?:['-][^\W\d_]+)*"
 _WORDS = re.compile(rf"{_WORD}(?:,? {_WORD})*[.!?]?")
 _CHOICE = re.compile(r"(?:\\text\s*{)?\s*\(?([A-J])(?:\)|\.|:|(?=\s*}|\s*$))\s*}?\s*(.*)", re.S)
+_OPTION = re.compile(r"(?:\\text\s*{\s*)?(?:[Oo]ption|[Cc]hoice)\s*}?\s*(?:\(([A-J])\)|(?<![A-Za-z])([A-J]))\s*}?")
+_BASE = re.compile(r"\(?0*([0-9A-F]{1,60}?)\)?\s?_\s?{?\s?(\d{1,2})\s?}?", re.A)
+"""A numeral and its base: (201)_{4}."""
 _FIGURE = re.compile(r"\\(angle|triangle)(?![a-zA-Z])")
 _OPERATOR = re.compile(r"[}\s]*(?:[\^+*/=!_<>]|-(?!\d))")
 
@@ -270,21 +246,31 @@ def plain_number(text: str) -> Fraction | None:
     found = _PLAIN.fullmatch(text) or _FRACTION.fullmatch(text)
     if found is None:
         return None
-    numerator, denominator = (Fraction(re.sub("[, ]", "", digits or "1")) for digits in (found[2], found[3]))
-    return None if denominator == 0 else (-1 if found[1] == "-" else 1) * numerator / denominator
+    digits = found[2].replace(",", "").replace(" ", "")
+    value = Fraction(int(digits)) if "." not in digits else Fraction(digits)
+    if found[3]:
+        below = int(found[3].replace(",", "").replace(" ", ""))
+        if below == 0:
+            return None
+        value /= below
+    return -value if found[1] == "-" else value
+
+
+def _untext(text: str) -> str:
+    return _TEXT.sub(r" \1 ", text) if "\\text" in text else text
 
 
 def key(text: str) -> str:
     """A key shared by all spellings of the same text: case matters, \\text does not, nor white space, except between letters or
     digits: '3 4' is not 34."""
-    text = re.sub(r"[\s$]+", " ", _TEXT.sub(r" \1 ", text)).strip()
-    return re.sub(r"(?<![^\W_]) | (?![^\W_])", "", text)
+    text = " ".join(_untext(text).replace("$", " ").split())
+    return _LOOSE_SPACE.sub("", text)
 
 
 def words(text: str) -> str:
     """An answer in plain words, without case, articles and the final stop; empty if it is anything else: signs and operators, even
     between letters, are no words ('-sin x')."""
-    text = " ".join(_TEXT.sub(r" \1 ", text).split())
+    text = " ".join(_untext(text).split())
     if not _WORDS.fullmatch(text) or not re.search(r"[a-z]{3}|[A-Z][a-z]{2}", text) or text.endswith("!"):
         return ""
     found = re.findall(rf"{_WORD}|,", text.rstrip(".?"))
@@ -298,7 +284,9 @@ def _is_article(word: str, at: int, count: int) -> bool:
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', '\\text{A}'; no letter if two are named: 'A or B'."""
+    """('(A) 5 cm' → 'A', '5 cm'), and 'A. 5 cm', 'A: 5 cm', 'Option A', '\\text{A}'; no letter if two are named: 'A or B'."""
+    if option := _OPTION.fullmatch(text):
+        return option[1] or option[2], ""
     found = _CHOICE.fullmatch(text)
     if found is None or _OPERATOR.match(found[2]) or re.search(r"\b[A-J]\b|\bor\b", found[2]):
         return "", text
@@ -312,6 +300,11 @@ def without_figures(text: str) -> str:
 
 def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: bool = False) -> bool | None:
     """True or False, or None if plain comparison cannot decide. Both texts are normalised."""
+    if answer == truth:
+        return True
+    a, b = plain_number(answer), plain_number(truth)
+    if a is not None and b is not None:
+        return _same_number(answer, a, truth, b, tolerance, strict)
     if "angle" in answer or "angle" in truth:
         figures = [frozenset(_FIGURE.findall(text)) for text in (answer, truth)]
         if all(figures) and figures[0] != figures[1]:
@@ -322,15 +315,20 @@ def compare_plainly(answer: str, truth: str, tolerance: float = 0.0, strict: boo
     said, wanted = words(answer), words(truth)
     if said and wanted and (said == wanted or (_is_long(said) and _is_long(wanted))):
         return said == wanted
+    bases = _BASE.fullmatch(answer), _BASE.fullmatch(truth)
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
     (letter, chosen), (right_letter, wanted) = split_choice(answer), split_choice(truth)
     if letter and right_letter and (letter != right_letter or not chosen or not wanted):
         return letter == right_letter
     a, b = plain_number(chosen), plain_number(wanted)
-    if a is None or b is None:
-        return None
+    return None if a is None or b is None else _same_number(chosen, a, wanted, b, tolerance, strict)
+
+
+def _same_number(answer: str, a: Fraction, truth: str, b: Fraction, tolerance: float, strict: bool) -> bool:
     if a == b or abs(a - b) <= Fraction(tolerance) * abs(b):
         return True
-    return not strict and rounds_to_reference(chosen, a, wanted, b)
+    return not strict and rounds_to_reference(answer, a, truth, b)
 
 
 def _is_long(said: str) -> bool:

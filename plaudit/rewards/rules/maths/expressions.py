@@ -26,6 +26,7 @@ class Unreadable(Exception):
 
 
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w^.])|\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\*\*|\S)", re.A)
+_LETTERS = re.compile(r"[abcdknmpqrtuvwxyz]+|[A-Z][bcdfghjklmnpqrstvwxz]{2}")
 GREEK = frozenset(
     re.findall(
         r"\w+",
@@ -55,19 +56,19 @@ CONSTANTS = {"pi": "\\pi", "sqrt": "\\sqrt", "infty": "\\infty", "infinity": "\\
 
 def read_expression(text: str) -> Tree:
     """Parse a formula into its tree; raises Unreadable."""
-    reader = _Reader(list(_tokens(text)))
+    reader = _Reader([*_tokens(text), ""])
     try:
         tree = reader.sum()
     except RecursionError:
         raise Unreadable("too deep") from None
-    if reader.at < len(reader.tokens):
-        raise Unreadable(f"unexpected {reader.tokens[reader.at]}")
+    if reader.token:
+        raise Unreadable(f"unexpected {reader.token}")
     return tree
 
 
 def _tokens(text: str) -> Iterator[str]:
     """Numbers, commands, single letters and signs. Words become commands if they name a function, else letters if short."""
-    if re.search(r"\*\*[^+,]*\*\*", text):
+    if text.count("**") > 1 and re.search(r"\*\*[^+,]*\*\*", text):
         raise Unreadable("a power of a power")
     for found in _TOKEN.finditer(text):
         token = "^" if found[1] == "**" else found[1]
@@ -78,14 +79,14 @@ def _tokens(text: str) -> Iterator[str]:
         elif token in CONSTANTS:
             yield CONSTANTS[token]
         else:
-            # 'xy' and 'ABC' are products or names; 'dollars' is not.
-            if len(token) > 4 or (len(token) > 2 and not token.isupper() and not set(token) <= set("abcdknmpqrtuvwxyz")):
+            # 'xy', 'ABC' and 'Prt' are products or names; 'dollars' is not.
+            if len(token) > 4 or (len(token) > 2 and not token.isupper() and not _LETTERS.fullmatch(token)):
                 raise Unreadable(f"word {token}")
             yield from token
 
 
 class _Reader:
-    """Recursive-descent parser."""
+    """Recursive-descent parser. An empty token ends its tokens."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.at, self.depth = tokens, 0, 0
@@ -93,7 +94,7 @@ class _Reader:
 
     @property
     def token(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        return self.tokens[self.at]
 
     def take(self) -> str:
         token = self.token
@@ -244,13 +245,15 @@ class _Reader:
             if abs(int(exponent)) > MOST_DIGITS:
                 raise Unreadable("too many digits")
             return ("num", Fraction(digits) * Fraction(10) ** int(exponent))
-        value = Fraction(token.rstrip("."))
-        if "." in token and self.token == "\\overline" and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
+        value = Fraction(token.rstrip(".")) if "." in token else Fraction(int(token))
+        if "." in token and self.token in ("\\overline", "\\bar") and self.tokens[self.at + 1 : self.at + 2] == ["{"]:
             digits = self.tokens[self.at + 2] if self.at + 2 < len(self.tokens) else ""
             if not digits.isdecimal():
                 raise Unreadable("a bar over no digits")
             self.at += 3
             self.expect("}")
+            if self.token[:1] in _DIGITS:
+                raise Unreadable("digits behind a period")
             places = len(token.split(".")[1])
             value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
         return ("num", value)
@@ -285,7 +288,7 @@ class _Reader:
     def is_sum_ahead(self) -> bool:
         """Whether the brackets that open here enclose a sum: looked up, since reading it twice takes time exponential in depth."""
         depth = 0
-        for at in range(self.at, len(self.tokens)):
+        for at in range(self.at, len(self.tokens) - 1):
             token = self.tokens[at]
             depth += (token[-1] in "([{") - (token[-1] in ")]}")
             if depth == 0:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from math import gcd
 
 from plaudit.rewards.rules.maths.answers import plain_number, without_figures
 from plaudit.rewards.rules.maths.expressions import Tree, Unreadable, read_expression, symbols
@@ -41,6 +42,9 @@ _FORALL = re.compile(r"\\(forall|exists)(?![a-zA-Z])([^,;:]*)[,;:](.*)", re.S)
 _MINUS_SET = re.compile(r"(?:(?<=\\})\s?-|\\(?:setminus|backslash)(?![a-zA-Z]))\s?(?=\\{)")
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\approx": "~", "\\in": "in"}
 _TURNED = {">": "<", ">=": "<="}
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{4}", re.A)
+_TIME = re.compile(r"\d{1,2}:[0-5]\d", re.A)
+_TEXT = re.compile(r"\\text\s?{([^{}]*)}")
 _DECIMAL = re.compile(r"-?\d*\.(\d+)", re.A)
 
 
@@ -193,15 +197,19 @@ def _read_unlabelled(text: str) -> Form:
         return bracketed
     if re.fullmatch(r"\\mathbb{[RZNQC]}|\\emptyset", text):
         return EVERYTHING if "R" in text else Value(("sym", text))
+    if _DATE.fullmatch(text):
+        raise Unreadable("a date")  # no difference: 2024-01-05 is not 2024-05-01
     ratio, _ = split(text, {":"})
     if len(ratio) > 1:
+        if _TIME.fullmatch(text) and gcd(*map(int, ratio)) > 1:
+            raise Unreadable("a time")  # 2:30 is not 1:15; a ratio would be in lowest terms
         return Many("ratio", tuple(Value(read_expression(piece)) for piece in ratio))
     return _quantity(text)
 
 
 def _quantity(text: str) -> Value:
     """A formula with its unit; a number in words."""
-    said = re.sub(r"\\text\s?{([^{}]*)}", r"\1", text).strip()
+    said = (_TEXT.sub(r"\1", text) if "\\text" in text else text).strip()
     if (place := ordinal(said)) is not None:
         return Value(("num", Fraction(place)), Unit("th"))
     if (spelled := number_in_words(said)) is not None:

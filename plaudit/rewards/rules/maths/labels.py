@@ -2,6 +2,7 @@ r"""Labels before values, and enumerations.
 
 Maximum: 3, Minimum: 1 → maximum = 3, minimum = 1           Sequence 1: 1, 2 and Sequence 2: 3, 4 → 1, 2, 3, 4
 Paolo: 18, Qing: 14 → paolo = 18, qing = 14                  AB:BC = 1:2 has no label, it is a ratio
+maximum 3, min value 1 → maximum = 3, minimum = 1            minus 3 has no label: without a colon, other words may be operations
 """
 
 import re
@@ -10,6 +11,9 @@ from plaudit.rewards.rules.maths.number_words import MULTIPLIERS
 from plaudit.rewards.rules.maths.prose import CHANGES_MEANING, words_of
 
 _LABEL = re.compile(r"(?:\\text\s?{\s?)?([A-Za-z][A-Za-z ]{1,40}?)\s?(\d{0,2})\s?:(?!\s?\d+\s?:)\s?}?\s?(?=\S)")
+_WITHOUT_COLON = re.compile(
+    r"(?:\\text\s?{\s?)?(?:[Tt]he\s)?([Mm]ax(?:imum)?|[Mm]in(?:imum)?)(?:\svalue)?\s?}?\s(?=[-+\d.$]|\\(?:frac|sqrt|pi|\$))"
+)
 _ENUMERATED = frozenset(["sequence", "solution", "case", "root", "answer", "part", "value", "option", "list", "set"])
 _SAME = {"max": "maximum", "min": "minimum", "greatest": "maximum", "least": "minimum", "largest": "maximum", "smallest": "minimum"}
 _FORBIDDEN = (CHANGES_MEANING | set(MULTIPLIERS) | {"half", "square", "cube", "opposite"}) - {
@@ -25,6 +29,8 @@ _FORBIDDEN = (CHANGES_MEANING | set(MULTIPLIERS) | {"half", "square", "cube", "o
 
 def split_label(text: str) -> tuple[str, str]:
     """('Maximum: 3' → 'maximum', '3'); no label if there is none, or if it might change the value: 'Minus: 3'."""
+    if plain := _WITHOUT_COLON.match(text):
+        return same_label(plain[1]), text[plain.end() :]
     found = _LABEL.match(text)
     if found is None or not re.search(r"[a-z]{2}", found[1]) or words_of(found[1]) & _FORBIDDEN:
         return "", text

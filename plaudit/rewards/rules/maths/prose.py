@@ -14,7 +14,8 @@ NEGATIONS = frozenset(
         r"\S+",
         "not no never nope nobody hardly barely unlikely doubt deny denies error mistake none nor neither cannot can't isn't "
         "aren't wasn't weren't don't doesn't didn't won't wouldn't couldn't shouldn't ain't n't without except but unlike wrong "
-        "false incorrect untrue mistaken impossible opposite anything everything other different instead",
+        "false incorrect untrue mistaken refuse refuses differ differs unequal excluding impossible opposite anything everything "
+        "other different instead",
     )
 )
 COMPARISONS = frozenset(
@@ -22,7 +23,7 @@ COMPARISONS = frozenset(
         r"\S+",
         "bound bounds less more fewer greater smaller larger bigger higher lower than least most minimum maximum about "
         "approximately approx nearly almost roughly around close near below above under over beyond between up until within "
-        "exceeding exceeds exceed beneath",
+        "exceeding exceeds exceed beneath too",
     )
 )
 _OPERATIONS = frozenset(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeGuard
 
-from plaudit.rewards.rules.maths.expressions import Tree, exact, rename, symbols
+from plaudit.rewards.rules.maths.expressions import Tree, Unreadable, exact, read_expression, rename, symbols
 from plaudit.rewards.rules.maths.labels import is_label
 from plaudit.rewards.rules.maths.parameters import with_same_letter
+from plaudit.rewards.rules.maths.products import with_products
 from plaudit.rewards.rules.maths.regions import open_interval
 from plaudit.rewards.rules.maths.rounding import half_a_digit, is_a_decimal
 from plaudit.rewards.rules.maths.shapes import Answer, Chain, Form, Many, Member, Part, Region, Relation, Value
@@ -19,6 +20,7 @@ from plaudit.rewards.rules.maths.values import equal, number, rounds_to, same_re
 _DEPENDENT = {"y": {"x"}, "rho": {"theta"}, "r": {"theta"}, "z": {"x", "y"}, "s": {"t"}, "v": {"t"}}
 """What a formula without a left-hand side stands for, by its variables: 6/x for xy = 6."""
 _PRODUCT = re.compile(r"[a-z]{2}")
+_LETTER = re.compile(r"[A-Za-z]")
 EMPTY = Value(("sym", "\\emptyset"))
 _ONE: Tree = ("num", Fraction(1))
 
@@ -95,8 +97,8 @@ class Comparison:
         must be in the reference."""
         if not answer_unit.unknown <= truth_unit.unknown:
             return False
-        truth, truth_unit = _with_letter(truth, truth_unit, answer)
-        answer, answer_unit = _with_letter(answer, answer_unit, truth)
+        truth, truth_unit = _with_letters(truth, truth_unit, answer)
+        answer, answer_unit = _with_letters(answer, answer_unit, truth)
         a, b = truth_unit.name, answer_unit.name
         if a == b:
             return self.equal(truth, answer)
@@ -128,6 +130,9 @@ class Comparison:
 
     def equal(self, truth: Tree, answer: Tree) -> bool:
         if equal(truth, answer, self.key):
+            return True
+        products = with_products(truth, answer)
+        if products != (truth, answer) and equal(*products, self.key):
             return True
         if not self.tolerance or symbols(truth) or symbols(answer):
             return False
@@ -279,11 +284,14 @@ def _in_order(form: Many) -> bool:
     return names == sorted(names) or any(len(name) > 1 for name in names)
 
 
-def _with_letter(tree: Tree, unit: Unit, other: Tree) -> tuple[Tree, Unit]:
-    """'5 m' is 5 times m where the other side has the variable m."""
-    if unit.name in SHORT and unit.name in symbols(other):
-        return ("mul", tree, ("sym", unit.name)), Unit()
-    return tree, unit
+def _with_letters(tree: Tree, unit: Unit, other: Tree) -> tuple[Tree, Unit]:
+    """'5 m' is 5 times m where the other side has the variable m; '5 m/s' is '5m/s', which is read as a formula."""
+    if not (unit.name in SHORT or "/" in unit.name) or not symbols(other).issuperset(_LETTER.findall(unit.name)):
+        return tree, unit
+    try:
+        return ("mul", tree, read_expression(unit.name)), Unit()
+    except Unreadable:
+        return tree, unit
 
 
 def _scaled(tree: Tree, unit: str) -> Tree:

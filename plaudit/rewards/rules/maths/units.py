@@ -24,7 +24,7 @@ _SAME = {
     "in": "inch inche", "yd": "yard", "mi": "mile", "th": "st nd rd", "n": "newton", "j": "joule", "kj": "kilojoule",
     "cal": "calorie", "kcal": "kilocalorie", "w": "watt", "kw": "kilowatt", "kwh": "kilowatt-hour", "v": "volt",
     "a": "ampere amp", "ohm": "\\omega", "hz": "hertz", "pa": "pascal", "kpa": "kilopascal", "mol": "mole", "k": "kelvin",
-    "mph": "", "kmph": "kph km/hr", "bit": "", "byte": "", "acre": "", "ha": "hectare", "unit": "", "unit^2": "sq.unit",
+    "mph": "", "kmph": "kph", "bit": "", "byte": "", "acre": "", "ha": "hectare", "unit": "", "unit^2": "sq.unit",
     "day": "", "week": "wk", "month": "", "year": "yr", "decade": "", "century": "",
 }  # fmt: skip
 _COUNTED = frozenset(
@@ -47,6 +47,7 @@ _COUNTED = frozenset(
     )
 )
 """Things that answers count. A list that can only grow by nouns: none of them changes the number before it."""
+_SPEEDS = {"kmph": "km/h", "mph": "mi/h"}
 _UNITS = {other: unit for unit, others in _SAME.items() for other in [unit, *others.split()]}
 _ALLOWED_BEFORE = frozenset(["square", "sq", "cubic", "cu", "per", "each", "a", "an"])
 _WINDOW = 120
@@ -170,4 +171,5 @@ def _as_unit(raw: str) -> Unit:
         if not _known(word) and word not in _ALLOWED_BEFORE and not word.startswith("deg"):
             unknown.add(_singular(word))
         names.append(_UNITS.get(word) or _UNITS.get(_singular(word)) or _singular(word))
-    return Unit("".join(names), frozenset(unknown))
+    name = "".join(names)
+    return Unit(_SPEEDS.get(name, name), frozenset(unknown))

@@ -47,6 +47,8 @@ def _compare(solution_str: str, ground_truth: str, comparison: Comparison) -> di
     if truth is not None and answer is not None:
         return {"score": float(comparison.same_answer(truth, answer)), "by": "form"}
     if _OPERATORS.search(ground_truth + solution_str) and _is_formula(ground_truth) and _is_formula(solution_str):
+        if not _free_letters(ground_truth) <= _letters(solution_str) or not _free_letters(solution_str) <= _letters(ground_truth):
+            return {"score": 0.0, "by": "letters"}
         return {"score": float(_math_verify(ground_truth, solution_str)), "by": "math_verify"}
     return {"score": 0.0, "by": "text"}
 
@@ -71,6 +73,20 @@ _COMMANDS = (
     | FUNCTIONS
     | GREEK
 )
+
+
+_LETTER = re.compile(r"\\([a-zA-Z]+)|([a-zA-Z])")
+_BOUND = re.compile(r"(?:_\s?{?\s?|,\s?)(?:\\(\w+)|([a-zA-Z]))\s?(?:=|\\to|,)|(?<![a-zA-Z])d\s?(?:\\(\w+)|([a-zA-Z]))")
+"""The variable of a sum, a limit or an integral."""
+
+
+def _letters(text: str) -> set[str]:
+    return {letter or command for command, letter in _LETTER.findall(text) if letter or command in GREEK}
+
+
+def _free_letters(text: str) -> set[str]:
+    """Those that the value depends on: another formula without them has another value. math-verify takes a second to see that."""
+    return _letters(text) - {name for names in _BOUND.findall(text) for name in names} - {"d", "e", "i"}
 
 
 def _is_formula(text: str) -> bool:

@@ -8,11 +8,12 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from plaudit.rewards import turns as turns_module
+from plaudit import turns as turns_module
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, Reward, Rule
+from plaudit.rewards.rules import math as math_module
 from plaudit.rewards.rules.regex import Regex
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rewards.turns import turns
+from plaudit.turns import turns
 from plaudit.types import Score, ScoredGroup
 from support.rewards import group, values
 
@@ -104,6 +105,28 @@ def test_turns_are_taken_in_order():
     assert order == [*range(80), *range(80)]
 
 
+def test_few_are_resumed_for_nothing(monkeypatch):
+    """Only as many as there is probably time for: 100 computations that take a slice each are resumed about twice, not 64 times."""
+    for_nothing = 0
+    begin_slice = turns_module.Turns._begin_slice
+
+    def count(self: turns_module.Turns) -> None:
+        nonlocal for_nothing
+        for_nothing += len(self._returned)
+        begin_slice(self)
+
+    async def compute() -> None:
+        await turns().take()
+        time.sleep(turns_module.SLICE_S)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(compute() for _ in range(100)))
+
+    monkeypatch.setattr(turns_module.Turns, "_begin_slice", count)
+    asyncio.run(all_of_them())
+    assert for_nothing < 400
+
+
 def test_turns_go_with_their_loop():
     async def compute() -> None:
         await turns().take()
@@ -158,3 +181,48 @@ def test_slow_pattern_gives_the_same_scores_beside_quick_ones(full):
 def _found(reward: Regex, texts: list[str]) -> list[float]:
     scores = [reward.value(group("x").prompt, group(text).samples[0]) for text in texts]
     return [score.value or 0.0 for score in scores if isinstance(score, Score)]
+
+
+def test_long_responses_are_scored_in_slices(monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(Slow, "build", lambda self: live)
+    live = LiveSlow(Slow(), sizes)
+    with RewardRunner([Slow()]) as runner:
+        [scored] = runner.collect([group(*["a" * LONG_TEXT] * 3, "b", "c" * 10 * LONG_TEXT, "d", "e")])
+    assert values(scored) == [1.0] * 7
+    assert sizes == [4, 1, 2]
+
+
+class LiveSlow(LiveReward[Slow]):
+    """Notes the sizes of what it is called for."""
+
+    def __init__(self, settings: Slow, sizes: list[int]):
+        super().__init__(settings)
+        self._sizes = sizes
+
+    async def score(self, groups):
+        self._sizes += [len(group.samples) for group in groups]
+        return [[Score(1.0) for _ in group.samples] for group in groups]
+
+
+def test_calls_end_while_math_finds_answers(monkeypatch):
+    """`math` finds most answers on the loop, and takes turns for it."""
+    find_answer = math_module.find_answer
+
+    def find_slowly(text: str) -> str | None:
+        time.sleep(0.001)
+        EVENTS.append("rule")
+        return find_answer(text)
+
+    monkeypatch.setattr(math_module, "find_answer", find_slowly)
+    large, small = group(*["4"] * 60, truth="4"), group("b", id="small")
+    rewards = [math_module.Math(kind="math", when={"id": ("p",)}), Called(when={"id": ("small",)})]
+    with RewardRunner(rewards) as runner:
+
+        async def score_both() -> ScoredGroup:
+            large_score = asyncio.create_task(runner.score(large))
+            await runner.score(small)
+            return await large_score
+
+        assert values(runner.run(score_both()).result()) == [1.0] * 60
+    assert EVENTS.index("called") < 60

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 SLICE_S = 0.005
 """Computing time of one iteration of the loop. A computation that has its turn may exceed it, so each should be short."""
-WOKEN_AT_ONCE = 64
-"""Waiting computations resumed in one iteration: most take a small part of it."""
+MOST_WOKEN = 64
+"""Waiting computations resumed in one iteration, at most: most take a small part of it."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +36,9 @@ class Turns:
         self._scheduled = False
         """Whether `_begin_slice` will be called in the next iteration."""
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._woken = MOST_WOKEN
+        """Resumed in this iteration: about as many as there was time for in the last one, since each that is resumed for nothing
+        costs as much as a short computation."""
         self._returned: list[asyncio.Future[None]] = []
         """Resumed too late in an iteration; they come first in the next one."""
         self._thread: ThreadPoolExecutor | None = None
@@ -64,9 +67,11 @@ class Turns:
     def _begin_slice(self) -> None:
         self._scheduled = False
         self._slice_ends = time.perf_counter() + SLICE_S
+        too_many = len(self._returned)
+        self._woken = max(self._woken - too_many, 1) if too_many else min(self._woken + self._woken // 4 + 1, MOST_WOKEN)
         self._waiting.extendleft(reversed(self._returned))
         self._returned.clear()
-        for _ in range(min(WOKEN_AT_ONCE, len(self._waiting))):
+        for _ in range(min(self._woken, len(self._waiting))):
             resumed = self._waiting.popleft()
             if not resumed.done():  # done: whoever waited was cancelled
                 resumed.set_result(None)
