@@ -97,8 +97,8 @@ class PeerServer:
                     task.add_done_callback(lambda _, number=number: calls.pop(number, None))
                 elif number in calls:
                     calls[number].cancel()
-        except (asyncio.IncompleteReadError, BadMessage, OSError, TimeoutError):
-            pass  # it is gone, or no process of ours
+        except (asyncio.IncompleteReadError, BadMessage, OSError, TimeoutError, asyncio.CancelledError):
+            pass  # it is gone, or no process of ours; cancelled: the rewards are closed
         finally:
             for task in list(calls.values()):
                 task.cancel()

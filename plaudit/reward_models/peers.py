@@ -18,6 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plaudit.errors import RecipeError, StopRequested
@@ -107,9 +108,9 @@ class ModelPeers:
         if not owners:
             return cls(owners, rank=world.rank, size=world.size, token=b"", device=world.device)
         token = world.agree(secrets.token_bytes(TOKEN_BYTES), "the reward models' token")
-        machines = world.gather(f"{socket.gethostname()} {uuid.getnode()}", "the machines' names")
+        machines = world.gather((socket.gethostname(), uuid.getnode()), "the machines' names")
         peers = cls(owners, rank=world.rank, size=world.size, token=token, device=world.device)
-        address = run(peers.listen(LOOPBACK if len(set(machines)) == 1 else _own_address())).result()
+        address = run(peers.listen(LOOPBACK if len(set(machines)) == 1 else own_address([name for name, _ in machines]))).result()
         peers.connect(world.gather(address, "the addresses of reward models"))
         return peers
 
@@ -178,15 +179,20 @@ class ModelPeers:
 LOOPBACK = "127.0.0.1"
 
 
-def _own_address() -> str:
-    """This machine's address on the network that connects it with rank 0."""
-    there = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((there, 9))  # sends nothing: the system only chooses the interface
-        except OSError as error:
-            raise RecipeError(f"no way to {there}, where rank 0 runs, from {socket.gethostname()}: {error}") from None
-        return probe.getsockname()[0]
+def own_address(machines: Sequence[str]) -> str:
+    """This machine's address on the network that connects it with rank 0, or with another of the machines named."""
+    for there in filter(None, dict.fromkeys([os.environ.get("MASTER_ADDR"), *machines])):
+        with contextlib.suppress(OSError):
+            family, kind, *_, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing: the system only chooses the interface
+                own = probe.getsockname()[0]
+            if not ip_address(own.partition("%")[0]).is_loopback:  # as a machine's own name often leads to
+                return own
+    raise RecipeError(
+        f"{socket.gethostname()} has no address at which the other machines ({', '.join(sorted(set(machines)))}) could call its "
+        "reward models. Set MASTER_ADDR to the address of rank 0's machine, the same on all."
+    )
 
 
 # The model in the process that has it, and in the others -------------------------------------------------------------

@@ -17,10 +17,8 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.data.rows import read_rows
 from plaudit.errors import RecipeError
@@ -32,7 +30,6 @@ from plaudit.reward_models.local import LocalModel
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, ScoredGroup
-from support.engine_contract import sharpen
 from support.fault_server import FaultServer
 from support.models import make_classifier, make_grader
 from support.recipes import rl_recipe, train_rl, write_recipe
