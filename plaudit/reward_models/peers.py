@@ -14,11 +14,11 @@ import contextlib
 import os
 import secrets
 import socket
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plaudit.errors import RecipeError, StopRequested
@@ -108,7 +108,7 @@ class ModelPeers:
         if not owners:
             return cls(owners, rank=world.rank, size=world.size, token=b"", device=world.device)
         token = world.agree(secrets.token_bytes(TOKEN_BYTES), "the reward models' token")
-        machines = world.gather((socket.gethostname(), uuid.getnode()), "the machines' names")
+        machines = world.gather((socket.gethostname(), _boot_id()), "the machines' names")
         peers = cls(owners, rank=world.rank, size=world.size, token=token, device=world.device)
         address = run(peers.listen(LOOPBACK if len(set(machines)) == 1 else own_address([name for name, _ in machines]))).result()
         peers.connect(world.gather(address, "the addresses of reward models"))
@@ -177,6 +177,14 @@ class ModelPeers:
 
 
 LOOPBACK = "127.0.0.1"
+
+
+def _boot_id() -> str:
+    """Tells machines of the same name apart, such as `localhost`, where the system has one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def own_address(machines: Sequence[str]) -> str:
