@@ -66,7 +66,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     with (
         Run(loaded, files, template, _inputs(recipe), world=world, code=code, best="val/reward", higher_is_better=True) as run,
         RewardRunner(
-            recipe.rewards, cache=run.folder / _score_cache(world), repeatable=recipe.run.deterministic, seed=recipe.seed
+            recipe.rewards,
+            cache=run.folder / _score_cache(world),
+            repeatable=recipe.run.deterministic,
+            seed=recipe.seed,
+            world=world,
         ) as rewards,
         ExitStack() as stack,
     ):

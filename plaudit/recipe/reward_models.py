@@ -38,6 +38,9 @@ class RewardModel(Section):
     """Data type of its weights, in this process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device it runs on, in this process."""
+    rank: NonNegativeInt | Literal["all"] | None = None
+    """placement: resident, offload or launch, with several processes (cluster.gpus). The one that has the model and answers the
+    calls of all, from 0; all: a copy in each. Default: models are dealt to the processes in turn."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; a response that makes it longer is malformed, not truncated. Default: what the model's context leaves."""
     program: str | None = None
@@ -99,6 +102,8 @@ class RewardModel(Section):
             raise ValueError("path is missing: a folder in Hugging Face format, or a name on the hub")
         if self.placement != "launch" and (self.program or self.arguments or self.port is not None):
             raise ValueError("program, arguments and port belong to placement: launch")
+        if self.placement == "server" and self.rank is not None:
+            raise ValueError("rank belongs to placement: resident, offload and launch; a server is reached by all processes")
         return self
 
     @property

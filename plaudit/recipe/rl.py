@@ -325,7 +325,7 @@ class CriticSettings(Section):
 
 INSIDE = ("", "scorer.", "rule.", "judge.")
 """Where a reward's model may be: in the reward itself, or in one that it contains."""
-HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "program", "prompt_price", "answer_price")
+HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "program", "rank", "prompt_price", "answer_price")
 
 
 class RLRecipe(Section):

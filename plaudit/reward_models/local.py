@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from plaudit.errors import PlauditError, RecipeError
@@ -25,11 +26,13 @@ from plaudit.types import Failure, Message
 
 
 class LocalModel(Backend):
-    def __init__(self, settings: RewardModel, *, scalar: bool, independent: bool = False):
+    def __init__(self, settings: RewardModel, *, scalar: bool, independent: bool = False, device: torch.device | None = None):
         """`independent`: a scalar model computes each call as its own batch. What is packed with a sequence changes its score in
-        the last bits, and which calls wait at the same moment is a matter of timing."""
+        the last bits, and which calls wait at the same moment is a matter of timing. `device`: this process's own, if it is one of
+        several; torch's current one belongs to the thread that chose it."""
         assert settings.placement in ("resident", "offload")
         self.settings, self.scalar, self.independent, self.usage = settings, scalar, independent and scalar, Usage()
+        self._device = device
         self._thread: ModelThread[Any, Any] | None = None
         self._inference: Inference[Any, Any] | None = None
         self._weights: OffloadableWeights[nn.Module] | None = None
@@ -49,6 +52,8 @@ class LocalModel(Backend):
     async def open(self) -> None:
         assert self._thread is None, "already open"
         device = resolve_device(self.settings.device, "model.device")
+        if self._device is not None and self._device.type == device.type:
+            device = self._device
         kind = ScalarInference if self.scalar else TextGeneration
         thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute_batch, device, gather_s=kind.gather_s)
         inference = self._inference = kind(self.settings, device, thread.closing.is_set)

@@ -2,7 +2,8 @@
 
 Rewards with equal `model` sections that use the model in the same way (to score, or to generate) share one backend: one copy of the
 weights, one server, one pool of connections with its limits. The first reward opens it, the last one closes it. Its own usage
-counts every call; each reward's handle counts that reward's calls as well.
+counts every call; each reward's handle counts that reward's calls as well. With several processes, a model is opened by one of them
+(`peers.py`).
 """
 
 import asyncio
@@ -10,22 +11,34 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.peers import ModelPeers
 from plaudit.types import Message
+
+if TYPE_CHECKING:
+    import torch
 
 GENERIC_NAMES = ("model", "best", "final", "latest", "last", "hf")
 """Folder names that identify a model only together with their parent folder."""
 
 
-def build_backend(settings: RewardModel, limits: ModelLimits, *, scalar: bool, independent: bool = False) -> Backend:
+def build_backend(
+    settings: RewardModel,
+    limits: ModelLimits,
+    *,
+    scalar: bool,
+    independent: bool = False,
+    device: "torch.device | None" = None,
+) -> Backend:
     """The backend for the model's placement, not opened yet. Each is imported on use: a judge behind a URL needs no torch.
 
     `scalar`: the model scores and does not generate. `independent`: a model in this process computes each call as its own batch, so
-    its scores are bit-identical whatever else is scored at the same time.
+    its scores are bit-identical whatever else is scored at the same time. `device`: this process's, if it is one of several.
     """
     match settings.placement:
         case "server":
@@ -39,15 +52,14 @@ def build_backend(settings: RewardModel, limits: ModelLimits, *, scalar: bool, i
         case _:
             from plaudit.reward_models.local import LocalModel
 
-            return LocalModel(settings, scalar=scalar, independent=independent)
+            return LocalModel(settings, scalar=scalar, independent=independent, device=device)
 
 
 class SharedModel:
     """A backend with the handles of the rewards that use it."""
 
-    def __init__(self, settings: RewardModel, limits: ModelLimits, *, scalar: bool, independent: bool):
-        self.settings, self.scalar = settings, scalar
-        self.backend = build_backend(settings, limits, scalar=scalar, independent=independent)
+    def __init__(self, settings: RewardModel, backend: Backend, *, scalar: bool):
+        self.settings, self.backend, self.scalar = settings, backend, scalar
         self.handles: list[ModelHandle] = []
         self._opening = asyncio.Lock()
         self._opened = False
@@ -137,6 +149,17 @@ class ModelHandle(Backend):
 class ModelRegistry:
     models: dict[tuple[RewardModel, bool], SharedModel] = field(default_factory=dict)
     independent: bool = False
+    peers: ModelPeers | None = None
+
+    def build(self, settings: RewardModel, limits: ModelLimits, *, scalar: bool) -> Backend:
+        """The backend of a model that this process opens itself, or another one's."""
+        peers = self.peers
+
+        def build(limits: ModelLimits) -> Backend:
+            device = None if peers is None else peers.device
+            return build_backend(settings, limits, scalar=scalar, independent=self.independent, device=device)
+
+        return build(limits) if peers is None else peers.backend((settings, scalar), limits, build)
 
 
 # Every reward runner has its own event loop, so a loop's models belong to one recipe.
@@ -148,6 +171,11 @@ def use_independent_batches() -> None:
     _registry().independent = True
 
 
+def use_peers(peers: ModelPeers) -> None:
+    """Models acquired on this event loop from now on are those of all processes."""
+    _registry().peers = peers
+
+
 def acquire_model(settings: RewardModel, limits: ModelLimits, *, scalar: bool, label: str) -> ModelHandle:
     """A handle for the reward called `label` on the model, which another reward may have opened already.
 
@@ -155,7 +183,7 @@ def acquire_model(settings: RewardModel, limits: ModelLimits, *, scalar: bool, l
     """
     registry, key = _registry(), (settings, scalar)
     if key not in registry.models:
-        registry.models[key] = SharedModel(settings, limits, scalar=scalar, independent=registry.independent)
+        registry.models[key] = SharedModel(settings, registry.build(settings, limits, scalar=scalar), scalar=scalar)
     return ModelHandle(registry.models[key], label)
 
 

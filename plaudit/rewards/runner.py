@@ -20,11 +20,12 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, S
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches
+from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches, use_peers
+from plaudit.reward_models.peers import ModelPeers
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import SLICE_SAMPLES, RewardClient, subgroup
 from plaudit.rewards.combine import (
@@ -40,6 +41,9 @@ from plaudit.rewards.reward import LiveReward, Reward, build
 from plaudit.rewards.step_counts import StepCounts
 from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Score, ScoredGroup
+
+if TYPE_CHECKING:  # it imports torch
+    from plaudit.world import World
 
 ByReward = list[tuple[Score, ...]]
 ByLabel = dict[str, tuple[Score, ...]]
@@ -70,11 +74,12 @@ class RewardRunner:
         tolerant: bool = False,
         repeatable: bool = False,
         seed: int | None = None,
+        world: "World | None" = None,
     ):
         """`rewards`: settings, or live rewards that the caller built. `cache`: a file to cache scores in. `tolerant`: no failure
         rate is too high; only `on_failure: stop` and a rejected key stop.
         `repeatable`: a group's scores have the same bits, whatever else is scored. `seed`: the run's, for rewards that draw
-        something at random."""
+        something at random. `world`: processes that score together, each its own groups; a model is loaded by one of them."""
         self.live = [reward if isinstance(reward, LiveReward) else build(reward) for reward in rewards]
         if seed is not None:
             for live in self.live:
@@ -93,6 +98,8 @@ class RewardRunner:
         self._step: StepCounts | None = None
         """Of the last `collect`."""
         self._tolerant, self._repeatable = tolerant, repeatable
+        self._world = world
+        self._peers: ModelPeers | None = None
         self._last_usage: dict[str, UsageTotals] = {}
         self._running = {reward.label: RunningMoments() for reward in self.rewards if reward.normalise == "running"}
         self._loop = asyncio.new_event_loop()
@@ -101,6 +108,8 @@ class RewardRunner:
     def __enter__(self) -> Self:
         self.start()
         try:
+            if self._world is not None and self._world.size > 1:
+                self._peers = ModelPeers.join(self._world, self.rewards, self.run)
             self.run(self.open()).result()
         except BaseException:
             self.close()
@@ -122,6 +131,8 @@ class RewardRunner:
         """Open the rewards concurrently. On their event loop."""
         if self._repeatable:
             use_independent_batches()
+        if self._peers is not None:
+            use_peers(self._peers)
         await _all(live.open() for live in self.live)
 
     def close(self) -> None:
@@ -178,6 +189,8 @@ class RewardRunner:
         except BaseException:
             for future in pending:
                 future.cancel()
+            if self._peers is not None:
+                self.run(self._peers.leave())
             if isinstance(groups, Generator):
                 groups.close()  # sampling ends now, not when the traceback is released
             raise
@@ -274,6 +287,8 @@ class RewardRunner:
             future.add_done_callback(end_one)
         while pending and not ended.wait(REPORT_EVERY_S):
             report()
+            if self._world is not None:
+                self._world.heartbeat.beat()
         report()
 
     async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
@@ -419,6 +434,8 @@ class RewardRunner:
         if rest:
             await asyncio.wait(rest, timeout=5.0)  # rewards are closed once nothing uses them
         await _all(live.close() for live in self.live)
+        if self._peers is not None:
+            self._peers.close()
         turns().close()
         await self._loop.shutdown_default_executor()
 

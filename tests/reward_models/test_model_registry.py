@@ -17,10 +17,8 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.data.rows import read_rows
 from plaudit.errors import RecipeError
@@ -32,9 +30,8 @@ from plaudit.reward_models.local import LocalModel
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, ScoredGroup
-from support.engine_contract import sharpen
 from support.fault_server import FaultServer
-from support.models import make_classifier
+from support.models import make_classifier, make_grader
 from support.recipes import rl_recipe, train_rl, write_recipe
 from support.rewards import group, values
 from support.rows import prompt_rows, write_jsonl
@@ -56,25 +53,6 @@ def fast_gc() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def make_grader(source: Path, folder: Path, seed: int) -> Path:
-    """A judge that answers with a single digit, which depends on the prompt."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
-    sharpen(model)
-    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
-    end = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    embeddings, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
-    torch.manual_seed(seed)
-    head.zero_()
-    head[digits] = 3.0 * torch.randn(10, head.shape[1])
-    head[:, 0] = 0.0
-    head[end, 0] = 5.0  # the first dimension is large after a digit, and only there, so that the answer ends
-    embeddings[:, 0] = 0.0
-    embeddings[digits, 0] = 200.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -38,3 +38,27 @@ def make_classifier(source: Path, folder: Path, labels: int = 1) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+def make_grader(source: Path, folder: Path, seed: int) -> Path:
+    """A judge that answers with a single digit, which depends on the prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from support.engine_contract import sharpen
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+    sharpen(model)
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    end = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    embeddings, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    torch.manual_seed(seed)
+    head.zero_()
+    head[digits] = 3.0 * torch.randn(10, head.shape[1])
+    head[:, 0] = 0.0
+    head[end, 0] = 5.0  # the first dimension is large after a digit, and only there, so that the answer ends
+    embeddings[:, 0] = 0.0
+    embeddings[digits, 0] = 200.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,207 @@
+"""Calls from one process of a run to another.
+
+    connection   token | rank of the caller, then messages in both directions
+    message      length | pickle
+    call         (number, call), or (number, None) to cancel it
+    answer       (number, kind, result)
+
+Many calls may be in flight on one connection. The token is random and known to the processes of this run only: nothing is unpickled
+before it has come. A message's length is checked before it is read.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import pickle
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from plaudit.errors import PlauditError, RecipeError, StopRequested
+
+LENGTH, RANK = struct.Struct("!Q"), struct.Struct("!I")
+TOKEN_BYTES = 32
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""A group's conversations are a few megabytes."""
+BUFFER_BYTES = 2**20
+ADMISSION_S = 30.0
+"""How long a connection may take to send its token, and to be made."""
+
+
+class PeerLost(Exception):
+    """The other process has closed the connection, or is gone."""
+
+
+class PeerFailed(Exception):
+    """The other process raised something that is neither a user's error nor a stop."""
+
+
+class BadMessage(Exception):
+    """What was sent is not one of our messages, or is too large."""
+
+
+def pack(message: Any) -> bytes:
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    if len(content) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a message of {len(content) / 1e6:,.0f} MB; the limit is {MAX_MESSAGE_BYTES / 1e6:,.0f} MB")
+    return LENGTH.pack(len(content)) + content
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """The next message of an admitted peer."""
+    [length] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a message of {length:,} bytes is announced")
+    content = await reader.readexactly(length)
+    try:
+        return pickle.loads(content)
+    except Exception as error:
+        raise BadMessage(f"a message cannot be read: {error}") from None
+
+
+class PeerServer:
+    """Answers the calls of the other processes."""
+
+    def __init__(self, token: bytes, answer: Callable[[int, Any], Awaitable[Any]], left: Callable[[int], None]):
+        """`answer(rank, call)`: the result of a call. `left(rank)`: that process has closed its connection."""
+        assert len(token) == TOKEN_BYTES
+        self._token, self._answer, self._left = token, answer, left
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def listen(self, host: str) -> int:
+        """Returns the port."""
+        self._server = await asyncio.start_server(self._serve, host, 0, limit=BUFFER_BYTES)
+        return self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: int | None = None
+        calls: dict[int, asyncio.Task[None]] = {}
+        self._writers.add(writer)
+        try:
+            async with asyncio.timeout(ADMISSION_S):
+                if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
+                    return
+                rank = int(RANK.unpack(await reader.readexactly(RANK.size))[0])
+            while True:
+                number, call = await receive(reader)
+                if call is not None:
+                    calls[number] = task = asyncio.create_task(self._reply(writer, rank, number, call))
+                    task.add_done_callback(lambda _, number=number: calls.pop(number, None))
+                elif number in calls:
+                    calls[number].cancel()
+        except (asyncio.IncompleteReadError, BadMessage, OSError, TimeoutError, asyncio.CancelledError):
+            pass  # it is gone, or no process of ours; cancelled: the rewards are closed
+        finally:
+            for task in list(calls.values()):
+                task.cancel()
+            self._writers.discard(writer)
+            writer.close()
+            if rank is not None:
+                self._left(rank)
+
+    async def _reply(self, writer: asyncio.StreamWriter, rank: int, number: int, call: Any) -> None:
+        try:
+            reply = pack((number, "result", await self._answer(rank, call)))
+        except StopRequested:
+            reply = pack((number, "stopped", None))
+        except PlauditError as error:
+            reply = pack((number, "user error", str(error)))
+        except Exception as error:
+            reply = pack((number, "failed", f"{type(error).__name__}: {error}"[:2000]))
+        with contextlib.suppress(OSError):
+            writer.write(reply)
+            await writer.drain()
+
+
+class PeerClient:
+    """This process's connection to another, made with the first call."""
+
+    def __init__(self, address: tuple[str, int], token: bytes, rank: int, owner: int):
+        """`rank`: of this process. `owner`: of the other."""
+        self._address, self._token, self._rank, self.owner = address, token, rank, owner
+        self._connecting = asyncio.Lock()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._lost: str | None = None
+
+    async def call(self, *call: Any) -> Any:
+        """The other process's result. Cancelling it cancels the call there."""
+        writer = await self._connect()
+        number = next(self._numbers)
+        message = pack((number, call))
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            writer.write(message)
+            await writer.drain()
+            return await future
+        except OSError as error:
+            raise PeerLost(self._gone(error)) from None
+        except asyncio.CancelledError:
+            if self._lost is None:
+                writer.write(pack((number, None)))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        self._fail("the connection was closed")
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        async with self._connecting:
+            if self._writer is None and self._lost is None:
+                try:
+                    async with asyncio.timeout(ADMISSION_S):
+                        reader, self._writer = await asyncio.open_connection(*self._address, limit=BUFFER_BYTES)
+                except OSError as error:  # TimeoutError is one
+                    self._fail(self._gone(error))
+                else:
+                    self._writer.write(self._token + RANK.pack(self._rank))
+                    self._reading = asyncio.create_task(self._read(reader))
+            if self._lost is not None:
+                raise PeerLost(self._lost)
+            assert self._writer is not None
+            return self._writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, kind, result = await receive(reader)
+                if (future := self._waiting.get(number)) is None or future.done():
+                    continue  # cancelled meanwhile
+                match kind:
+                    case "result":
+                        future.set_result(result)
+                    case "stopped":
+                        future.set_exception(StopRequested())
+                    case "user error":
+                        future.set_exception(RecipeError(result))
+                    case _:
+                        future.set_exception(PeerFailed(f"rank {self.owner}: {result}"))
+        except (asyncio.IncompleteReadError, OSError):
+            self._fail(self._gone())
+        except BadMessage as error:
+            self._fail(self._gone(error))
+
+    def _gone(self, error: Exception | None = None) -> str:
+        why = f" ({error or type(error).__name__})" if error is not None else ""
+        return f"the process with rank {self.owner} cannot be reached any more{why}"
+
+    def _fail(self, why: str) -> None:
+        self._lost = self._lost or why
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PeerLost(self._lost))

@@ -1,0 +1,375 @@
+"""A run of several processes has each reward model once: one process has it, and the others call it there.
+
+    resident, offload, launch   in the process that `model.rank` names; otherwise models are dealt to the processes in turn
+    rank: all                   a copy in each
+    server                      every process is a client, with its share of the limits
+
+The process that has a model answers the calls of all: its backend counts them, and batches them as those of one process. An
+offloaded model is loaded when all processes have called `load`, so that none is sampling any more, and unloaded when all have
+called `unload`.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from plaudit.errors import RecipeError, StopRequested
+from plaudit.recipe.limits import ModelLimits
+from plaudit.recipe.reward_models import RewardModel
+from plaudit.recipe.rewards import RewardSettings, nested_rewards
+from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.peer_channel import TOKEN_BYTES, BadMessage, PeerClient, PeerLost, PeerServer
+from plaudit.types import Failure, Message
+
+if TYPE_CHECKING:
+    import torch
+
+    from plaudit.world import World
+
+T = TypeVar("T")
+ModelKey = tuple[RewardModel, bool]
+"""A model's settings, and whether it scores (otherwise it generates)."""
+Run = Callable[[Coroutine[Any, Any, T]], Future[T]]
+
+
+# Who has which model -------------------------------------------------------------------------------------------------
+
+
+def models_of(rewards: Iterable[RewardSettings]) -> dict[ModelKey, ModelLimits]:
+    """The models of all rewards and of those inside them, each once, in the recipe's order, with the limits of its calls."""
+    models: dict[ModelKey, ModelLimits] = {}
+    for outer in rewards:
+        for _, reward in nested_rewards(outer, outer.label):
+            model, limits = getattr(reward, "model", None), reward.limits
+            if isinstance(model, RewardModel) and isinstance(limits, ModelLimits):
+                models.setdefault((model, bool(getattr(reward, "scalar", False))), limits)
+    return models
+
+
+def deal_models(models: dict[ModelKey, ModelLimits], size: int) -> dict[ModelKey, int]:
+    """The rank that has each model. Those that every process has for itself are left out.
+
+    A model without a rank goes to the process with the fewest, the first of them if there are several.
+    """
+    shared = [key for key, limits in models.items() if key[0].rank != "all" and not _divides(key[0], limits, size)]
+    owners = {key: key[0].rank for key in shared if isinstance(key[0].rank, int)}
+    for (model, _), rank in owners.items():
+        if rank >= size:
+            raise RecipeError(f"{model.path}: model.rank is {rank}, but there are {size} processes, with ranks 0 to {size - 1}")
+    held = Counter(owners.values())
+    for key in shared:
+        if key not in owners:
+            owners[key] = min(range(size), key=lambda rank: (held[rank], rank))
+            held[owners[key]] += 1
+    return {key: owners[key] for key in shared}
+
+
+def _divides(model: RewardModel, limits: ModelLimits, size: int) -> bool:
+    """Whether every process can have its own share of a server's limits. If not, one of them makes the calls of all."""
+    return model.placement == "server" and limits.max_concurrent_calls >= size
+
+
+def divide_limits(limits: ModelLimits, size: int) -> ModelLimits:
+    """One process's share: together they keep the limits of the recipe."""
+    calls, tokens = limits.calls_per_s, limits.tokens_per_minute
+    return limits.model_copy(
+        update={
+            "max_concurrent_calls": limits.max_concurrent_calls // size,
+            "calls_per_s": None if calls is None else calls / size,
+            "tokens_per_minute": None if tokens is None else max(1, tokens // size),
+        }
+    )
+
+
+class ModelPeers:
+    """The reward models of all processes, as seen from one of them. Lives on the rewards' event loop."""
+
+    def __init__(self, owners: dict[ModelKey, int], *, rank: int, size: int, token: bytes, device: "torch.device | None" = None):
+        self.rank, self.size, self.device = rank, size, device
+        self._owners, self._token = owners, token
+        self._numbers = {key: number for number, key in enumerate(owners)}
+        self._addresses: Sequence[tuple[str, int] | None] = []
+        self._clients: dict[int, PeerClient] = {}
+        self._server: PeerServer | None = None
+        self._hosted: dict[int, asyncio.Future[HostedModel]] = {}
+
+    @classmethod
+    def join(cls, world: "World", rewards: Iterable[RewardSettings], run: Run[Any]) -> "ModelPeers":
+        """Called by all processes at the same time, before any opens its models. `run`: runs a coroutine on the rewards' loop."""
+        owners = deal_models(models_of(rewards), world.size)
+        if not owners:
+            return cls(owners, rank=world.rank, size=world.size, token=b"", device=world.device)
+        token = world.agree(secrets.token_bytes(TOKEN_BYTES), "the reward models' token")
+        machines = world.gather((socket.gethostname(), _boot_id()), "the machines' names")
+        peers = cls(owners, rank=world.rank, size=world.size, token=token, device=world.device)
+        address = run(peers.listen(LOOPBACK if len(set(machines)) == 1 else own_address([name for name, _ in machines]))).result()
+        peers.connect(world.gather(address, "the addresses of reward models"))
+        return peers
+
+    async def listen(self, host: str) -> tuple[str, int] | None:
+        """Returns the address at which the others call this process; None if it has no model."""
+        numbers = [number for key, number in self._numbers.items() if self._owners[key] == self.rank]
+        if not numbers:
+            return None
+        self._hosted = {number: asyncio.get_running_loop().create_future() for number in numbers}
+        self._server = PeerServer(self._token, self._answer, self._left)
+        try:
+            return host, await self._server.listen(host)
+        except OSError as error:
+            raise RecipeError(f"rank {self.rank} cannot listen at {host} for calls to its reward models: {error}") from None
+
+    def connect(self, addresses: Sequence[tuple[str, int] | None]) -> None:
+        """`addresses`: of all processes, in the order of ranks."""
+        self._addresses = addresses
+
+    def backend(self, key: ModelKey, limits: ModelLimits, build: Callable[[ModelLimits], Backend]) -> Backend:
+        """The model as this process uses it. `build` makes the backend of a model that it has itself."""
+        owner = self._owners.get(key)
+        if owner is None:
+            return build(divide_limits(limits, self.size) if key[0].placement == "server" else limits)
+        if owner != self.rank:
+            return RemoteModel(key, self._numbers[key], self._client(owner))
+        hosted = HostedModel(build(limits), self.rank, self.size)
+        self._hosted[self._numbers[key]].set_result(hosted)
+        return hosted
+
+    async def leave(self) -> None:
+        """This process has stopped scoring: no other must wait for it before it loads or unloads a model. The run ends."""
+        self._left(self.rank)
+        owners = set(self._owners.values()) - {self.rank}
+        await asyncio.gather(*(self._client(owner).call("leave") for owner in owners), return_exceptions=True)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _client(self, owner: int) -> PeerClient:
+        if owner not in self._clients:
+            address = self._addresses[owner]
+            assert address is not None, f"rank {owner} has a model, so it listens"
+            self._clients[owner] = PeerClient(address, self._token, self.rank, owner)
+        return self._clients[owner]
+
+    # Calls of other processes
+
+    async def _answer(self, rank: int, call: tuple[Any, ...]) -> Any:
+        method, *rest = call
+        if method == "leave":
+            return self._left(rank)
+        number, *arguments = rest
+        hosted = await asyncio.shield(self._hosted[number])  # an early caller waits until this process opens it
+        return await hosted.answer(rank, method, *arguments)
+
+    def _left(self, rank: int) -> None:
+        for future in self._hosted.values():
+            if future.done():
+                future.result().leave(rank)
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def _boot_id() -> str:
+    """Tells machines of the same name apart, such as `localhost`, where the system has one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def own_address(machines: Sequence[str]) -> str:
+    """This machine's address on the network that connects it with rank 0, or with another of the machines named."""
+    for there in filter(None, dict.fromkeys([os.environ.get("MASTER_ADDR"), *machines])):
+        with contextlib.suppress(OSError):
+            family, kind, *_, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing: the system only chooses the interface
+                own = probe.getsockname()[0]
+            if not ip_address(own.partition("%")[0]).is_loopback:  # as a machine's own name often leads to
+                return own
+    raise RecipeError(
+        f"{socket.gethostname()} has no address at which the other machines ({', '.join(sorted(set(machines)))}) could call its "
+        "reward models. Set MASTER_ADDR to the address of rank 0's machine, the same on all."
+    )
+
+
+# The model in the process that has it, and in the others -------------------------------------------------------------
+
+
+class AllTogether:
+    """Something that is done once all processes have called for it."""
+
+    def __init__(self, size: int, do: Callable[[], Awaitable[None]]):
+        self._size, self._do = size, do
+        self._ranks: set[int] = set()
+        self._done: asyncio.Future[None] | None = None
+        self._doing: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    async def call(self, rank: int) -> None:
+        """Until it is done. Raises StopRequested if a process has left, and so will never call."""
+        if self._stopped:
+            raise StopRequested
+        done = self._done = self._done or asyncio.get_running_loop().create_future()
+        self._ranks.add(rank)
+        if len(self._ranks) == self._size:
+            # A task of its own: a caller that is cancelled must not cancel what the others wait for.
+            self._doing = asyncio.create_task(self._finish(done))
+            self._ranks, self._done = set(), None
+        await asyncio.shield(done)
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(StopRequested())
+
+    async def _finish(self, done: asyncio.Future[None]) -> None:
+        try:
+            await self._do()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+
+class HostedModel(Backend):
+    """A model of this process that others call too."""
+
+    def __init__(self, inner: Backend, rank: int, size: int):
+        self.inner, self._rank = inner, rank
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loading, self._unloading = AllTogether(size, inner.load), AllTogether(size, inner.unload)
+
+    @property
+    def usage(self) -> Usage:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.usage
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    async def open(self) -> None:
+        try:
+            await self.inner.open()
+        except Exception as error:
+            self._opened.set_exception(error)
+            self._opened.exception()  # retrieved, should no other process ask
+            raise
+        self._opened.set_result(None)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        return await self.inner.generate(requests, params)
+
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
+        return await self.inner.score(conversations)
+
+    async def load(self) -> None:
+        await self._loading.call(self._rank)
+
+    async def unload(self) -> None:
+        await self._unloading.call(self._rank)
+
+    def info(self) -> ModelInfo:
+        return self.inner.info()
+
+    async def answer(self, rank: int, method: str, *arguments: Any) -> Any:
+        """The result of another process's call."""
+        await asyncio.shield(self._opened)
+        match method:
+            case "open":
+                info = self.inner.info()
+                return ModelInfo(None, info.context, info.name, info.weights), info.template is not None, self.inner.name
+            case "generate":
+                return await self.inner.generate(*arguments)
+            case "score":
+                return await self.inner.score(*arguments)
+            case "load":
+                return await self._loading.call(rank)
+            case "unload":
+                return await self._unloading.call(rank)
+            case _:
+                raise BadMessage(f"there is no call {method!r}")
+
+    def leave(self, rank: int) -> None:
+        """That process makes no more calls."""
+        self._loading.stop()
+        self._unloading.stop()
+
+
+class RemoteModel(Backend):
+    """A model that another process has. `usage` stays at zero: that process counts."""
+
+    def __init__(self, key: ModelKey, number: int, client: PeerClient):
+        self.settings, self.scalar = key
+        self.usage = Usage()
+        self._number, self._client = number, client
+        self._info, self._name = ModelInfo(), ""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def open(self) -> None:
+        try:
+            self._info, renders, self._name = await self._call("open")
+        except PeerLost as error:
+            raise RecipeError(f"{self.settings.path}: {error}, and it has this model") from None
+        if renders and not self.scalar:
+            self._info = await asyncio.to_thread(self._with_template, self._info)
+
+    async def close(self) -> None:
+        pass
+
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
+        try:
+            return await self._call("generate", list(requests), params)
+        except (PeerLost, BadMessage) as error:
+            return [Answer(None, self._failure(error)) for _ in requests]
+
+    async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
+        try:
+            return await self._call("score", list(conversations))
+        except (PeerLost, BadMessage) as error:
+            return [ScalarScore(None, self._failure(error)) for _ in conversations]
+
+    async def load(self) -> None:
+        await self._call_if_reached("load")
+
+    async def unload(self) -> None:
+        await self._call_if_reached("unload")
+
+    def info(self) -> ModelInfo:
+        return self._info
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._client.call(method, self._number, *arguments)
+
+    async def _call_if_reached(self, method: str) -> None:
+        with contextlib.suppress(PeerLost):  # the requests that follow fail, with the reason
+            await self._call(method)
+
+    def _failure(self, error: Exception) -> Failure:
+        cause = "died" if isinstance(error, PeerLost) else "too_large"
+        return Failure(cause, f"{self._name or self.settings.path}: {error}")
+
+    def _with_template(self, info: ModelInfo) -> ModelInfo:
+        """With the template that the model's own process has: raw prompts quote its control tokens."""
+        from plaudit.data.templates import load_template, load_tokenizer
+
+        served = self.settings.placement == "server"
+        source = self.settings.tokenizer or (None if served else self.settings.path) or info.weights or info.name
+        tokenizer = load_tokenizer(source, trust_remote_code=self.settings.trust_remote_code)
+        return ModelInfo(load_template(tokenizer, self.settings.chat_template), info.context, info.name, info.weights)
