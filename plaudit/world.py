@@ -80,9 +80,16 @@ class World:
         """Indices of this process's items among `count`."""
         return range(self.rank, count, self.size)
 
-    def shard(self, items: Sequence[T]) -> list[tuple[int, T]]:
-        """This process's items, each with its index among all."""
-        return [(i, items[i]) for i in self.share(len(items))]
+    def repeats(self, count: int) -> list[int]:
+        """Items that a process with a smaller share than others computes once more, where all must make the same number of passes
+        (a model whose weights are sharded)."""
+        own = self.share(count)
+        return [own[0] if own else 0] * (-(-count // self.size) - len(own))
+
+    def shard(self, items: Sequence[T], *, equal: bool = False) -> list[tuple[int, T]]:
+        """This process's items, each with its index among all. `equal`: with `repeats`."""
+        repeats = self.repeats(len(items)) if equal else ()
+        return [(i, items[i]) for i in (*self.share(len(items)), *repeats)]
 
     # Agreement
 

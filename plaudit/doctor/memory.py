@@ -16,7 +16,6 @@ from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.lora_folder import read_lora_folder
 from plaudit.model_files import require_weights
-from plaudit.models.devices import resolve_device
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
 from plaudit.models.trainable import resolve_dtype
