@@ -80,7 +80,7 @@ def run_one(recipe: Path) -> None:
     from plaudit.data.conversations import read_conversations
     from plaudit.data.prompts import load_prompts
     from plaudit.data.templates import load_model_template
-    from plaudit.loops import rl, sft
+    from plaudit.loops.train import train
     from plaudit.recipe import RLRecipe
     from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
 
@@ -103,7 +103,7 @@ def run_one(recipe: Path) -> None:
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     try:
-        (rl if isinstance(settings, RLRecipe) else sft).train(loaded, sources)
+        train(loaded, sources)
         if device == "cuda":
             free, total = torch.cuda.mem_get_info()
             context = total - free - torch.cuda.memory_reserved()

@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 HERE = Path(__file__).resolve().parent.parent
 
-RENAMED: dict[str, str] = {"critic.pretrain_steps": "critic.warmup_steps", "rewards.limits.timeout_s": "rewards.timeout_s"}
+RENAMED: dict[str, str] = {}
 """This checkout's name of a setting → the other one's."""
 
 REWARD = """

@@ -36,6 +36,7 @@ from plaudit.report.samples import best_and_worst
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, require_context, validate, validation_sampling
 from plaudit.rl.learner import Learner
+from plaudit.rl.shares import PromptShares
 from plaudit.rollout.build import build_engine, engine_class
 from plaudit.rollout.engine import Engine, EngineSetup, Weights
 from plaudit.rollout.faults import engine_faults
@@ -86,8 +87,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(run.check_for_stop)
-        collector = Collector(engine, rewards, recipe, prompts, order, activity, world)
-        check = partial(validate, engine, rewards, recipe, val_prompts, activity, world) if val_prompts else None
+        shares = PromptShares(world)
+        collector = Collector(engine, rewards, recipe, prompts, order, activity, shares)
+        check = partial(validate, engine, rewards, recipe, val_prompts, activity, shares) if val_prompts else None
 
         # Resume
         done = run.resume(learner, rewards=rewards, prompts=collector.stream)
@@ -158,7 +160,7 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
     setup = EngineSetup(recipe.rollout, policy.model, template.tokenizer, world)
     with RewardRunner(recipe.rewards, seed=recipe.seed) as rewards, closing(build_engine(setup)) as engine:
         engine.sync(0, Weights(policy.model))
-        return validate(engine, rewards, recipe, prompts, Activity(), world, step=0)[1]
+        return validate(engine, rewards, recipe, prompts, Activity(), PromptShares(world), step=0)[1]
 
 
 def _inputs(recipe: RLRecipe) -> dict[str, str]:

@@ -20,6 +20,7 @@ from plaudit.report.samples import length_metrics
 from plaudit.rewards.metrics import has_signal, metrics_by_source
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import Rewarded, RewardRunner
+from plaudit.rl.shares import PromptShares
 from plaudit.rollout.engine import Capabilities, Engine, Sampling
 from plaudit.rollout.groups import sample_groups, sample_groups_with_greedy
 from plaudit.types import ScoredGroup
@@ -72,9 +73,9 @@ class Collector:
         prompts: Sequence[EncodedPrompt],
         order: RowOrder,
         activity: Activity,
-        world: World,
+        shares: PromptShares,
     ):
-        self.engine, self.rewards, self.recipe, self.activity, self.world = engine, rewards, recipe, activity, world
+        self.engine, self.rewards, self.recipe, self.activity, self.shares = engine, rewards, recipe, activity, shares
         self.prompts, self.order = prompts, order
         self.stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
         """With dynamic sampling: how far the prompts have been used, which a checkpoint keeps."""
@@ -88,7 +89,7 @@ class Collector:
             prompts = with_unique_ids(self.prompts[row] for row in rows)
             greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
             groups, seconds = self._sample_and_score(f"step {step}", prompts, step, greedy=greedy)
-            collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds, self.world))
+            collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds, self.shares.world))
         collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
         return collected
 
@@ -97,7 +98,7 @@ class Collector:
     ) -> tuple[list[ScoredGroup], Seconds]:
         return _sample_and_score(
             self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=step - 1,
-            activity=self.activity, world=self.world, label=label, greedy=greedy,
+            activity=self.activity, shares=self.shares, label=label, greedy=greedy,
         )  # fmt: skip
 
     def _rows_used(self, step: int) -> int:
@@ -129,7 +130,7 @@ class Collector:
             groups, seconds, rounds = groups + more, seconds + round_seconds, rounds + 1
             with_signal = sum(map(has_signal, groups))
         stream.taken += len(sampled_prompts)
-        metrics = _metrics(groups, self.rewards, seconds, self.world)
+        metrics = _metrics(groups, self.rewards, seconds, self.shares.world)
         metrics |= {
             "rounds": float(rounds),
             "groups": float(len(groups)),
@@ -139,16 +140,16 @@ class Collector:
 
 
 def validate(
-    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], activity: Activity, world: World,
-    step: int,
+    engine: Engine, rewards: RewardRunner, recipe: RLRecipe, prompts: Sequence[EncodedPrompt], activity: Activity,
+    shares: PromptShares, step: int,
 ) -> tuple[list[ScoredGroup], dict[str, float]]:  # fmt: skip
     """The validation prompts, sampled as `validation` says and scored; and metrics under `val/`."""
     began = time.perf_counter()
     groups, seconds = _sample_and_score(
         engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step,
-        activity=activity, world=world, label="validation", training=False,
+        activity=activity, shares=shares, label="validation", training=False,
     )  # fmt: skip
-    metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds, world)
+    metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds, shares.world)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}
@@ -156,13 +157,13 @@ def validate(
 
 def _sample_and_score(
     engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int,
-    activity: Activity, world: World, label: str, greedy: bool = False, training: bool = True,
+    activity: Activity, shares: PromptShares, label: str, greedy: bool = False, training: bool = True,
 ) -> tuple[list[ScoredGroup], Seconds]:  # fmt: skip
     """Scored groups in prompt order. `greedy`: each with a greedy baseline. `training`: running means are updated.
 
     Each process samples and scores its share of the prompts; all of them get all groups, and combine the same scores."""
+    world, own = shares.world, shares.own(prompts, n)
     expected, calls_before = len(prompts) * (n + greedy), rewards.model_calls()
-    own = [encoded for _, encoded in world.shard(prompts)]
     sample = sample_groups_with_greedy if greedy else sample_groups
 
     def sample_and_score() -> tuple[list[Rewarded], Seconds]:
@@ -181,13 +182,14 @@ def _sample_and_score(
             )  # fmt: skip
         return scored, Seconds(time.perf_counter() - began, rewards.waited_s)
 
-    shares = _exchange(world, sample_and_score, f"groups of {label}")
-    by_id = {one.group.prompt.id: one for scored, _ in shares for one in scored}
+    parts = _exchange(world, sample_and_score, f"groups of {label}")
+    by_id = {one.group.prompt.id: one for scored, _ in parts for one in scored}
     step = [by_id[encoded.prompt.id] for encoded in prompts]
     if world.size > 1:
         rewards.require_few_failures(step)
     groups = rewards.combine(step, training=training)
-    return [split_baseline(group) if greedy else group for group in groups], Seconds.of_step([seconds for _, seconds in shares])
+    shares.observe(groups)
+    return [split_baseline(group) if greedy else group for group in groups], Seconds.of_step([seconds for _, seconds in parts])
 
 
 def _exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
