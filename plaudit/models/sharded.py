@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plaudit.errors import RecipeError
+from plaudit.models.weights import release_memory
 from plaudit.world import World
 
 T = TypeVar("T")
@@ -110,6 +111,11 @@ def shard_model(model: PreTrainedModel, world: World, *, offload: bool = False) 
             # Losses are shares of a sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    with torch.no_grad():
+        # FSDP notes in the first pass what is trained, and peft's adapters would not be if they are disabled in it.
+        run_in_pass(model, lambda: None)
+    if world.device.type == "cuda":
+        release_memory()
 
 
 @cache

@@ -24,7 +24,7 @@ from plaudit.world import World
 from support.examples import make_examples
 
 UPDATES = 3
-ADAPTER, MERGED = LoraSettings(rank=4, alpha=8.0), LoraSettings(rank=4, alpha=8.0, merge_on_save=True)
+MERGED, ADAPTER = LoraSettings(rank=4, alpha=8.0), LoraSettings(rank=4, alpha=8.0, merge_on_save=False)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen2", {"dtype": "float32"}),
     "untied, checkpointed": ("llama", {"dtype": "float32", "gradient_checkpointing": True}),
@@ -88,8 +88,9 @@ def outcome(name: str, folders: Path, scratch: Path, world: World) -> dict[str, 
 
 
 def main() -> None:
-    folders, scratch, rank, size = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5])
+    """Saves what it found of each model named by an argument."""
+    rank, size, folders, scratch = *map(int, sys.argv[1:3]), *map(Path, sys.argv[3:5])
     dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=size)
     world = World.joined()
-    torch.save({name: outcome(name, folders, scratch, world) for name in MODELS}, scratch / f"{rank}.pt")
+    torch.save({name: outcome(name, folders, scratch, world) for name in sys.argv[5:]}, scratch / f"{rank}.pt")
     dist.destroy_process_group()
