@@ -9,21 +9,20 @@ Weights are whole only inside the model's forward pass, so that is where everyth
 process must make the same number of passes, or the others wait for it in vain.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plaudit.errors import RecipeError
 from plaudit.models.weights import release_memory
 from plaudit.world import World
 
@@ -93,12 +92,9 @@ def shard_model(model: PreTrainedModel, world: World, *, offload: bool = False) 
     """Divide the model's weights among the world's processes, in place. `offload`: a process's part is in host memory, and only
     what is gathered on the device; for a model that is not trained."""
     assert world.is_joined
-    if world.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-        raise RecipeError(
-            "cluster.sharding=full: processes that share a GPU cannot divide its weights; set cluster.sharding=optimiser"
-        )
     assert not (offload and any(p.requires_grad for p in model.parameters()))
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)
     policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
     computes_in = model.dtype
     model.__class__ = _with_passes(type(model))
@@ -111,6 +107,9 @@ def shard_model(model: PreTrainedModel, world: World, *, offload: bool = False) 
             # Losses are shares of a sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if world.through_host:
+                module.set_custom_all_gather(_GatherThroughHost(world))  # pyright: ignore (its base class is private)
+                module.set_custom_reduce_scatter(_SumThroughHost(world))  # pyright: ignore
     with torch.no_grad():
         # FSDP notes in the first pass what is trained, and peft's adapters would not be if they are disabled in it.
         run_in_pass(model, lambda: None)
@@ -149,6 +148,28 @@ def _shard(module: nn.Module, mesh: DeviceMesh, offload: OffloadPolicy, *, is_ro
         for parameter in parameters:
             parameter.data = parameter.data.float()
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not is_root)
+
+
+class _ThroughHost:
+    """FSDP's collectives for processes that share a GPU (NCCL refuses that)."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _GatherThroughHost(_ThroughHost):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        self._world.gather_parts(output_tensor, input_tensor).wait()
+
+
+class _SumThroughHost(_ThroughHost):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._world.sum_parts(output_tensor, input_tensor).wait()
 
 
 # Whole weights -------------------------------------------------------------------------------------------------------

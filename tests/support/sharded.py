@@ -89,7 +89,7 @@ def outcome(name: str, folders: Path, scratch: Path, world: World) -> dict[str, 
 
 def main() -> None:
     """Saves what it found of each model named by an argument."""
-    rank, size, folders, scratch = *map(int, sys.argv[1:3]), *map(Path, sys.argv[3:5])
+    (rank, size), (folders, scratch) = map(int, sys.argv[1:3]), map(Path, sys.argv[3:5])
     dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=size)
     world = World.joined()
     torch.save({name: outcome(name, folders, scratch, world) for name in sys.argv[5:]}, scratch / f"{rank}.pt")
