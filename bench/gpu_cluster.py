@@ -28,6 +28,8 @@ import pyarrow.parquet as pq
 from memory_plan import REWARD, make_model
 from safetensors import safe_open
 
+THREADS = {"OMP_NUM_THREADS": "8"}
+"""torchrun sets 1 if nothing is set, and the host's part of a step would take longer."""
 ROWS = {
     "alone": (0, "none"),
     "1 process, none": (1, "none"),
@@ -35,6 +37,7 @@ ROWS = {
     "2 processes, none": (2, "none"),
     "2 processes, optimiser": (2, "optimiser"),
     "2 processes, full": (2, "full"),
+    "alone, again": (0, "auto"),
 }
 """Processes that torchrun starts (0: none), and the sharding."""
 
@@ -43,7 +46,7 @@ def train(folder: Path, recipe: Path, processes: int, sharding: str) -> Path:
     run = folder / f"run_{processes}_{sharding}"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes else []
     command = [sys.executable, *launcher, "-m", "plaudit", "rl", str(recipe), f"run.dir={run}", f"cluster.sharding={sharding}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=THREADS | os.environ)
     if done.returncode:
         sys.exit(f"{' '.join(command)}:\n{done.stdout[-4000:]}")
     return run

@@ -51,7 +51,7 @@ from plaudit.data.prompts import load_prompts
 from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
 from plaudit.data.transcript import Transcript
 from plaudit.inputs import load_checked
-from plaudit.loops import dpo, reward_model, sft
+from plaudit.loops.train import train
 from plaudit.models.classifier import load_classifier
 from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_policy
@@ -68,7 +68,7 @@ from plaudit.world import World
 REPOSITORY = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 KINDS = ("llama", "qwen2")
-TRAIN = {"sft": sft.train, "dpo": dpo.train, "reward-model": reward_model.train}
+STAGES = ("sft", "dpo", "reward-model", "grpo")
 
 NUM_STEPS, NUM_ROWS, ROWS_PER_STEP = 20, 50, 8
 ROWS_OF_LAST_STEP = {"sft": 5, "dpo": 8, "reward-model": 8}
@@ -258,7 +258,7 @@ def trained_by_plaudit(recipe: dict, folder: Path) -> list[dict[str, float]]:
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(recipe))  # which is YAML
     with quietly():
-        TRAIN[recipe["stage"]](*load_checked(file, [], recipe["stage"]))
+        train(*load_checked(file, [], recipe["stage"]))
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
@@ -502,7 +502,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, default=REPOSITORY / ".venv-trl/bin/python", help="Python of TRL's environment")
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
-    parser.add_argument("--stage", choices=[*TRAIN, "grpo"], nargs="+", default=[*TRAIN, "grpo"])
+    parser.add_argument("--stage", choices=STAGES, nargs="+", default=STAGES)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="for losses, norms and rates, step by step")
     parser.add_argument("--gradient-tolerance", type=float, default=1e-5, help="for GRPO's loss and gradients")
     args = parser.parse_args()

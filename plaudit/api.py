@@ -43,6 +43,8 @@ class _Sections(TypedDict, total=False):
     """Rows to train on; or the section `data`, whose `train` and `val` may be rows."""
     train: Settings
     optim: Settings
+    cluster: Settings
+    """{"gpus": 8}: one process per GPU."""
     run: StrPath | Settings
     """The run folder, or the section `run`. Default: a folder in `runs/` named after what the call depends on."""
     seed: int
@@ -69,23 +71,25 @@ class _RLSections(_Sections, total=False):
 
 
 def sft(recipe: StrPath | None = None, /, **sections: Unpack[_Sections]) -> RunFolder:
-    """Supervised fine-tuning: `plaudit sft`. Sections: model, data, train, optim, run, seed."""
+    """Supervised fine-tuning: `plaudit sft`. Sections: model, data, train, optim, cluster, run, seed."""
     return _train("sft", recipe, sections)
 
 
 def dpo(recipe: StrPath | None = None, /, **sections: Unpack[_DPOSections]) -> RunFolder:
-    """Direct preference optimisation: `plaudit dpo`. Sections: model, data, reference, loss, train, optim, run, seed."""
+    """Direct preference optimisation: `plaudit dpo`. Sections: model, data, reference, loss, train, optim, cluster,
+    run, seed."""
     return _train("dpo", recipe, sections)
 
 
 def reward_model(recipe: StrPath | None = None, /, **sections: Unpack[_RewardModelSections]) -> RunFolder:
-    """Train a Bradley–Terry reward model: `plaudit reward-model`. Sections: model, data, loss, train, optim, run, seed."""
+    """Train a Bradley–Terry reward model: `plaudit reward-model`. Sections: model, data, loss, train, optim, cluster, run,
+    seed."""
     return _train("reward-model", recipe, sections)
 
 
 def rl(recipe: StrPath | None = None, /, **sections: Unpack[_RLSections]) -> RunFolder:
     """Reinforcement learning: `plaudit rl`. Sections: model, data, rewards, rollout, validation, algorithm, critic, reference,
-    audit, train, optim, run, seed."""
+    audit, train, optim, cluster, run, seed."""
     return _train("rl", recipe, sections)
 
 
@@ -142,7 +146,9 @@ def _run_folder(draft: Draft, stage: str) -> Path:
     """`run.dir`; by default named after all that the call depends on, so that the same call resumes and another one starts anew."""
     run = draft.tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir") is None:
-        draft.update({"run": {"dir": f"runs/{stage}-{text_digest(json.dumps(_contents(draft.tree), sort_keys=True))[:8]}"}})
+        # Not on the number of processes: a run may be resumed with another one.
+        contents = _contents({name: section for name, section in draft.tree.items() if name != "cluster"})
+        draft.update({"run": {"dir": f"runs/{stage}-{text_digest(json.dumps(contents, sort_keys=True))[:8]}"}})
     return Path(str(run.get("dir")) if isinstance(run, dict) else "runs")
 
 

@@ -318,15 +318,16 @@ app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("audit"))(audi
 app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("serve"))(serve)
 
 
-@app.command(epilog=examples("demo"))
+@app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("demo"))
 def demo(
+    overrides: Overrides = None,
     seed: Annotated[int, typer.Option(min=0, help="Of data, model, training and sampling.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for all of it.")] = Path("runs/demo"),
 ) -> None:
     """A small model, from nothing to a trained policy in minutes on a CPU: SFT cold start, then GRPO, and a picture of it."""
     from plaudit.loops.demo import run_demo
 
-    run_demo(out, seed)
+    run_demo(out, seed, overrides or ())
 
 
 @app.command(epilog=examples("recipes"))

@@ -23,7 +23,7 @@ EXAMPLES = {
     "serve": ("plaudit serve recipes/audit/gsm8k.yaml --port 8700",),
     "merge": ("plaudit merge runs/first/model --out models/merged",),
     "recipes": ("plaudit recipes", "plaudit recipes first"),
-    "demo": ("plaudit demo", "plaudit demo --seed 1 --out runs/demo1"),
+    "demo": ("plaudit demo", "plaudit demo --seed 1 --out runs/demo1", "plaudit demo cluster.gpus=2"),
     "config": ("plaudit config recipes/smollm2/grpo.yaml", "plaudit config recipes/smollm2/grpo.yaml --explain optim rollout.n"),
     "prepare tiny-model": ("plaudit prepare tiny-model recipes/first/train.jsonl --out models/tiny",),
     "prepare smollm2": ("plaudit prepare smollm2 --out models/smollm2",),
@@ -34,7 +34,11 @@ EXAMPLES = {
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),
     "prepare pointwise-rl": ("plaudit prepare pointwise-rl groups.jsonl --out data/pointwise_rl.parquet --rule grade",),
-    "doctor": ("plaudit doctor recipes/smollm2/grpo.yaml", "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0"),
+    "doctor": (
+        "plaudit doctor recipes/smollm2/grpo.yaml",
+        "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",
+        "plaudit doctor recipes/smollm2/grpo.yaml cluster.gpus=8 --gpu-memory 141",
+    ),
 }
 
 OTHER_VERBS = {

@@ -17,6 +17,7 @@ LEVELS = [
     ["host", "shipped", "threads", "hub", "json_files"],
     ["lora_folder", "manifest", "model_files"],
     ["types", "files", "seeding", "plugins", "command_help"],
+    ["world", "balance"],
     ["input_files"],
     ["objectives"],
     ["recipe"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plaudit import threads
-from plaudit.threads import SMALL_WIDTH, fit_threads, let_threads_sleep, threads_for, usable_cores
+from plaudit.threads import SMALL_WIDTH, fit_threads, let_threads_sleep, share_cores, threads_for, usable_cores
 from support.recipes import sft_recipe, train_sft, write_recipe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -78,6 +78,33 @@ def test_the_user_s_torch_setting_wins(torch_threads):
     torch_threads[0] = 2  # in between, by the user's code
     fit_threads(Config(4096), CPU)
     assert torch_threads == [2]
+
+
+def test_processes_share_the_cores(torch_threads):
+    share_cores(2)
+    assert torch_threads == [2]
+    fit_threads(Config(96), CPU)
+    assert torch_threads == [1]
+    fit_threads(Config(4096), CPU)
+    assert torch_threads == [2]
+    share_cores(1)
+    assert torch_threads == [2]
+
+
+def test_more_processes_than_cores_have_a_thread_each(torch_threads):
+    share_cores(9)
+    fit_threads(Config(4096), CPU)
+    assert torch_threads == [1]
+
+
+def test_processes_leave_the_user_s_number_as_it_is(torch_threads, monkeypatch):
+    torch_threads[0] = 3
+    share_cores(2)
+    assert torch_threads == [3]
+    torch_threads[0] = 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    share_cores(2)
+    assert torch_threads == [4]
 
 
 def test_a_model_on_a_gpu_changes_nothing(torch_threads):

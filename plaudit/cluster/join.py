@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from plaudit.cluster.ranks import Ranks
 from plaudit.errors import PlauditError, ProcessFailed
@@ -26,7 +27,7 @@ REPEATABLE_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 
 @contextmanager
 def join(
-    ranks: Ranks, recipe: TrainingRecipe, *, store: dist.Store | None = None, heartbeat: Heartbeat | None = None
+    ranks: Ranks, recipe: TrainingRecipe, *, store: Store | None = None, heartbeat: Heartbeat | None = None
 ) -> Iterator[World]:
     """The world of this process, one of `ranks`, until the block ends. `store`: where the processes find each other (default: at
     the address and port of `ranks`). `heartbeat`: given if the process is watched; otherwise collectives have the time limit."""
@@ -50,7 +51,7 @@ def join(
     backend = "gloo" if device.type == "cpu" else _gpu_backend(ranks, device, store)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("plaudit", store),
+        store=PrefixStore("plaudit", store),
         rank=ranks.rank,
         world_size=ranks.size,
         timeout=timeout,
@@ -58,7 +59,7 @@ def join(
     )
     try:
         world = World.joined(device, heartbeat)
-        world.heartbeat.beat()
+        world.heartbeat.beat("loading")
         yield world
         world.wait("the end of the run")  # or the others would lose rank 0's store while they leave
     except PlauditError as error:
@@ -72,13 +73,13 @@ def join(
     dist.destroy_process_group()
 
 
-def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
+def _store(ranks: Ranks, timeout: timedelta) -> Store:
     """torchrun may have started the store already, in its own process: torch knows."""
     os.environ |= {
         "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "MASTER_ADDR": ranks.address, "MASTER_PORT": str(ranks.port)
     }  # fmt: skip
     try:
-        store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
     except (dist.DistError, OSError) as error:
         raise ProcessFailed(
             f"rank {ranks.rank} of {ranks.size} did not find the others at {ranks.address}:{ranks.port} within "
@@ -87,7 +88,7 @@ def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _gpu_backend(ranks: Ranks, device: torch.device, store: dist.Store) -> str:
+def _gpu_backend(ranks: Ranks, device: torch.device, store: Store) -> str:
     """NCCL, unless processes share a GPU, which it refuses. Launchers may show every process only its own GPU, so that indices say
     nothing."""
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

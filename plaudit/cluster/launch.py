@@ -71,6 +71,10 @@ class Rank:
                 stderr=None if self.rank == 0 else subprocess.STDOUT,
                 bufsize=0, process_group=group, pass_fds=(status_theirs, self.stack.fileno()), env=environment,
             )  # fmt: skip
+        except OSError:
+            os.close(self.status)
+            self.stack.close()
+            raise
         finally:
             os.close(status_theirs)
         for fd in self.pipes.values():

@@ -20,7 +20,7 @@ from plaudit.cluster.status import Failure, StatusPipe
 from plaudit.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from plaudit.world import World
 
@@ -67,18 +67,18 @@ class Lifeline:
         return self._port
 
 
-def main() -> None:
+def main(work: "Work | None" = None) -> None:
     # Nothing else that runs here may read what is meant for us, or keep it open.
     lifeline_pipe = os.fdopen(os.dup(0), "rb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     given: Assignment = pickle.load(_Unbuffered(lifeline_pipe))
-    run_rank(given, Lifeline(lifeline_pipe))
+    run_rank(given, Lifeline(lifeline_pipe), work or join_and_work)
 
 
-def run_rank(given: Assignment, lifeline: Lifeline) -> None:
-    """Do the job and report how it ended. Does not return."""
+def run_rank(given: Assignment, lifeline: Lifeline, work: "Work") -> None:
+    """Work, and report how it ended. Does not return."""
     status = StatusPipe(given.status_fd)
     os.set_inheritable(given.stack_fd, False)
     faulthandler.enable(given.stack_fd)
@@ -88,7 +88,7 @@ def run_rank(given: Assignment, lifeline: Lifeline) -> None:
     sys.argv = given.argv
     code = 0
     try:
-        status.done(_do(given, lifeline, status))
+        status.done(work(given, lifeline, status))
     except BaseException as error:
         status.failed(Failure.of(error))
         code = 1
@@ -98,7 +98,10 @@ def run_rank(given: Assignment, lifeline: Lifeline) -> None:
     os._exit(code)  # threads of the libraries, and NCCL's orderly end, may wait for peers that are gone
 
 
-def _do(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
+Work = Callable[[Assignment, Lifeline, StatusPipe], Any]
+
+
+def join_and_work(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
     from plaudit.cluster.join import join
     from plaudit.report.progress import set_quiet
     from plaudit.world import Heartbeat
@@ -114,7 +117,7 @@ def _do(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
 
 def _store(ranks: Ranks, lifeline: Lifeline, status: StatusPipe) -> "Store":
     """Rank 0 listens on whatever port is free, and the launching process passes it on: no other program can have taken it."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if ranks.rank == 0:
         store = TCPStore(ranks.address, 0, ranks.size, is_master=True, wait_for_workers=False)

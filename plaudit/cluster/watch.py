@@ -19,6 +19,8 @@ CULPRIT_S = 3.0
 """How long the report of the rank that is to blame may come after those of its peers."""
 SAME_ERROR_S = 1.0
 """How long after the first: every rank makes the same mistakes, and the leading one's report needs no rank in front."""
+SAVE_S = 60.0
+"""The same while a rank is still at work after a user's error: the leading one may save, and close its trackers."""
 START_S = 300.0
 """How long a rank may take at least until its first heartbeat: all import torch at once, perhaps from a slow disk."""
 LIBRARY = re.compile(r"site-packages|/lib/python3|^<frozen ")
@@ -111,8 +113,7 @@ class Watch:
 
     def _failure_verdict(self, since_s: float) -> Verdict | None:
         culprits = [rank for rank in self._order if not self._lost_peer(rank)]
-        wait_s = SAME_ERROR_S if culprits else CULPRIT_S
-        if since_s < wait_s and not all(state.ended for state in self.ranks):
+        if since_s < self._patience_s(culprits) and not all(state.ended for state in self.ranks):
             return None
         rank = (culprits or self._order)[0]
         state = self.ranks[rank]
@@ -131,6 +132,16 @@ class Watch:
         what = "lost its connection to the others" if failure.lost_peer else "failed"
         message = f"{self._name(rank)} {what}: {failure.kind}: {failure.message.strip()}\n{STOPPED}"
         return Verdict(rank, failure.error(message), failure.trace)
+
+    def _patience_s(self, culprits: list[int]) -> float:
+        """How long after the first failure the others' reports are waited for."""
+        if not culprits:
+            return CULPRIT_S
+        failure = self.ranks[culprits[0]].failure
+        working = any(not state.ended and state.waiting is None for state in self.ranks)
+        if failure is None or failure.trace or not working:
+            return SAME_ERROR_S
+        return self._timeout_s if failure.is_interruption else min(SAVE_S, self._timeout_s)
 
     def _lost_peer(self, rank: int) -> bool:
         failure = self.ranks[rank].failure

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from heapq import heapreplace
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+from plaudit.balance import deal
 from plaudit.types import Batch, Example, Pair, PairTargets
 
 T = TypeVar("T")
@@ -26,20 +26,10 @@ def split_by_tokens(lengths: Sequence[int], budget: int, processes: int = 1) -> 
         return groups
     rounds = -(-len(groups) // processes)
     while True:
-        groups = _deal(lengths, rounds * processes)
+        groups = deal(lengths, min(rounds * processes, len(lengths)))
         if all(len(group) == 1 or sum(lengths[i] for i in group) <= budget for group in groups):
             return groups
         rounds += 1
-
-
-def _deal(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """At most `count` groups: the longest sequences first, each to the group that has the fewest tokens."""
-    groups = [(0, number, list[int]()) for number in range(min(count, len(lengths)))]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        tokens, number, group = groups[0]
-        group.append(i)
-        heapreplace(groups, (tokens + lengths[i], number, group))
-    return [sorted(group) for _, _, group in sorted(groups, key=lambda one: one[1])]
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

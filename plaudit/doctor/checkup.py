@@ -51,8 +51,8 @@ def run_checkup(
     gpu_memory: float | None = None,
     console: Console | None = None,
 ) -> bool:
-    """Print the findings; returns whether training can start. `gpu_memory`: plan for GPUs with so many bytes, which need not be
-    here."""
+    """Print the findings; returns whether training can start. `gpu_memory`: plan for GPUs with this number of bytes, here or
+    elsewhere."""
     console = console or Console(highlight=False)
     print_title(console, loaded)
     checkup = _Checkup(console, sharding.processes_of(loaded.recipe, gpu_memory))

@@ -5,11 +5,14 @@ that rewards only right answers. Every step can be run by hand (docs/demo.md sho
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from plaudit.cluster.ranks import ranks_from_environment
+from plaudit.errors import RecipeError
 from plaudit.inputs import load_checked
 from plaudit.loops import rl
 from plaudit.loops.train import train
@@ -21,8 +24,11 @@ from plaudit.report.progress import print_line
 SFT, RL = Path("recipes/demo/sft.yaml"), Path("recipes/demo/rl.yaml")
 
 
-def run_demo(out: Path, seed: int) -> dict[str, float]:
-    """Run the steps that have not been done yet; print validation rewards and the path of the figure."""
+def run_demo(out: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Run the steps that have not been done yet; print validation rewards and the path of the figure. `overrides`: of settings that
+    both stages have, such as cluster.gpus=2."""
+    if (ranks := ranks_from_environment()) is not None:
+        raise RecipeError(f"the demo starts its processes itself: run `plaudit demo cluster.gpus=N` without {ranks.launcher}")
     data, base = out / "data", out / "base"
     if not (data / "val.jsonl").exists():
         make_sorting(data, demonstrations=2000, prompts=4000, val=200, letters=(3, 6), careless=0.5, seed=seed)
@@ -31,10 +37,10 @@ def run_demo(out: Path, seed: int) -> dict[str, float]:
         print_line(f"{base}: a Llama with {size:,} random weights and its own tokenizer")
 
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
-    before = rl.evaluate(*load_checked(RL, [*prompts, f"model.path={base}"], "rl"))["val/reward"]
+    before = rl.evaluate(*load_checked(RL, [*prompts, f"model.path={base}", *overrides], "rl"))["val/reward"]
     demonstrations = [f"seed={seed}", f"model.path={base}", f"data.train={data / 'sft.jsonl'}", f"run.dir={out / 'sft'}"]
-    cold_start = train(*load_checked(SFT, demonstrations, "sft"))
-    train(*load_checked(RL, [*prompts, f"model.path={cold_start}"], "rl"))
+    cold_start = train(*load_checked(SFT, [*demonstrations, *overrides], "sft"))
+    train(*load_checked(RL, [*prompts, f"model.path={cold_start}", *overrides], "rl"))
 
     curve = _metrics(out / "rl")
     validated = [row for row in curve if "val/reward" in row]

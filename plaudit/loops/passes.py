@@ -73,6 +73,7 @@ def train_in_passes(
         if done == 0 and validate is not None and settings.validate_first:
             progress.update(0, run.log(0, _timed(validate, counted)))
         for step in range(done + 1, total_steps + 1):
+            trainer.world.heartbeat.beat(f"step {step}, training")
             step_rows = [rows[row] for row in order.rows(step - 1)]
             batches, loss = update(step_rows)
             metrics = trainer.update(batches, loss, lr_at(step - 1, total_steps, recipe.optim))

@@ -87,12 +87,12 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(run.check_for_stop)
-        shares = PromptShares(world)
+        shares = PromptShares(world, passes=recipe.run.epochs)
         collector = Collector(engine, rewards, recipe, prompts, order, activity, shares)
         check = partial(validate, engine, rewards, recipe, val_prompts, activity, shares) if val_prompts else None
 
         # Resume
-        done = run.resume(learner, rewards=rewards, prompts=collector.stream)
+        done = run.resume(learner, rewards=rewards, prompts=collector.stream, shares=shares)
         _sync(engine, done, learner)
         if done == total_steps:
             print_line(f"this run is finished: all {total_steps} steps are done")

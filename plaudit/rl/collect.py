@@ -90,6 +90,7 @@ class Collector:
             greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
             groups, seconds = self._sample_and_score(f"step {step}", prompts, step, greedy=greedy)
             collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds, self.shares.world))
+        self.shares.observe(collected.sampled, training=True)
         collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
         return collected
 
@@ -149,6 +150,7 @@ def validate(
         engine, rewards, prompts, recipe.validation.n, validation_sampling(recipe, step), version=step,
         activity=activity, shares=shares, label="validation", training=False,
     )  # fmt: skip
+    shares.observe(groups, training=False)
     metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds, shares.world)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
@@ -188,7 +190,6 @@ def _sample_and_score(
     if world.size > 1:
         rewards.require_few_failures(step)
     groups = rewards.combine(step, training=training)
-    shares.observe(groups)
     return [split_baseline(group) if greedy else group for group in groups], Seconds.of_step([seconds for _, seconds in parts])
 
 

@@ -119,6 +119,7 @@ class Learner:
 
     def learn(self, groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         """All updates of a step; returns their metrics, averaged."""
+        self.world.heartbeat.beat(f"step {step}, training")
         with self._critic_on_device():
             began = time.perf_counter()
             samples = StepSamples.from_groups(groups)

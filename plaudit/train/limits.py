@@ -43,7 +43,7 @@ def longest_sequence(recipe: TrainingRecipe, lengths: Lengths, processes: Proces
 
 
 def _with_sequence(recipe: TrainingRecipe, tokens: int, prompt: int) -> tuple[TrainingRecipe, list[int]]:
-    """The recipe, and lengths of its rows, with sequences of so many tokens, each a micro-batch."""
+    """The recipe, and lengths of its rows, with sequences of `tokens` tokens, each a micro-batch."""
     sections: dict[str, Any] = {"train": recipe.train.model_copy(update={"tokens_per_micro_batch": 1})}
     if isinstance(recipe, RLRecipe):
         prompt = min(prompt, tokens - 1)

@@ -41,14 +41,17 @@ def test_it_starts_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "make_sorting", lambda out, **_: write_files(out, "sft.jsonl", "rl.jsonl", "val.jsonl"))
     monkeypatch.setattr(demo, "make_tiny_model", lambda _, out, **__: write_files(out, "config.json") and 0)
     monkeypatch.setattr(demo.rl, "evaluate", lambda loaded, sources: started.append(loaded.path) or {"val/reward": 0.0})
-    monkeypatch.setattr(demo.sft, "train", lambda loaded, sources: started.append(loaded.path) or tmp_path / "runs/demo/base")
 
-    def stop(loaded, sources):
-        raise Stopped(loaded.path)
+    def train(loaded, sources):
+        assert loaded.recipe.cluster.gpus == 2
+        if loaded.recipe.stage == "rl":
+            raise Stopped(loaded.path)
+        started.append(loaded.path)
+        return tmp_path / "runs/demo/base"
 
-    monkeypatch.setattr(demo.rl, "train", stop)
+    monkeypatch.setattr(demo, "train", train)
     with pytest.raises(Stopped, match=r"rl\.yaml"):
-        run_demo(Path("runs/demo"), 0)
+        run_demo(Path("runs/demo"), 0, ["cluster.gpus=2"])
     assert started == [find_shipped(RL), find_shipped(SFT)]
     assert not Path("recipes").exists()
 

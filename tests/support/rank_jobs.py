@@ -1,40 +1,82 @@
-"""Jobs of ranks, which `plaudit.cluster.launch` runs in processes of their own."""
+"""Jobs of ranks, which `plaudit.cluster.launch` runs in processes of their own; and ranks that need no torch to run them."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from plaudit.errors import Interrupted, TrainingStopped
-from plaudit.world import World
+from plaudit.cluster.launch import launch
+from plaudit.cluster.rank import Assignment, Lifeline
+from plaudit.cluster.status import StatusPipe
+from plaudit.errors import Interrupted, PlauditError, TrainingStopped
+from plaudit.recipe import SFTRecipe
 
 
-def add(world: World, folder: Path) -> Path:
+def recipe(**cluster: Any) -> SFTRecipe:
+    sections = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"dir": "r", "device": "cpu"}}
+    return SFTRecipe.model_validate({**sections, "cluster": cluster})
+
+
+# Jobs ----------------------------------------------------------------------------------------------------------------
+
+
+def add(world: Any, folder: Path) -> Path:
     """Leaves the sum over ranks in a file of each."""
     total = sum(world.gather(world.rank + 1, "sum"))
     print(f"printed by rank {world.rank}", flush=True)
     print(f"a warning of rank {world.rank}", file=sys.stderr, flush=True)
-    (folder / f"{world.rank}").write_text(f"{total} {sys.argv[1:]} {os.getpid()}")
+    (folder / f"{world.rank}").write_text(f"{total} {sys.argv[1:]}")
     return folder / f"{world.rank}"
 
 
-def misbehave(world: World, folder: Path, how: str, rank: int) -> None:
-    """One rank does, in step 3; the others wait for it. Each has a worker process and leaves both pids in a file."""
-    worker = subprocess.Popen(["sleep", "600"])
-    (folder / f"{world.rank}.tmp").write_text(f"{os.getpid()} {worker.pid}")
-    (folder / f"{world.rank}.tmp").rename(folder / f"{world.rank}.pids")
+def misbehave(world: Any, folder: Path, how: str) -> None:
+    """Rank 1 does, in step 3; the others wait for it. `how` ending in "all": all of them."""
+    _meet(world, folder)
     world.heartbeat.beat("step 3, sampling")
-    world.wait("start of step 3")
-    if rank in (world.rank, -1):
-        _misbehave(how, world)
-    world.heartbeat.beat("step 3, training")
+    if world.rank == 1 or how.endswith("all"):
+        _misbehave(how.removesuffix(" all"), world)
     world.wait("scored groups")
 
 
-def _misbehave(how: str, world: World) -> None:
+def stop_when_asked(world: Any, folder: Path, how: str) -> None:
+    """Saves and stops at the first signal, as runs do; or only counts them (`ignore`); or is not ready for any (`loading`)."""
+    asked, received = threading.Event(), folder / f"{world.rank}.signals"
+
+    def handle(number: int, frame: object) -> None:
+        if how != "ignore":
+            asked.set()
+        with received.open("a") as file:
+            file.write(f"{number}\n")
+
+    if how != "loading":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handle)
+    _meet(world, folder)
+    while not asked.is_set():
+        time.sleep(0.01)
+        world.heartbeat.beat("step 3, sampling")
+    (folder / f"{world.rank}.saved").touch()
+    raise Interrupted("stopped after step 3 of 5, saved. Resume with: plaudit rl r.yaml")
+
+
+def _meet(world: Any, folder: Path) -> None:
+    """Starts a worker process, leaves both pids in a file, and waits for those of the others."""
+    worker = subprocess.Popen(["sleep", "600"])
+    (folder / f"{world.rank}.tmp").write_text(f"{os.getpid()} {worker.pid}")
+    (folder / f"{world.rank}.tmp").rename(folder / f"{world.rank}.pids")
+    while len(list(folder.glob("*.pids"))) < world.size:
+        time.sleep(0.01)
+
+
+def _misbehave(how: str, world: Any) -> None:
     match how:
         case "raise":
             raise ZeroDivisionError("a bug")
@@ -48,20 +90,55 @@ def _misbehave(how: str, world: World) -> None:
             os._exit(0)
         case "hang":
             time.sleep(600)
-        case "wait":
-            world.heartbeat.beat("a message that nobody sends", waiting=True)
-            threading.Event().wait()
 
 
-def stop_when_asked(world: World, folder: Path) -> None:
-    """Saves and stops at the first signal, as runs do; `stubborn` ranks ignore it."""
-    asked = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
-    worker = subprocess.Popen(["sleep", "600"])
-    (folder / f"{world.rank}.tmp").write_text(f"{os.getpid()} {worker.pid}")
-    (folder / f"{world.rank}.tmp").rename(folder / f"{world.rank}.pids")
-    while not world.any(asked.is_set(), "stop"):
-        time.sleep(0.01)
-    (folder / f"{world.rank}.saved").touch()
-    raise Interrupted("stopped after step 3 of 5, saved. Resume with: plaudit rl r.yaml")
+# Ranks without torch ---------------------------------------------------------------------------------------------------
+
+PLAIN = "import sys; sys.path[:] = sys.argv[2:]; from support.rank_jobs import main; main()"
+"""In place of `launch.PROGRAM`."""
+
+
+@dataclass
+class PlainWorld:
+    """Ranks that never meet: whoever waits for another one waits for ever."""
+
+    rank: int
+    size: int
+    heartbeat: Any
+
+    def wait(self, what: str) -> None:
+        self.heartbeat.beat(what, waiting=True)
+        time.sleep(600)
+
+    def gather(self, value: int, what: str) -> list[int]:
+        return list(range(1, self.size + 1))
+
+
+def main() -> None:
+    """The program of a rank that joins nobody."""
+    from plaudit.cluster import rank
+
+    rank.main(work_alone)
+
+
+def work_alone(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
+    def beat(doing: str, waiting: bool = False) -> None:
+        status.beat(doing, waiting)
+
+    beat("starting")
+    return pickle.loads(given.job)(PlainWorld(given.ranks.rank, given.ranks.size, SimpleNamespace(beat=beat)))
+
+
+def launch_and_exit(name: str, folder: str, how: str) -> None:
+    """A command that runs a job in two plain ranks, with the command line's exit codes."""
+    import plaudit.cluster.launch
+
+    plaudit.cluster.launch.PROGRAM = PLAIN
+    try:
+        launch(partial(globals()[name], folder=Path(folder), how=how), 2, recipe())
+    except PlauditError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

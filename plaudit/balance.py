@@ -1,4 +1,4 @@
-"""Dealing work to processes so that they finish together: prompts by their expected lengths, micro-batches by their tokens.
+"""Dealing work to processes so that they finish together: prompts, by the lengths that are expected of them.
 
 Longest first: the most expensive item that is left goes to the process with the least to do (LPT). The most loaded process then has
 at most 4/3 of what the best division would give it. If every process must have the same number of items (a sharded forward pass

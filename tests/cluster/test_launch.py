@@ -1,0 +1,175 @@
+"""Ranks that fail, hang, are killed or interrupted: all end, with one clear message, and no process is left.
+
+Most ranks here run without torch (`support.rank_jobs.work_alone`), which takes seconds to import; slow tests have the real ones.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from plaudit.cluster import launch as launching
+from plaudit.cluster.launch import launch
+from plaudit.errors import Interrupted, PlauditError, ProcessFailed, TrainingStopped
+from support import rank_jobs
+from support.processes import gone
+from support.rank_jobs import recipe
+
+STOPPED = "All processes were stopped; start the run again to resume it."
+KINDS = pytest.mark.parametrize("kind", ["plain", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture
+def kind(request, monkeypatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(launching, "PROGRAM", rank_jobs.PLAIN)
+    return request.param
+
+
+def all_gone(folder: Path) -> bool:
+    """The ranks and their workers."""
+    pids = [int(pid) for file in folder.glob("*.pids") for pid in file.read_text().split()]
+    assert len(pids) == 4
+    return gone(*pids)
+
+
+@KINDS
+def test_ranks_work_and_the_first_one_s_result_is_returned(kind, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["plaudit", "sft", "r.yaml"])
+    assert launch(partial(rank_jobs.add, folder=tmp_path), 2, recipe()) == str(tmp_path / "0")
+    assert [(tmp_path / name).read_text() for name in "01"] == ["3 ['sft', 'r.yaml']"] * 2
+    out, err = capfd.readouterr()
+    assert "printed by rank 0\n" in out
+    lines = err.splitlines()
+    assert "a warning of rank 0" in lines
+    assert "rank 1: a warning of rank 1" in lines
+    if kind == "torch":
+        assert "printed by rank 1" not in out + err, "only its errors and warnings are shown"
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raise", ProcessFailed, f"rank 1 (step 3, sampling) failed: ZeroDivisionError: a bug\n{STOPPED}"),
+        ("user error", TrainingStopped, "rank 1 (step 3, sampling): step 3: reward 'judge' failed on 37 of 64 samples"),
+        ("user error all", TrainingStopped, "step 3: reward 'judge' failed on 37 of 64 samples"),
+        ("kill", ProcessFailed, "rank 1 (step 3, sampling) was killed by SIGKILL, as happens when the system's memory runs out. "
+         + STOPPED),
+        pytest.param("segfault", ProcessFailed, f"rank 1 (step 3, sampling) was killed by SIGSEGV. {STOPPED}",
+                     marks=pytest.mark.slow),
+        pytest.param("exit", ProcessFailed, f"rank 1 (step 3, sampling) ended without a result (exit code 0). {STOPPED}",
+                     marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)  # fmt: skip
+def test_one_rank_s_failure_stops_all(kind, how, error, message, tmp_path, capfd):
+    """Its peers, which lose their connections to it, are not to blame."""
+    with pytest.raises(PlauditError) as raised:
+        launch(partial(rank_jobs.misbehave, folder=tmp_path, how=how), 2, recipe())
+    assert type(raised.value) is error
+    assert str(raised.value) == message
+    err = capfd.readouterr().err
+    assert (how == "raise") == ("rank 1: ZeroDivisionError: a bug" in err), "a bug keeps its traceback"
+    assert (how == "segfault") == bool(re.search(r"rank 1: crashed at .*rank_jobs.py:\d+ in _misbehave", err))
+    assert all_gone(tmp_path)
+
+
+@KINDS
+def test_a_rank_that_hangs_is_named_with_the_place(kind, tmp_path, capfd):
+    with pytest.raises(ProcessFailed) as raised:
+        launch(partial(rank_jobs.misbehave, folder=tmp_path, how="hang"), 2, recipe(timeout_s=1.0))
+    assert str(raised.value) == (
+        f"rank 1 has made no progress for 1 s (step 3, sampling); the limit is cluster.timeout_s. {STOPPED}"
+    )
+    assert re.search(r"rank 1: hangs at \S+rank_jobs.py:\d+ in _misbehave, called from \S+", capfd.readouterr().err)
+    assert all_gone(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_ranks_that_wait_for_each_other_are_stopped(kind, tmp_path):
+    with pytest.raises(
+        ProcessFailed, match=r"have waited for each other for 1 s: rank 0 \(step 3, sampling\) for 'scored groups', "
+    ):
+        launch(partial(rank_jobs.misbehave, folder=tmp_path, how="nothing"), 2, recipe(timeout_s=1.0))
+    assert all_gone(tmp_path)
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+
+def start(job: str, folder: Path, how: str = "") -> subprocess.Popen[str]:
+    """A command with two ranks, when both are at work."""
+    program = f"from support.rank_jobs import launch_and_exit; launch_and_exit({job!r}, {str(folder)!r}, {how!r})"
+    path = os.pathsep.join([str(Path(rank_jobs.__file__).parents[1]), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": path}, process_group=0,
+    )  # fmt: skip
+    while len(list(folder.glob("*.pids"))) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_lets_all_ranks_save(number, tmp_path):
+    command = start("stop_when_asked", tmp_path)
+    command.send_signal(number)
+    output, _ = command.communicate(timeout=60)
+    assert output == "stopped after step 3 of 5, saved. Resume with: plaudit rl r.yaml\n"
+    assert command.returncode == Interrupted.exit_status == 130
+    assert {file.name for file in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
+    assert all_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_while_loading_just_stops(number, tmp_path):
+    command = start("stop_when_asked", tmp_path, "loading")
+    command.send_signal(number)
+    assert command.communicate(timeout=60)[0] == "stopped\n"
+    assert command.returncode == 130
+    assert all_gone(tmp_path)
+
+
+def test_further_signals_stop_ranks_that_do_not_react(tmp_path):
+    command = start("stop_when_asked", tmp_path, "ignore")
+    for count in (1, 2, 3):
+        command.send_signal(signal.SIGINT)
+        received = tmp_path / "0.signals"
+        while count < 3 and (not received.exists() or len(received.read_text().split()) < count):
+            time.sleep(0.01)
+    assert command.communicate(timeout=60)[0] == "stopped\n"
+    assert command.returncode == 130
+    assert all_gone(tmp_path)
+
+
+def test_no_rank_outlives_a_killed_command(tmp_path):
+    command = start("stop_when_asked", tmp_path)
+    command.kill()
+    command.wait()
+    assert all_gone(tmp_path)
+    assert command.stdout is not None
+    command.stdout.close()
+
+
+def test_a_suspended_command_suspends_its_ranks(tmp_path):
+    import psutil
+
+    command = start("stop_when_asked", tmp_path)
+    ranks = [psutil.Process(int(file.read_text().split()[0])) for file in sorted(tmp_path.glob("*.pids"))]
+    command.send_signal(signal.SIGTSTP)
+    while {rank.status() for rank in ranks} != {psutil.STATUS_STOPPED}:
+        time.sleep(0.01)
+    command.send_signal(signal.SIGCONT)
+    while psutil.STATUS_STOPPED in {rank.status() for rank in ranks}:
+        time.sleep(0.01)
+    command.send_signal(signal.SIGINT)
+    assert "saved" in command.communicate(timeout=60)[0]
+    assert all_gone(tmp_path)

@@ -1,0 +1,182 @@
+"""Who is to blame: decided from reports, ends and silence, on a clock of the test's own."""
+
+import signal
+
+import pytest
+
+from plaudit.cluster.status import Failure
+from plaudit.cluster.watch import CULPRIT_S, SAME_ERROR_S, START_S, Watch, hanging_frames
+from plaudit.errors import DataError, Interrupted, PlauditError, ProcessFailed
+
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4321")
+
+
+class Ranks(Watch):
+    """Three of them, at work in step 3."""
+
+    def __init__(self, timeout_s: float = 60.0):
+        self.now = 0.0
+        super().__init__(3, timeout_s, clock=lambda: self.now)
+        for rank in range(3):
+            self.beat(rank)
+
+    def beat(self, rank: int, doing: str = "step 3, sampling", waiting: bool = False) -> None:
+        self.heard(rank, {"doing": doing, "waiting": waiting})
+
+    def fails(self, rank: int, error: BaseException) -> None:
+        self.heard(rank, {"failure": vars(Failure.of(error))})
+
+    def error(self) -> BaseException | None:
+        verdict = self.verdict()
+        return None if verdict is None else verdict.error
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_nothing_happens_while_all_work(ranks):
+    assert ranks.verdict() is None
+    assert not ranks.all_done
+
+
+def test_all_done(ranks):
+    for rank in range(3):
+        ranks.heard(rank, {"done": f"result {rank}"})
+    assert ranks.all_done
+    assert ranks.ranks[0].result == "result 0"
+    ranks.ended(0, 0)
+    assert ranks.verdict() is None
+
+
+def test_the_culprit_is_waited_for(ranks):
+    """Its peers may report their lost connections before it is seen to have ended."""
+    ranks.fails(0, GLOO)
+    ranks.fails(2, GLOO)
+    assert ranks.verdict() is None
+    ranks.ended(1, -signal.SIGKILL)
+    assert str(ranks.error()).startswith("rank 1 (step 3, sampling) was killed by SIGKILL, as happens when the system's memory")
+
+
+def test_without_a_culprit_the_first_one_speaks(ranks):
+    ranks.fails(2, GLOO)
+    ranks.now = CULPRIT_S
+    error = ranks.error()
+    assert isinstance(error, ProcessFailed)
+    assert str(error).startswith("rank 2 (step 3, sampling) lost its connection to the others: RuntimeError: [gloo/")
+
+
+def test_a_lost_connection_in_a_user_error_is_no_cause_either(ranks):
+    ranks.fails(0, PlauditError(f"the engine failed: {GLOO}"))
+    ranks.fails(1, KeyError("a bug"))
+    ranks.now = SAME_ERROR_S
+    assert "rank 1 (step 3, sampling) failed: KeyError: 'a bug'" in str(ranks.error())
+
+
+def test_the_same_mistake_of_all_ranks_has_no_rank(ranks):
+    for rank in (2, 1, 0):
+        ranks.fails(rank, DataError("rows.jsonl:3: has no prompt"))
+    error = ranks.error()
+    assert type(error) is DataError
+    assert str(error) == "rows.jsonl:3: has no prompt"
+
+
+def test_a_mistake_of_one_rank_names_it_after_a_moment(ranks):
+    ranks.fails(2, DataError("a full disk"))
+    ranks.now = SAME_ERROR_S
+    assert ranks.verdict() is None, "the others may report the same"
+    for rank in (0, 1):
+        ranks.beat(rank, "scored groups", waiting=True)  # for rank 2, so they will not
+    assert str(ranks.error()) == "rank 2 (step 3, sampling): a full disk"
+
+
+def test_the_leading_rank_has_time_to_save(ranks):
+    for rank in (1, 2):
+        ranks.fails(rank, Interrupted("stopped"))
+        ranks.ended(rank, 1)
+    ranks.now = 59.0
+    assert ranks.verdict() is None
+    ranks.fails(0, Interrupted("stopped after step 3, saved"))
+    assert str(ranks.error()) == "stopped after step 3, saved"
+
+
+def test_an_interruption_is_rank_0_s(ranks):
+    ranks.fails(1, Interrupted("stopped during step 4"))
+    ranks.fails(0, Interrupted("stopped during step 4; step 3 is saved. Resume with: …"))
+    ranks.fails(2, GLOO)
+    error = ranks.error()
+    assert isinstance(error, Interrupted)
+    assert "step 3 is saved" in str(error)
+
+
+def test_a_silent_rank_is_blamed_and_not_those_that_wait_for_it(ranks):
+    ranks.beat(0, "scored groups", waiting=True)
+    ranks.now = 30.0
+    ranks.beat(2)
+    ranks.now = 61.0
+    verdict = ranks.verdict()
+    assert verdict is not None
+    assert (verdict.rank, verdict.hangs) == (1, True)
+    assert str(verdict.error).startswith("rank 1 has made no progress for 60 s (step 3, sampling); the limit is cluster.timeout_s.")
+
+
+def test_a_rank_that_works_may_be_waited_for_for_ever(ranks):
+    ranks.beat(0, "scored groups", waiting=True)
+    ranks.beat(2, "scored groups", waiting=True)
+    for minute in range(100):
+        ranks.now = 59.0 * minute
+        ranks.beat(1)
+        assert ranks.verdict() is None
+
+
+def test_all_wait(ranks):
+    for rank, what in enumerate(("scored groups", "scored groups", "metrics of an update")):
+        ranks.beat(rank, what, waiting=True)
+    ranks.now = 61.0
+    message = str(ranks.error())
+    assert message.startswith("all processes have waited for each other for 60 s: rank 0 (step 3, sampling) for 'scored groups', ")
+    assert "rank 2 (step 3, sampling) for 'metrics of an update'" in message
+
+
+def test_waiting_for_one_that_has_finished(ranks):
+    ranks.heard(1, {"done": None})
+    for rank in (0, 2):
+        ranks.beat(rank, "scored groups", waiting=True)
+    ranks.now = 61.0
+    assert "; rank 1 has finished." in str(ranks.error())
+
+
+def test_starting_may_take_longer():
+    now = [0.0]
+    ranks = Watch(1, 1.0, clock=lambda: now[0])
+    now[0] = START_S - 1
+    assert ranks.verdict() is None
+    now[0] = START_S + 1
+    verdict = ranks.verdict()
+    assert verdict is not None
+    assert "rank 0 has made no progress for 300 s (starting)" in str(verdict.error)
+
+
+def test_a_suspended_run_was_not_silent(ranks):
+    ranks.now = 1000.0
+    ranks.resumed()
+    assert ranks.verdict() is None
+
+
+def test_where_a_rank_hangs():
+    dump = """Thread 0x00007f (most recent call first):
+  File "/x/lib/python3.11/threading.py", line 327 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/x/lib/python3.11/site-packages/torch/nn.py", line 5 in forward
+  File "/x/lib/python3.11/site-packages/torch/nn.py", line 7 in call
+  File "/home/me/reward.py", line 12 in score
+  File "/home/me/plaudit/rl/collect.py", line 30 in collect
+  File "/home/me/plaudit/loops/rl.py", line 80 in train
+"""
+    assert hanging_frames(dump) == (
+        "/x/lib/python3.11/site-packages/torch/nn.py:5 in forward, called from /home/me/reward.py:12 in score, called from "
+        "/home/me/plaudit/rl/collect.py:30 in collect"
+    )
+    assert hanging_frames("") == ""
