@@ -6,7 +6,7 @@ processes as soon as the backward pass has left it. What is outside of the layer
 whole pass.
 
 Weights are whole only inside the model's forward pass, so that is where everything that reads them runs: `in_forward_pass`. Every
-process must make the same number of passes, or the others wait for it in vain.
+process must make the same number of passes: the others wait for each of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -64,7 +64,7 @@ def test_rl_by_several_processes(tmp_path, recipe, case, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["grpo", "ppo", "ppo, shared critic", "kl"])
+@pytest.mark.parametrize("case", ["grpo", "ppo", "ppo, shared critic", "kl", "lora"])
 def test_rl_with_sharded_weights(tmp_path, recipe, case):
     together, alone = both(recipe, 2, "rl", case, tmp_path, "cluster.sharding=full")
     assert samples(together) == samples(alone)
