@@ -47,8 +47,9 @@ class Saveable(Protocol):
         """Restore what `save_state` wrote and returned."""
         ...
 
-    def models(self) -> Mapping[str, Callable[[Path], None]]:
-        """The trained models, by the name of their folder: functions that save one into a folder. All processes call them."""
+    def models(self) -> Mapping[str, Callable[[Path | None], None]]:
+        """The trained models, by the name of their folder: functions that save one into a folder. All processes call them, one of
+        them with a folder: its weights may have to be gathered."""
         ...
 
 

@@ -386,6 +386,7 @@ class Run:
         assert self._owner is not None, "resume comes first"
         for name, save in self._owner.models().items():
             if not self.world.leads:
+                save(None)
                 continue
             with clear_write_errors(self.folder / name, self.checkpoints), atomic_folder(self.folder / name) as folder:
                 save(folder)

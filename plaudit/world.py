@@ -80,9 +80,16 @@ class World:
         """Indices of this process's items among `count`."""
         return range(self.rank, count, self.size)
 
-    def shard(self, items: Sequence[T]) -> list[tuple[int, T]]:
-        """This process's items, each with its index among all."""
-        return [(i, items[i]) for i in self.share(len(items))]
+    def repeats(self, count: int) -> list[int]:
+        """Items that a process with a smaller share than others computes once more, where all must make the same number of passes
+        (a model whose weights are sharded)."""
+        own = self.share(count)
+        return [own[0] if own else 0] * (-(-count // self.size) - len(own))
+
+    def shard(self, items: Sequence[T], *, equal: bool = False) -> list[tuple[int, T]]:
+        """This process's items, each with its index among all. `equal`: with `repeats`."""
+        repeats = self.repeats(len(items)) if equal else ()
+        return [(i, items[i]) for i in (*self.share(len(items)), *repeats)]
 
     # Agreement
 
@@ -131,7 +138,7 @@ class World:
 
     def sum_all(self, flat: Tensor) -> Work:
         """Replaces a tensor by its sum over processes: the same bits in all of them."""
-        if not self._through_host:
+        if not self.through_host:
             return dist.all_reduce(flat, async_op=True) or _Done()
         host = flat.cpu()
         dist.all_reduce(host)
@@ -140,7 +147,7 @@ class World:
 
     def sum_parts(self, own: Tensor, flat: Tensor) -> Work:
         """As `sum_all`, but each process gets the part of the sum at its rank."""
-        if not self._through_host:
+        if not self.through_host:
             return _reduce_scatter(own, flat, async_op=True) or _Done()
         host, part = flat.cpu(), own.cpu()
         _reduce_scatter(part, host)
@@ -149,7 +156,7 @@ class World:
 
     def gather_parts(self, flat: Tensor, own: Tensor) -> Work:
         """Fills `flat` with every process's part, in the order of ranks."""
-        if not self._through_host:
+        if not self.through_host:
             return _all_gather(flat, own, async_op=True) or _Done()
         host = flat.cpu()
         _all_gather(host, own.cpu())
@@ -157,7 +164,7 @@ class World:
         return _Done()
 
     @property
-    def _through_host(self) -> bool:
+    def through_host(self) -> bool:
         """gloo computes on a CPU. It is used on a GPU that several processes share, which NCCL cannot."""
         return self.device.type == "cuda" and "nccl" not in str(dist.get_backend())
 

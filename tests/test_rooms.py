@@ -25,6 +25,7 @@ LEVELS = [
     ["recipe_file"],
     ["config"],
     ["explain"],
+    ["world"],
     ["data", "models"],
     ["report"],
     ["resumable"],

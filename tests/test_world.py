@@ -6,14 +6,15 @@ Each of them runs `support.world.main`.
 import pytest
 import torch
 
+from plaudit.train.gradients import parse_key
 from plaudit.world import World
 from support.processes import Command
-from support.world import CASES, UPDATES, outcome
+from support.world import CASES, SHARDED_CASES, UPDATES, outcome
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def processes(request, tiny_models, pairs_file, tmp_path_factory) -> list[dict[bool, dict[str, dict]]]:
-    """Each process's results of every case, without and with a sharded optimiser."""
+def processes(request, tiny_models, pairs_file, tmp_path_factory) -> list[dict[str, dict[str, dict]]]:
+    """Each process's results of every case, by sharding."""
     scratch = tmp_path_factory.mktemp("ranks")
     given, script = (tiny_models["qwen2"], pairs_file, scratch), "from support.world import main; main()"
     for process in [Command(*given, rank, request.param, script=script) for rank in range(request.param)]:
@@ -24,7 +25,7 @@ def processes(request, tiny_models, pairs_file, tmp_path_factory) -> list[dict[b
 @pytest.mark.parametrize("name", CASES)
 def test_several_processes_make_the_same_update_as_one(tiny_models, pairs_file, processes, name):
     alone = outcome(CASES[name], tiny_models["qwen2"], pairs_file, World.alone())
-    one, *others = (result[False][name] for result in processes)
+    one, *others = (result["none"][name] for result in processes)
     for other in others:
         assert one["metrics"] == other["metrics"]
         for parameter, weight in one["weights"].items():
@@ -45,26 +46,46 @@ def test_several_processes_make_the_same_update_as_one(tiny_models, pairs_file, 
 @pytest.mark.parametrize("name", CASES)
 def test_a_sharded_optimiser_computes_the_same_bits(processes, name):
     for result in processes:
-        whole, sharded = result[False][name], result[True][name]
+        whole, sharded = result["none"][name], result["optimiser"][name]
         assert whole["metrics"] == sharded["metrics"]
         for parameter, weight in whole["weights"].items():
             assert torch.equal(weight, sharded["weights"][parameter]), parameter
-    states = [result[True][name]["first"] for result in processes]
+    states = [result["optimiser"][name]["first"] for result in processes]
     assert all(states), "each process has a part of the state"
     assert not set.intersection(*(set(state) for state in states)), "and no two the same"
     assert sum(t.numel() for state in states for t in state.values()) == sum(
-        t.numel() for t in processes[0][False][name]["first"].values()
+        t.numel() for t in processes[0]["none"][name]["first"].values()
     )
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_weight_without_a_gradient_in_any_process_is_left_alone(processes, sharded):
+@pytest.mark.parametrize("name", SHARDED_CASES)
+def test_sharded_weights_get_the_same_update(processes, name):
+    expected = processes[0]["none"][name]
+    total_norm = torch.cat([moment.flatten() for moment in expected["first"].values()]).norm()
+    elements = 0
+    for result in processes:
+        ours = result["full"][name]
+        for one, other in zip(ours["metrics"], expected["metrics"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+        for key, moment in ours["first"].items():
+            parameter, begin, end = parse_key(key)
+            whole = expected["first"][parameter].flatten()
+            difference = (moment.flatten() - whole[begin:end]).norm()
+            assert difference <= 2e-6 * max(whole.norm(), 1e-3 * total_norm), key
+            elements += moment.numel()
+        weights, ours = (torch.cat([w.flatten() for w in one["weights"].values()]) for one in (expected, ours))
+        assert (ours - weights).norm() <= 1e-6 * weights.norm()
+    assert elements == sum(moment.numel() for moment in expected["first"].values()), "each process has a part of the state"
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimiser"])
+def test_a_weight_without_a_gradient_in_any_process_is_left_alone(processes, sharding):
     """One with a gradient in a single process is not; without a gradient, a weight must not decay either."""
     for result in processes:
-        uneven = result[sharded]["uneven gradients"]
+        uneven = result[sharding]["uneven gradients"]
         assert uneven["norm"] == pytest.approx(60**0.5)
         assert torch.equal(uneven["weights"]["none"], torch.ones(2, 2))
         for name in ("first", "last"):
             assert torch.allclose(uneven["weights"][name], torch.full((2, 2), 1 - 0.1 * 0.5 - 0.1), atol=1e-6)
-    moments = {key for result in processes for key in result[sharded]["uneven gradients"]["state"] if key.startswith("exp_avg/")}
+    moments = {key for result in processes for key in result[sharding]["uneven gradients"]["state"] if key.startswith("exp_avg/")}
     assert moments == {"exp_avg/first", "exp_avg/last"}

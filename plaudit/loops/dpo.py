@@ -25,14 +25,15 @@ from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.folder import require_same_tokens
+from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
-from plaudit.train.memory_plan import resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably, is_sharded
+from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
 from plaudit.world import World
 
@@ -56,13 +57,16 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         pairs = _pairs("train", sources["train"], template, recipe)
         validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe, pairs.lengths)
+        sharding = agreed_sharding(recipe, pairs.lengths, world)
+        resolved = resolve_checkpointing(recipe, pairs.lengths, processes=Processes(world.size, sharding))
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
+        if sharding == "full":
+            shard_model(policy.model, world)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = Trainer(
             policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharded=is_sharded(recipe.cluster, world),
+            sharding=sharding,
         )  # fmt: skip
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:

@@ -25,14 +25,15 @@ from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
+from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelRecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
-from plaudit.train.memory_plan import resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably, is_sharded
+from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Pair
 from plaudit.world import World
 
@@ -51,13 +52,16 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         pairs = _pairs("train", sources["train"], template, recipe)
         validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe, pairs.lengths)
+        sharding = agreed_sharding(recipe, pairs.lengths, world)
+        resolved = resolve_checkpointing(recipe, pairs.lengths, processes=Processes(world.size, sharding))
         classifier = load_classifier(resolved.model, template, device, seed=recipe.seed)
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
+        if sharding == "full":
+            shard_model(classifier.model, world)
         trainer = Trainer(
             classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharded=is_sharded(recipe.cluster, world),
+            sharding=sharding,
         )  # fmt: skip
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:

@@ -28,7 +28,7 @@ from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.files import weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.devices import resolve_device
-from plaudit.models.trainable import load_policy
+from plaudit.models.trainable import load_policy, load_sampled
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
@@ -41,7 +41,7 @@ from plaudit.rollout.build import build_engine, engine_class
 from plaudit.rollout.engine import Engine, EngineSetup, Weights
 from plaudit.rollout.faults import engine_faults
 from plaudit.run import Run
-from plaudit.train.memory_plan import resolve_checkpointing
+from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
 from plaudit.train.trainer import compute_repeatably
 from plaudit.types import ScoredGroup
 from plaudit.world import World
@@ -80,12 +80,15 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-        resolved = resolve_checkpointing(recipe, [len(prompt.tokens) for prompt in prompts])
-        learner = Learner.build(resolved, template, total_steps=total_steps, world=world)
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        sharding = agreed_sharding(recipe, lengths, world)
+        resolved = resolve_checkpointing(recipe, lengths, processes=Processes(world.size, sharding))
+        learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
         require_context(learner.configs["the model"], val_prompts, validation_sampling(recipe, 0).max_new_tokens)
-        setup = EngineSetup(recipe.rollout, learner.policy.model, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
+        sampled = load_sampled(recipe.model, learner.policy)
+        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(run.check_for_stop)
         shares = PromptShares(world, passes=recipe.run.epochs)

@@ -23,13 +23,14 @@ from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.logprobs import target_logprobs
+from plaudit.models.sharded import is_sharded, shard_model
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTRecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
-from plaudit.train.memory_plan import resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably, is_sharded
+from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
+from plaudit.train.trainer import Loss, Trainer, compute_repeatably
 from plaudit.types import Batch, Example
 from plaudit.world import World
 
@@ -48,11 +49,14 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         examples = _examples("train", sources["train"], template, recipe).examples
         validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
-        resolved = resolve_checkpointing(recipe, examples.lengths)
+        sharding = agreed_sharding(recipe, examples.lengths, world)
+        resolved = resolve_checkpointing(recipe, examples.lengths, processes=Processes(world.size, sharding))
         policy = load_policy(resolved.model, template, device, seed=recipe.seed)
+        if sharding == "full":
+            shard_model(policy.model, world)
         trainer = Trainer(
             policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharded=is_sharded(recipe.cluster, world),
+            sharding=sharding,
         )  # fmt: skip
 
         def update(rows: list[Example]) -> tuple[Sequence[Batch], Loss]:
@@ -74,12 +78,12 @@ def validate(
     """Mean loss per token over all validation rows."""
     policy.model.eval()
     batches = split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch, world.size)
-    total = sum(
-        target_logprobs(policy.model, pack([examples[i] for i in batch], policy.device)).logprobs_N.double().sum().item()
-        for batch in progress([batch for _, batch in world.shard(batches)])
-    )
-    total = sum(world.gather(total, "a validation"))
-    return {"val/loss": -total / sum(example.num_targets for example in examples)}
+    own = {
+        batch[0]: target_logprobs(policy.model, pack([examples[i] for i in batch], policy.device)).logprobs_N.double().sum().item()
+        for batch in progress([batch for _, batch in world.shard(batches, equal=is_sharded(policy.model))])
+    }
+    totals = {first: total for theirs in world.gather(own, "a validation") for first, total in theirs.items()}
+    return {"val/loss": -sum(totals[batch[0]] for batch in batches) / sum(example.num_targets for example in examples)}
 
 
 def _examples(part: str, sources: list[Source], template: ChatTemplate, recipe: SFTRecipe) -> ExampleSet:

@@ -22,6 +22,7 @@ from plaudit.models.folder import architecture, read_config, require_matching_to
 from plaudit.models.fused import prepare_layers
 from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
+from plaudit.models.sharded import in_forward_pass
 from plaudit.models.trainable import TrainableModel, load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe import ModelSettings
@@ -32,6 +33,7 @@ from plaudit.types import Batch
 HEAD = "score"
 
 
+@in_forward_pass
 def sequence_scores(model: PreTrainedModel, batch: Batch) -> Tensor:
     """A score for each sequence of a packed batch."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore

@@ -21,6 +21,7 @@ from plaudit.models.classifier import load_classifier, scores_of, set_pad_token
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import VALUE_HEAD, read_value_head
+from plaudit.models.sharded import in_forward_pass
 from plaudit.models.trainable import TrainableModel
 from plaudit.recipe import ModelSettings
 from plaudit.types import Batch
@@ -28,6 +29,7 @@ from plaudit.types import Batch
 # A separate model ----------------------------------------------------------------------------------------------------
 
 
+@in_forward_pass
 def target_values(model: nn.Module, batch: Batch) -> Tensor:
     """V of each token marked by `batch.loss_mask_T`, given the tokens before it; in order, in fp32 or finer."""
     return scores_of(model, target_states(model, batch))
@@ -73,7 +75,9 @@ class SharedCritic:
         hidden_ND = torch.lerp(hidden_ND.detach(), hidden_ND, coefficient) if coefficient else hidden_ND.detach()
         return self.model(hidden_ND)[:, 0]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | None) -> None:
         """In LLaMA-Factory's format: next to the policy's weights, it makes them a scalar reward model or a critic."""
+        if folder is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"v_head.summary.weight": self.model.weight.detach().contiguous()}, folder / VALUE_HEAD)

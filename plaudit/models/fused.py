@@ -109,7 +109,7 @@ class _FusedLayer(nn.Module):
         out_TD = _product(attended_THD.flatten(1), o)
         normed_TD, x_TD = _AddNorm.apply(x_TD, out_TD, second.weight, second.variance_epsilon)  # pyright: ignore
         gated_TI = _SwiGLU.apply(_product(normed_TD, gate, up))
-        return (x_TD + _product(gated_TI, down))[None]  # pyright: ignore
+        return x_TD[None] + _product(gated_TI, down)[None]  # pyright: ignore (not a view: FSDP hooks into its gradient)
 
 
 def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
@@ -130,9 +130,9 @@ class _Product(torch.autograd.Function):
             from plaudit.models.kernels import sum_splits
 
             return sum_splits(split_k_product(x_TD, weights[0]), x_TD.dtype)
-        if whole is None or (biases and bias is None):  # the parameters have been moved and are no longer adjacent
-            return torch.cat([product(x_TD, *one) for one in zip(weights, biases or [None] * count, strict=True)], -1)
-        return product(x_TD, whole, bias)
+        # Parameters that have been moved, or gathered from shards, are no longer adjacent; one product keeps the sampler's order.
+        whole = torch.cat(weights) if whole is None else whole
+        return product(x_TD, whole, torch.cat(biases) if biases and bias is None else bias)
 
     @staticmethod
     @once_differentiable

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plaudit.models.attention import packed_arguments
+from plaudit.models.sharded import in_forward_pass
 from plaudit.types import Batch
 
 # Logits in memory at a time: few enough to suit a CPU's caches and memory, enough to keep a GPU busy.
@@ -32,11 +33,13 @@ class TokenLogprobs(NamedTuple):
     entropy_N: Tensor | None
 
 
+@in_forward_pass
 def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none") -> TokenLogprobs:
     """Log-prob (and entropy) of each token marked by `batch.loss_mask_T`, given the tokens before it, in order."""
     return state_logprobs(model, target_states(model, batch), batch, temperature=temperature, entropy=entropy)
 
 
+@in_forward_pass
 def target_states(model: nn.Module, batch: Batch) -> Tensor:
     """The hidden states that predict the tokens marked by `batch.loss_mask_T`, in order: each one position before its token."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore

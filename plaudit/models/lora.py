@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import LoraFolder
+from plaudit.models.sharded import iter_whole
 from plaudit.recipe import LoraSettings
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     from peft.tuners.lora import LoraLayer
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in iter_whole(model):
         if ".lora_" in name or ".original_module." in name:
             continue
         name = name.replace(".modules_to_save.default.", ".")

@@ -13,15 +13,26 @@ from transformers import PreTrainedModel
 
 from plaudit.models.folder import require_same_tokens
 from plaudit.models.logprobs import target_logprobs
+from plaudit.models.sharded import bytes_on_device, shard_model
 from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.models.weights import OffloadableWeights
 from plaudit.recipe import ModelSettings
 from plaudit.types import Batch
+from plaudit.world import World
 
 
 class Reference:
-    def __init__(self, recipe: ModelSettings, policy: TrainableModel, *, path: str | None = None, offload: bool = False):
-        """`path`: another model than the policy's, with the same tokenizer."""
+    def __init__(
+        self,
+        recipe: ModelSettings,
+        policy: TrainableModel,
+        *,
+        path: str | None = None,
+        offload: bool = False,
+        divided: World | None = None,
+    ):
+        """`path`: another model than the policy's, with the same tokenizer. `divided`: the world that its weights are
+        divided among."""
         self.policy = policy
         self.copy: PreTrainedModel | None = None
         self._weights: OffloadableWeights[PreTrainedModel] | None = None
@@ -34,6 +45,9 @@ class Reference:
             require_same_tokens(path, policy.template.tokenizer, "reference", trust_remote_code=recipe.trust_remote_code)
         if policy.peft is not None and path is None:
             assert not offload
+        elif divided is not None:
+            self.copy = read()
+            shard_model(self.copy, divided, offload=offload)
         elif offload:
             self._weights = OffloadableWeights("the reference", read, policy.device, offload=True)
             with self.on_device():  # so that a broken model fails now
@@ -44,7 +58,7 @@ class Reference:
     @property
     def bytes(self) -> int:
         """Device memory it keeps between uses."""
-        return 0 if self.copy is None else sum(p.numel() * p.element_size() for p in self.copy.parameters())
+        return 0 if self.copy is None else bytes_on_device(self.copy)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -24,7 +24,8 @@ from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import config_to_load, count_labels
 from plaudit.models.fused import prepare_layers
-from plaudit.models.lora import attach_lora, merge_lora, merged_weights
+from plaudit.models.lora import attach_lora, iter_merged_weights, merge_lora, merged_weights
+from plaudit.models.sharded import gather_on_host, is_sharded, iter_whole
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.redaction import redact
@@ -58,15 +59,24 @@ class TrainableModel:
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def save(self, folder: Path) -> None:
-        """Write a folder that transformers and vLLM can load: weights, config, tokenizer, chat template, end-of-turn tokens."""
+    def save(self, folder: Path | None) -> None:
+        """Write a folder that transformers and vLLM can load: weights, config, tokenizer, chat template, end-of-turn tokens.
+        Without one, only help to gather a sharded model's weights."""
+        merge = self.peft is not None and self.lora is not None and self.lora.merge_on_save
+        weights = None
+        if is_sharded(self.model):
+            whole = iter_merged_weights(self.model) if merge else iter_whole(self.model)
+            weights = gather_on_host(self.model, whole, keep=folder is not None)
+        elif merge and folder is not None:
+            weights = merged_weights(self.model)
+        if folder is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        if self.peft is None:
-            self.model.save_pretrained(folder)
-        elif self.lora and self.lora.merge_on_save:
-            self.model.save_pretrained(folder, state_dict=merged_weights(self.model))
+        if self.peft is None or merge:
+            self.model.save_pretrained(folder, state_dict=weights)
         else:
-            self.peft.save_pretrained(str(folder))
+            adapter = weights and {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
+            self.peft.save_pretrained(str(folder), state_dict=adapter)
         self.template.tokenizer.save_pretrained(folder)
 
 
@@ -90,6 +100,15 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
     checkpoint_layers(model, recipe)
     model.train()
     return TrainableModel(model, template, recipe.lora, peft)
+
+
+def load_sampled(recipe: ModelSettings, policy: TrainableModel) -> PreTrainedModel:
+    """The model that an engine samples: the policy's own, or if that is sharded, a whole copy, which gets its weights from it."""
+    if not is_sharded(policy.model):
+        return policy.model
+    model = load_model(recipe.model_copy(update={"lora": None}), policy.device).eval().requires_grad_(False)
+    model.generation_config = policy.model.generation_config  # the tokens that end a response
+    return model
 
 
 def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from plaudit.data.pack import Batches, pack_pairs, split_by_tokens
 from plaudit.models.classifier import sequence_scores
 from plaudit.models.logprobs import target_logprobs
+from plaudit.models.sharded import is_sharded
 from plaudit.objectives.preference import bradley_terry_loss, hinge_loss, ipo_loss, share_preferred, sigmoid_loss
 from plaudit.recipe import DPOLossSettings, RewardModelLossSettings
 from plaudit.train.trainer import Loss
@@ -130,7 +131,7 @@ def measure(
     chosen, rejected = (torch.empty(len(pairs), dtype=torch.float64) for _ in range(2))
     batches = split_by_tokens([len(pair) for pair in pairs], budget, world.size)
     own: list[tuple[list[int], Tensor, Tensor]] = []
-    for group in progress([batch for _, batch in world.shard(batches)]):
+    for group in progress([batch for _, batch in world.shard(batches, equal=is_sharded(model))]):
         world.heartbeat.beat()
         batch_chosen, batch_rejected = sums(model, pack_pairs([pairs[i] for i in group], model.device))
         own.append((group, batch_chosen.cpu(), batch_rejected.cpu()))

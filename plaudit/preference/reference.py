@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from plaudit.checkpoint import clear_write_errors
 from plaudit.files import atomic_file, model_fingerprint
+from plaudit.models.sharded import is_sharded, shard_model
 from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.preference.losses import answer_logprobs, measure
 from plaudit.recipe import DPORecipe
@@ -35,7 +36,7 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
     file, key = folder / FILE, _key(pairs, recipe)
     known = world.agree(_read(file, key) if world.leads else None, "the reference's log-probs")
     if known is None:
-        with _reference(recipe, policy) as model:
+        with _reference(recipe, policy, world) as model:
             budget = recipe.train.tokens_per_micro_batch
             chosen, rejected = measure(
                 model, pairs, answer_logprobs, budget, world, lambda groups: show_progress(groups, "reference: batches")
@@ -88,13 +89,15 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _reference(recipe: DPORecipe, policy: TrainableModel) -> Iterator[PreTrainedModel]:
+def _reference(recipe: DPORecipe, policy: TrainableModel, world: World) -> Iterator[PreTrainedModel]:
     if recipe.reference.path is None:
         with policy.peft.disable_adapter() if policy.peft is not None else nullcontext():
             yield policy.model
         return
     settings = recipe.model.model_copy(update={"path": recipe.reference.path, "lora": None})
     model = load_model(settings, policy.device).requires_grad_(False)
+    if is_sharded(policy.model):
+        shard_model(model, world)
     try:
         yield model
     finally:

@@ -80,10 +80,11 @@ class PackedSequences:
             self._packed[number] = pack([self.sequences[i] for i in self.parts[number]], self.world.device)
         return self._packed[number]
 
-    def predict(self, forward: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, list[np.ndarray]]:
-        """What a model predicts for the target tokens of every sequence, by name, from one pass over the micro-batches."""
+    def predict(self, forward: Callable[[Batch], Mapping[str, Tensor]], *, equal: bool = False) -> dict[str, list[np.ndarray]]:
+        """What a model predicts for the target tokens of every sequence, by name, from one pass over the micro-batches. `equal`:
+        every process makes as many passes as the others."""
         own: dict[str, dict[int, np.ndarray]] = {}
-        for number, part in self.world.shard(self.parts):
+        for number, part in self.world.shard(self.parts, equal=equal):
             self.world.heartbeat.beat()
             lengths = [self.sequences[i].num_targets for i in part]
             for name, values_N in forward(self.batch(number)).items():

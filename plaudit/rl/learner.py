@@ -18,7 +18,9 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import TrainingStopped
 from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
+from plaudit.models.memory import Sharding
 from plaudit.models.reference import Reference
+from plaudit.models.sharded import bytes_on_device, is_sharded, run_in_pass, shard_model
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.weights import OffloadedModule, has_device_memory
 from plaudit.objectives.advantages import StepRewards
@@ -29,7 +31,7 @@ from plaudit.rl.kl_penalty import KLPenalty
 from plaudit.rl.losses import policy_loss, shared_loss, value_loss, value_metrics
 from plaudit.rollout.engine import Weights
 from plaudit.train.schedule import lr_at
-from plaudit.train.trainer import Loss, Trainer, is_sharded
+from plaudit.train.trainer import Loss, Trainer
 from plaudit.types import Batch, Experience, ScoredGroup
 from plaudit.world import World
 
@@ -44,6 +46,7 @@ class Learner:
         *,
         total_steps: int,
         world: World,
+        sharding: Sharding = "none",
         reference: Reference | None = None,
         critic: TrainableModel | SharedCritic | None = None,
     ):
@@ -52,7 +55,7 @@ class Learner:
         self.penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
         self.trainer = Trainer(
             policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharded=is_sharded(recipe.cluster, world),
+            sharding=sharding,
         )  # fmt: skip
         self.critic: Trainer | None = None
         self.shared_critic = critic if isinstance(critic, SharedCritic) else None
@@ -60,31 +63,44 @@ class Learner:
         if critic is not None:
             assert recipe.critic is not None
             self.critic = self.trainer.sibling(critic, recipe.critic.optim, "critic")
-            if recipe.critic.placement == "offload" and has_device_memory(world.device):
+            # Of a sharded critic a process has a small part only, which stays.
+            if recipe.critic.placement == "offload" and has_device_memory(world.device) and sharding != "full":
                 self._offloaded_critic = OffloadedModule(critic.model, world.device)
 
     @classmethod
-    def build(cls, recipe: RLRecipe, template: ChatTemplate, *, total_steps: int, world: World) -> Self:
+    def build(
+        cls, recipe: RLRecipe, template: ChatTemplate, *, total_steps: int, world: World, sharding: Sharding = "none"
+    ) -> Self:
         """The recipe's models, loaded onto the world's device."""
         policy = load_policy(recipe.model, template, world.device, seed=recipe.seed)
+        divided = world if sharding == "full" else None
+        if divided is not None:
+            shard_model(policy.model, divided)
         reference = None
         if recipe.algorithm.needs_reference:
-            reference = Reference(recipe.model, policy, path=recipe.reference.path, offload=recipe.reference.placement == "offload")
+            offload = recipe.reference.placement == "offload"
+            reference = Reference(recipe.model, policy, path=recipe.reference.path, offload=offload, divided=divided)
         critic = None
         if recipe.critic is not None and recipe.critic.shared:
             critic = SharedCritic(policy, recipe.model.path)
         elif recipe.critic is not None:
             critic = load_critic(recipe.critic.model(recipe.model), template, world.device, seed=recipe.seed)
-        return cls(policy, recipe, total_steps=total_steps, world=world, reference=reference, critic=critic)
+            if divided is not None:
+                shard_model(critic.model, divided)
+        return cls(
+            policy, recipe, total_steps=total_steps, world=world, sharding=sharding, reference=reference, critic=critic
+        )  # fmt: skip
 
     @property
     def resident_bytes(self) -> int:
-        """Device memory that is taken while the policy is sampled, besides the policy's own weights."""
+        """Device memory that is taken while the policy is sampled, besides the weights that are sampled."""
         size = self.trainer.optimiser.resident_bytes + (self.reference.bytes if self.reference is not None else 0)
         if self.critic is not None:
             size += self.critic.optimiser.resident_bytes
             if self._offloaded_critic is None:
-                size += sum(p.numel() * p.element_size() for p in self.critic.trained.model.parameters())
+                size += bytes_on_device(self.critic.trained.model)
+        if is_sharded(self.policy.model):
+            size += bytes_on_device(self.policy.model)  # the engine samples a copy
         return size
 
     @property
@@ -124,13 +140,16 @@ class Learner:
         """Log-probs and values of the models as they are before the step's updates."""
         algorithm, temperature = self.recipe.algorithm, self.recipe.rollout.temperature
         model, shared, reference = self.policy.model, self.shared_critic, self.reference
-        penalised = self.penalty is not None
+        penalised, equal = self.penalty is not None, self.trainer.sharding == "full"
         several_updates = self.recipe.train.updates_per_step > 1 and not frozen
         recompute_old = algorithm.old_logprobs == "recomputed" and (several_updates or penalised)
 
         @torch.no_grad()
         def policy_forward(batch: Batch) -> dict[str, torch.Tensor]:
             model.eval()
+            return run_in_pass(model, policy_outputs, batch)
+
+        def policy_outputs(batch: Batch) -> dict[str, torch.Tensor]:
             hidden_ND = target_states(model, batch)
             outputs: dict[str, torch.Tensor] = {}
             if recompute_old:
@@ -143,12 +162,12 @@ class Learner:
         if algorithm.old_logprobs == "sampler":
             predictions["old_logprobs"] = samples.sampler_logprobs
         if recompute_old or shared is not None:
-            predictions |= packed.predict(policy_forward)
+            predictions |= packed.predict(policy_forward, equal=equal)
         if reference is not None and (penalised or not frozen):
             with reference.on_device():
-                predictions |= packed.predict(lambda batch: {"ref_logprobs": reference.logprobs(batch, temperature)})
+                predictions |= packed.predict(lambda batch: {"ref_logprobs": reference.logprobs(batch, temperature)}, equal=equal)
         if self.critic is not None and shared is None:
-            predictions |= packed.predict(self._critic_forward)
+            predictions |= packed.predict(self._critic_forward, equal=equal)
         return predictions
 
     @torch.no_grad()
@@ -277,7 +296,7 @@ class Learner:
         if self.penalty is not None:
             self.penalty.load_state(state.get("kl_penalty", {}))
 
-    def models(self) -> Mapping[str, Callable[[Path], None]]:
+    def models(self) -> Mapping[str, Callable[[Path | None], None]]:
         return {name: save for trainer in reversed(self._trainers) for name, save in trainer.models().items()}
 
 

@@ -71,7 +71,8 @@ class Capabilities:
 
 
 class Weights:
-    """The policy's weights after a step. Iterating yields (name, tensor) in layer order, LoRA merged in."""
+    """The policy's weights after a step. Iterating yields (name, tensor) in layer order, LoRA merged in. Every process that trains
+    must iterate over all of them, and use each tensor before it takes the next: they may be gathered from several processes."""
 
     def __init__(self, model: "nn.Module"):
         self._model = model
@@ -93,7 +94,8 @@ class EngineSetup:
     rollout: "RolloutSettings"
     """The recipe's section."""
     model: "PreTrainedModel"
-    """The policy. An engine may sample this very model, and so share its storage, or load its own copy and `sync` it."""
+    """The policy, or a copy of it if the policy is sharded. An engine may sample this very model, and so share its storage, or load
+    its own copy and `sync` it."""
     tokenizer: "PreTrainedTokenizerBase"
     world: "World"
     reserved_bytes: int = 0

@@ -12,7 +12,7 @@ reaches them:
 While the last micro-batch's backward pass runs, each bucket is summed over processes as soon as it is complete: whole (every
 process then makes the same update), or each process its own part, with a fraction of the optimiser's memory. Then updated weights
 are gathered into the model's own tensors, which keep their addresses. Both ways compute the same bits: the sums are the same, and
-AdamW is elementwise.
+AdamW is elementwise. If the model itself is sharded (models/sharded.py), a piece is this process's part of a parameter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from plaudit.world import Work, World
 
@@ -89,6 +90,10 @@ class Gradients(Protocol):
 def collect_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]], world: World, *, sharded: bool) -> Gradients:
     parameters = dict(named_parameters)
     assert parameters, "nothing to train"
+    shards = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    if shards:
+        assert len(shards) == len(parameters), "a model is sharded in full or not at all"
+        return ShardedGradients(shards, world)
     return BucketedGradients(parameters, world, sharded=sharded) if world.is_joined else LocalGradients(parameters)
 
 
@@ -286,6 +291,53 @@ class BucketedGradients:
         there = [self._parameters[name].detach() for name in bucket.begins]
         here = [everything[begin:][: t.numel()].view_as(t) for begin, t in zip(bucket.begins.values(), there, strict=True)]
         torch._foreach_copy_(there, here)  # pyright: ignore
+
+
+class ShardedGradients:
+    """Of parameters that are sharded along their first dimension: every backward pass sums over processes by itself."""
+
+    def __init__(self, parameters: Mapping[str, DTensor], world: World):
+        self._parameters, self._world = parameters, world
+        self._device = next(iter(parameters.values())).to_local().device
+        owned = (self._owned(name, parameter) for name, parameter in parameters.items())
+        self.pieces: Mapping[str, Piece] = {piece.key: piece for piece in owned if piece is not None}
+
+    def _owned(self, name: str, parameter: DTensor) -> Piece | None:
+        """This process's part; None if it is empty, as it may be of a parameter with few rows."""
+        weight = parameter.to_local().detach()
+        rows = -(-len(parameter) // self._world.size)  # as torch.chunk divides them
+        begin = min(self._world.rank * rows, len(parameter))
+        assert len(weight) == min(rows, len(parameter) - begin)
+        if not weight.numel():
+            return None
+        return Piece(name, weight, parameter.ndim >= 2, begin * weight[0].numel(), len(weight) == len(parameter))
+
+    def begin_last_pass(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def sums(self) -> dict[str, Tensor]:
+        found = {key: self._parameters[piece.name].grad for key, piece in self.pieces.items()}
+        return {key: gradient.to_local() for key, gradient in found.items() if isinstance(gradient, DTensor)}
+
+    def norm(self) -> Tensor:
+        places = {name: i for i, name in enumerate(self._parameters)}
+        sums, norms = self.sums(), torch.zeros(len(places), device=self._device)
+        if sums:
+            at = torch.tensor([places[self.pieces[key].name] for key in sums], device=self._device)
+            norms[at] = torch.stack(torch._foreach_norm(list(sums.values())))  # pyright: ignore
+        gathered = norms.new_empty(self._world.size * len(norms))
+        self._world.gather_parts(gathered, norms).wait()
+        return torch.linalg.vector_norm(gathered)
+
+    def clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def publish(self) -> None:
+        pass
 
 
 class _LastPass:

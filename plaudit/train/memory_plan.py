@@ -47,6 +47,7 @@ from plaudit.recipe import (
 from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
+from plaudit.world import World
 
 RESIDENT = ": weights, resident"
 Needs = dict[str, list[Need]]
@@ -176,6 +177,11 @@ def choose_sharding(recipe: TrainingRecipe, lengths: Lengths, size: int, memory:
     if memory is not None and resolve_device(recipe.run.device).type == "cpu":
         memory /= size
     return resolve_sharding(recipe, lengths, Processes(size, memory=memory))
+
+
+def agreed_sharding(recipe: TrainingRecipe, lengths: Lengths, world: World) -> Sharding:
+    """What the processes of a world divide: the same in all of them, even if their devices differ."""
+    return world.agree(choose_sharding(recipe, lengths, world.size), "what to divide") if world.is_joined else "none"
 
 
 def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:

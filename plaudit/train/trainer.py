@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.errors import TrainingStopped
-from plaudit.recipe import ClusterSettings, OptimSettings
+from plaudit.models.memory import Sharding
+from plaudit.models.sharded import run_in_pass
+from plaudit.recipe import OptimSettings
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
 from plaudit.train.saved_state import save_tensors, saved_tensors
@@ -31,11 +33,6 @@ def compute_repeatably(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore (a debugging aid that costs time)
 
 
-def is_sharded(cluster: ClusterSettings, world: World) -> bool:
-    """Whether each process has a part of the optimiser's state only."""
-    return world.is_joined and cluster.sharding != "none"
-
-
 class Trainable(Protocol):
     """A policy, a critic or a reward model: a module on its device that can be saved."""
 
@@ -45,7 +42,8 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path | None) -> None:
+        """Called in all processes, of which one has a folder to write to: the weights may have to be gathered."""
 
 
 class Trainer:
@@ -59,21 +57,23 @@ class Trainer:
         seed: int,
         max_skipped_steps: int,
         world: World,
-        sharded: bool = False,
+        sharding: Sharding = "none",
         name: str = "model",
     ):
-        """`sharded`: each process has a part of the optimiser's state. `name`: the model's folder in a checkpoint and in the run
-        folder."""
+        """`sharding`: what the world's processes divide among themselves; under `full`, the caller has sharded the models.
+        `name`: the model's folder in a checkpoint and in the run folder."""
         self.trained, self.name = trained, name
-        self.world, self.sharded = world, sharded
-        self.optimiser = Optimiser(trained.trainable(), optim, world, sharded=sharded)
+        self.world, self.sharding = world, sharding
+        self.sharded = sharding != "none"
+        """Whether each process has a part of the optimiser's state only."""
+        self.optimiser = Optimiser(trained.trainable(), optim, world, sharded=self.sharded)
         self.seed, self.max_skipped_steps = seed, max_skipped_steps
         self.updates = 0
         self.skipped_steps = 0
 
     def sibling(self, trained: Trainable, optim: OptimSettings, name: str) -> "Trainer":
         """A trainer for another model of the same run."""
-        shared = {"seed": self.seed, "max_skipped_steps": self.max_skipped_steps, "world": self.world, "sharded": self.sharded}
+        shared = {"seed": self.seed, "max_skipped_steps": self.max_skipped_steps, "world": self.world, "sharding": self.sharding}
         return Trainer(trained, optim, name=name, **shared)
 
     def update(self, micro_batches: Sequence[Batch], loss: Loss, lr: float) -> dict[str, float]:
@@ -84,14 +84,18 @@ class Trainer:
         self.trained.model.train()
         total = torch.zeros((), device=self.trained.device)
         sums: dict[str, Tensor] = {}
-        share_of_batches = self.world.share(len(micro_batches))
-        for i in share_of_batches:
+        own = self.world.share(len(micro_batches))
+        repeats = self.world.repeats(len(micro_batches)) if self.sharding == "full" else []
+        for number, i in enumerate([*own, *repeats]):
             self.world.heartbeat.beat()
             # Keyed by the micro-batch, so that dropout is the same after a resume and on any number of processes.
             _seed_generators(stable_seed("step", self.seed, self.updates, i), self.trained.device)
-            share, metric_shares = loss(micro_batches[i])
-            if i == share_of_batches[-1]:
+            share, metric_shares = run_in_pass(self.trained.model, loss, micro_batches[i])
+            if number == len(own) + len(repeats) - 1:
                 self.optimiser.gradients.begin_last_pass()
+            if number >= len(own):
+                (0.0 * share).backward()  # counted where it is not a repeat
+                continue
             share.backward()
             total += share.detach()
             for name, value in metric_shares.items():
@@ -128,8 +132,7 @@ class Trainer:
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """This process's part."""
-        if self.world.leads:
-            self.trained.save(folder / self.name)
+        self.trained.save(folder / self.name if self.world.leads else None)
         optimiser_folder = folder / self._optimiser_folder
         optimiser_folder.mkdir(exist_ok=True)
         save_tensors(self._own_state(), optimiser_folder, prefix=f"rank{self.world.rank}_" if self.sharded else "")
@@ -143,7 +146,7 @@ class Trainer:
         self.updates, self.skipped_steps = state["updates"], state["skipped_steps"]
         self.optimiser.load_state(saved_tensors(folder / self._optimiser_folder))
 
-    def models(self) -> Mapping[str, Callable[[Path], None]]:
+    def models(self) -> Mapping[str, Callable[[Path | None], None]]:
         return {self.name: self.trained.save}
 
     @property

@@ -64,6 +64,26 @@ def test_rl_by_several_processes(tmp_path, recipe, case, size):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "ppo", "ppo, shared critic", "kl", "lora"])
+def test_rl_with_sharded_weights(tmp_path, recipe, case):
+    together, alone = both(recipe, 2, "rl", case, tmp_path, "cluster.sharding=full")
+    assert samples(together) == samples(alone)
+    assert differences(together, alone) == {}
+    assert weight_difference(together, alone) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "lora"), [("sft", False), ("dpo", False), ("dpo", True), ("reward-model", True)])
+def test_other_stages_with_sharded_weights(tmp_path, recipe, stage, lora):
+    adapted = ["model.lora.rank=4"] if lora else []
+    for size, name in ((1, "alone"), (3, "together")):
+        train_with(size, stage, recipe(stage, "", name), "cluster.sharding=full", *adapted)
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    assert differences(together, alone) == {}
+    assert weight_difference(together, alone) < 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("stage", ["sft", "dpo", "reward-model"])
 def test_other_stages_by_several_processes(tmp_path, recipe, stage, size):
@@ -82,7 +102,7 @@ def with_checkpoints(file: Path, every: int = 2) -> tuple[Path, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "sharding", "loaded_by"),
-    [(2, "optimiser", 1), (2, "optimiser", 3), (1, "none", 2), (3, "optimiser", 2), (2, "none", 2)],
+    [(2, "optimiser", 1), (2, "optimiser", 3), (1, "none", 2), (3, "optimiser", 2), (2, "none", 2), (2, "full", 1), (3, "full", 2)],
 )
 def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, recipe, saved_by, sharding, loaded_by):
     train_with(1, "rl", *with_checkpoints(recipe("rl", "grpo", "alone")))
@@ -91,7 +111,7 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, recipe, sav
     for rank in start_ranks(saved_by, *killed, scripts=dict.fromkeys(range(saved_by), SIGNAL_ITSELF)):
         assert rank.wait() == -signal.SIGKILL, rank.output
     parts = sorted(file.name for file in (tmp_path / "moved/checkpoints/step_000002/trainer").iterdir())
-    assert len(parts) == (saved_by if sharding == "optimiser" else 1)
+    assert len(parts) == (1 if sharding == "none" else saved_by)
     train_with(loaded_by, "rl", *with_checkpoints(moved))
     assert samples(tmp_path / "moved") == samples(tmp_path / "alone")
     assert differences(tmp_path / "moved", tmp_path / "alone") == {}

@@ -1,16 +1,20 @@
 """Updates made by one process or by several; `main` is the program of each of them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from plaudit.data.pack import micro_batches, pair_micro_batches
 from plaudit.models.critic import target_values
 from plaudit.models.logprobs import target_logprobs
+from plaudit.models.memory import Sharding
+from plaudit.models.sharded import shard_model
+from plaudit.models.trainable import TrainableModel
 from plaudit.objectives.supervised import nll
 from plaudit.preference.losses import dpo_loss, reward_model_loss
 from plaudit.recipe import AlgorithmSettings, CriticSettings, OptimSettings
@@ -76,12 +80,21 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def outcome(case: Case, folder: Path, pairs: Path, world: World, *, sharded: bool = False) -> dict:
+SHARDED_CASES = [
+    "sft", "sft with dropout", "value", "value, shared", "clipped, token-mean", "clipped, one micro-batch", "sigmoid",
+    "reward model",
+]  # fmt: skip
+
+
+def outcome(case: Case, folder: Path, pairs: Path, world: World, sharding: Sharding = "none") -> dict:
     """The metrics of the updates, the gradients of the first (as Adam's first moment), and the weights after the last."""
     models, loss, batches = case(folder, pairs)
     models = models if isinstance(models, tuple) else (models,)
+    if sharding == "full":
+        assert isinstance(models[0], TrainableModel)
+        shard_model(models[0].model, world)
     trainers = [
-        Trainer(model, OptimSettings(lr=1e-3), seed=3, max_skipped_steps=0, world=world, sharded=sharded) for model in models
+        Trainer(model, OptimSettings(lr=1e-3), seed=3, max_skipped_steps=0, world=world, sharding=sharding) for model in models
     ]
     metrics, first = [], {}
     for _ in range(UPDATES):
@@ -94,8 +107,12 @@ def outcome(case: Case, folder: Path, pairs: Path, world: World, *, sharded: boo
             for name, tensor in trainer.optimiser.state().items()
             if name.startswith("exp_avg/")
         }
-    weights = {f"{i} {name}": parameter.detach() for i, model in enumerate(models) for name, parameter in model.trainable()}
+    weights = {f"{i} {name}": _whole(parameter) for i, model in enumerate(models) for name, parameter in model.trainable()}
     return {"metrics": metrics, "first": first, "weights": weights, "micro_batches": len(batches)}
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def uneven_gradients(world: World, *, sharded: bool) -> dict:
@@ -113,15 +130,16 @@ def uneven_gradients(world: World, *, sharded: bool) -> dict:
 
 
 def main() -> None:
-    """Saves each case's outcome, and that with a sharded optimiser."""
+    """Saves each case's outcome with each sharding."""
     folder, pairs, scratch, rank, size = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:6])
     dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=size)
     world = World.joined()
+    cases: dict[Sharding, Iterable[str]] = {"none": CASES, "optimiser": CASES, "full": SHARDED_CASES}
     outcomes = {
-        sharded: {name: outcome(case, folder, pairs, world, sharded=sharded) for name, case in CASES.items()}
-        for sharded in (False, True)
+        sharding: {name: outcome(CASES[name], folder, pairs, world, sharding) for name in names}
+        for sharding, names in cases.items()
     }
-    for sharded, results in outcomes.items():
-        results["uneven gradients"] = uneven_gradients(world, sharded=sharded)
+    for sharding in ("none", "optimiser"):
+        outcomes[sharding]["uneven gradients"] = uneven_gradients(world, sharded=sharding == "optimiser")
     torch.save(outcomes, scratch / f"{rank}.pt")
     dist.destroy_process_group()
