@@ -24,114 +24,123 @@ RL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def recipe(tmp_path, tiny_model, rows_file, pairs_file, prompts_file, reward_file):
-    """A recipe's file and run folder, by stage and case."""
+SAVE = "run.save_every=2"
 
-    def make(stage: str, case: str = "grpo", name: str = "run") -> Path:
-        model, folder = tiny_model, tmp_path / name
+
+@pytest.fixture(scope="module")
+def make_recipe(tiny_model, rows_file, pairs_file, prompts_file, reward_file):
+    """Writes a recipe, by stage and case, for a run in `folder`."""
+
+    def make(folder: Path, stage: str, case: str = "grpo") -> Path:
         if stage == "sft":
-            tree = sft_recipe(model, rows_file, folder, data={"val": str(rows_file)}, run=RUN["run"])
+            tree = sft_recipe(tiny_model, rows_file, folder, data={"val": str(rows_file)}, run=RUN["run"])
         elif stage == "rl":
             sections = {"data": {"val": str(prompts_file)}, "validation": {"max_prompts": 4}, **RL[case], **RUN}
-            tree = rl_recipe(model, prompts_file, folder, reward_file, **sections)
-            tree["rewards"].append(
-                {"kind": "length", "weight": 0.1, "unit": "characters", "at_most": 4, "slack": 8, "normalise": "running"}
-            )
-            if case in ("ppo", "ppo, shared critic", "reinforce++", "remax"):
-                tree["rewards"][-1].pop("normalise")
+            tree = rl_recipe(tiny_model, prompts_file, folder, reward_file, **sections)
+            length = {"kind": "length", "weight": 0.1, "unit": "characters", "at_most": 4, "slack": 8}
+            if case not in ("ppo", "ppo, shared critic", "reinforce++", "remax"):
+                length["normalise"] = "running"
+            tree["rewards"].append(length)
         else:
-            tree = pair_recipe(model, pairs_file, folder, data={"val": str(pairs_file)}, run=RUN["run"])
+            tree = pair_recipe(tiny_model, pairs_file, folder, data={"val": str(pairs_file)}, run=RUN["run"])
         tree["optim"] = {"lr": 1e-4, "schedule": "constant"}
-        return write_recipe(tmp_path / f"{name}.yaml", {"stage": stage, **tree})
+        return write_recipe(folder.with_suffix(".yaml"), {"stage": stage, **tree})
 
     return make
 
 
-def both(recipe, size: int, stage: str, case: str, tmp_path: Path, *overrides: str) -> tuple[Path, Path]:
-    train_with(1, stage, recipe(stage, case, "alone"))
-    train_with(size, stage, recipe(stage, case, "together"), *overrides)
-    return tmp_path / "together", tmp_path / "alone"
+@pytest.fixture(scope="module")
+def undisturbed(make_recipe, tmp_path_factory):
+    """Whole runs, each made once: the folder of one by `size` processes."""
+    root, done = tmp_path_factory.mktemp("undisturbed"), {}
+
+    def run(stage: str, case: str = "", *overrides: str, size: int = 1) -> Path:
+        key = (stage, case, overrides, size)
+        if key not in done:
+            done[key] = folder = root / f"run{len(done)}"
+            train_with(size, stage, make_recipe(folder, stage, case), *overrides)
+        return done[key]
+
+    return run
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["grpo", *(pytest.param(case, marks=pytest.mark.slow) for case in RL if case != "grpo")])
-def test_rl_by_several_processes(tmp_path, recipe, case, size):
-    together, alone = both(recipe, size, "rl", case, tmp_path)
-    assert samples(together) == samples(alone)
-    assert differences(together, alone) == {}
-    assert weight_difference(together, alone) < 1e-6
+def assert_same_but_for_rounding(run: Path, reference: Path) -> None:
+    assert samples(run) == samples(reference)
+    assert differences(run, reference) == {}
+    assert weight_difference(run, reference) < 1e-6
+
+
+def cases(size: int, *names: str) -> list:
+    return [pytest.param(name, size, marks=() if (name, size) == ("grpo", 2) else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(("case", "size"), cases(2, *RL) + cases(3, "grpo", "ppo", "dynamic sampling"))
+def test_rl_by_several_processes(tmp_path, make_recipe, undisturbed, case, size):
+    train_with(size, "rl", make_recipe(tmp_path / "run", "rl", case))
+    assert_same_but_for_rounding(tmp_path / "run", undisturbed("rl", case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["grpo", "ppo", "ppo, shared critic", "kl", "lora"])
-def test_rl_with_sharded_weights(tmp_path, recipe, case):
-    together, alone = both(recipe, 2, "rl", case, tmp_path, "cluster.sharding=full")
-    assert samples(together) == samples(alone)
-    assert differences(together, alone) == {}
-    assert weight_difference(together, alone) < 1e-6
+def test_rl_with_sharded_weights(tmp_path, make_recipe, undisturbed, case):
+    train_with(2, "rl", make_recipe(tmp_path / "run", "rl", case), "cluster.sharding=full")
+    assert_same_but_for_rounding(tmp_path / "run", undisturbed("rl", case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "lora"), [("sft", False), ("dpo", False), ("dpo", True), ("reward-model", True)])
-def test_other_stages_with_sharded_weights(tmp_path, recipe, stage, lora):
-    adapted = ["model.lora.rank=4"] if lora else []
-    for size, name in ((1, "alone"), (3, "together")):
-        train_with(size, stage, recipe(stage, "", name), "cluster.sharding=full", *adapted)
-    together, alone = tmp_path / "together", tmp_path / "alone"
-    assert differences(together, alone) == {}
-    assert weight_difference(together, alone) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "sharding"), [(2, "optimiser"), (3, "optimiser"), (3, "full")])
 @pytest.mark.parametrize("stage", ["sft", "dpo", "reward-model"])
-def test_other_stages_by_several_processes(tmp_path, recipe, stage, size):
-    together, alone = both(recipe, size, stage, "", tmp_path)
-    assert differences(together, alone) == {}
-    assert weight_difference(together, alone) < 1e-6
+def test_other_stages_by_several_processes(tmp_path, make_recipe, undisturbed, stage, size, sharding):
+    train_with(size, stage, make_recipe(tmp_path / "run", stage), f"cluster.sharding={sharding}")
+    assert_same_but_for_rounding(tmp_path / "run", undisturbed(stage))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dpo", "reward-model"])
+def test_adapters_of_sharded_weights(tmp_path, make_recipe, undisturbed, stage):
+    train_with(2, stage, make_recipe(tmp_path / "run", stage), "cluster.sharding=full", "model.lora.rank=4")
+    assert_same_but_for_rounding(tmp_path / "run", undisturbed(stage, "", "model.lora.rank=4"))
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def with_checkpoints(file: Path, every: int = 2) -> tuple[Path, str]:
-    return file, f"run.save_every={every}"
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved_by", "sharding", "loaded_by"),
+    [(2, "optimiser", 1), (2, "optimiser", 3), (1, "none", 2), (2, "none", 2), (2, "full", 1), (3, "full", 2)],
+)
+def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, make_recipe, undisturbed, saved_by, sharding, loaded_by):
+    recipe = make_recipe(tmp_path / "run", "rl")
+    killed = ["SIGKILL", "before line 3", "rl", recipe, SAVE, f"cluster.sharding={sharding}"]
+    for rank in start_ranks(saved_by, *killed, scripts=dict.fromkeys(range(saved_by), SIGNAL_ITSELF)):
+        assert rank.wait() == -signal.SIGKILL, rank.output
+    parts = [*(tmp_path / "run/checkpoints/step_000002/trainer").iterdir()]
+    assert len(parts) == (1 if sharding == "none" else saved_by)
+    train_with(loaded_by, "rl", recipe, SAVE)
+    assert_same_but_for_rounding(tmp_path / "run", undisturbed("rl", "grpo"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved_by", "sharding", "loaded_by"),
-    [(2, "optimiser", 1), (2, "optimiser", 3), (1, "none", 2), (3, "optimiser", 2), (2, "none", 2), (2, "full", 1), (3, "full", 2)],
+    ("killed", "moment"),
+    [
+        (0, "before line 3"),
+        (0, "open .step_000004.aside/state.json"),
+        (0, "behind line 4"),
+        (1, "before line 3"),
+        (1, "behind line 4"),
+    ],
 )
-def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, recipe, saved_by, sharding, loaded_by):
-    train_with(1, "rl", *with_checkpoints(recipe("rl", "grpo", "alone")))
-    moved = recipe("rl", "grpo", "moved")
-    killed = ["SIGKILL", "before line 3", "rl", *with_checkpoints(moved), f"cluster.sharding={sharding}"]
-    for rank in start_ranks(saved_by, *killed, scripts=dict.fromkeys(range(saved_by), SIGNAL_ITSELF)):
-        assert rank.wait() == -signal.SIGKILL, rank.output
-    parts = sorted(file.name for file in (tmp_path / "moved/checkpoints/step_000002/trainer").iterdir())
-    assert len(parts) == (1 if sharding == "none" else saved_by)
-    train_with(loaded_by, "rl", *with_checkpoints(moved))
-    assert samples(tmp_path / "moved") == samples(tmp_path / "alone")
-    assert differences(tmp_path / "moved", tmp_path / "alone") == {}
-    assert weight_difference(tmp_path / "moved", tmp_path / "alone") < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("moment", ["before line 3", "open .step_000004.aside/state.json", "behind line 4"])
-def test_kill_9_of_a_rank_and_resume(tmp_path, recipe, killed, moment):
-    """The others notice, and end; started again, the run ends with the bits of one that was not disturbed."""
-    train_with(2, "rl", *with_checkpoints(recipe("rl", "grpo", "undisturbed")))
-    file = recipe("rl", "grpo", "killed")
-    if killed == 1:
-        moment = moment.replace("open .step_000004.aside/state.json", "open trainer/rank1_00000.safetensors")
-    arguments = [signal.SIGKILL.name, moment, "rl", *with_checkpoints(file)]
-    ranks = start_ranks(2, *arguments, scripts={killed: SIGNAL_ITSELF, 1 - killed: f"import sys; del sys.argv[1:3]\n{MAIN}"})
+def test_kill_9_of_a_rank_and_resume(tmp_path, make_recipe, undisturbed, killed, moment):
+    """The other one notices, and ends; started again, the run ends with the bits of one that was not disturbed."""
+    recipe = make_recipe(tmp_path / "run", "rl")
+    unharmed = f"import sys; del sys.argv[1:3]\n{MAIN}"
+    ranks = start_ranks(2, "SIGKILL", moment, "rl", recipe, SAVE, scripts={killed: SIGNAL_ITSELF, 1 - killed: unharmed})
     assert ranks[killed].wait() == -signal.SIGKILL
     assert ranks[1 - killed].wait() != 0
-    train_with(2, "rl", *with_checkpoints(file))
-    assert samples(tmp_path / "killed", but=()) == samples(tmp_path / "undisturbed", but=())
-    assert exact_metrics(tmp_path / "killed") == exact_metrics(tmp_path / "undisturbed")
-    assert weight_difference(tmp_path / "killed", tmp_path / "undisturbed") == 0.0
+    train_with(2, "rl", recipe, SAVE)
+    reference = undisturbed("rl", "grpo", SAVE, size=2)
+    assert samples(tmp_path / "run", but=()) == samples(reference, but=())
+    assert exact_metrics(tmp_path / "run") == exact_metrics(reference)
+    assert weight_difference(tmp_path / "run", reference) == 0.0

@@ -4,6 +4,7 @@ import json
 import math
 import socket
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +19,13 @@ def start_ranks(size: int, *arguments: object, scripts: dict[int, str] | None = 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+    shared: Any = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **more,
+    }
     return [
         Command(*arguments, script=(scripts or {}).get(rank, MAIN), **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(size)
