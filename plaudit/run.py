@@ -54,7 +54,7 @@ from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
 from plaudit.run_folder import read_metrics
-from plaudit.run_identity import compare, describe_run, read_description
+from plaudit.run_identity import advice, compare, describe_run, read_description
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
@@ -214,13 +214,11 @@ class Run:
             return {**description, "trackers": before["trackers"], "threads": before.get("threads")}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix
             return description
-        advice = "Choose another run.dir, or undo the difference to resume that run."
-        if any(line.strip().startswith(("validation.", "data.val:")) for line in differences.forbidden):
-            advice += (
-                "\nA run keeps its validation set and how it is sampled, because its curve and its best checkpoint compare results "
-                "of all steps. How often it validates (run.validate_every) may change."
+        raise RunError(
+            "\n".join(
+                [f"{self.folder} belongs to a run with another recipe:", *differences.forbidden, *advice(differences, self.folder)]
             )
-        raise RunError("\n".join([f"{self.folder} belongs to a run with another recipe:", *differences.forbidden, advice]))
+        )
 
     def _has_results(self) -> bool:
         return bool(checkpoint_folders(self.checkpoints) or (self.folder / "model").exists() or self.metrics())

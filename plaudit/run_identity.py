@@ -81,6 +81,23 @@ def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, c
     )
 
 
+def advice(differences: Differences, folder: Path) -> list[str]:
+    """What to do about a run that is another one."""
+    changed = [line.strip() for line in differences.forbidden]
+    lines = ["Choose another run.dir, or undo the difference to resume that run."]
+    if any(line.startswith(("validation.", "data.val:")) for line in changed):
+        lines.append(
+            "A run keeps its validation set and how it is sampled, because its curve and its best checkpoint compare results "
+            "of all steps. How often it validates (run.validate_every) may change."
+        )
+    if any(line.startswith(("run.max_steps:", "run.epochs:")) for line in changed):
+        lines.append(
+            "A run keeps its length, which its learning rates depend on. To train longer, start another run from its model: "
+            f"model.path={folder / 'model'} run.dir=…"
+        )
+    return lines
+
+
 def _defaults_since(before: dict[str, Any], recipe: TrainingRecipe) -> dict[str, Any]:
     """Settings newer than the run had their defaults in it; those of a section that it did not have (LoRA) had none."""
     fields = settings_of(recipe.model_dump(), type(recipe))

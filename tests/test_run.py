@@ -293,6 +293,8 @@ def test_a_run_with_another_recipe_is_refused_and_left_untouched(copy_of_finishe
         "  optim.max_grad_norm: was 1.0, is now null",
         "  run.epochs: was 1.0, is now 2.0",
         "Choose another run.dir, or undo the difference to resume that run.",
+        "A run keeps its length, which its learning rates depend on. To train longer, start another run from its model: "
+        f"model.path={run / 'model'} run.dir=…",
     ]
     assert snapshot(run) == before
 

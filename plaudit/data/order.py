@@ -17,7 +17,7 @@ class RowOrder:
     """A shuffled order over `num_rows` rows, `per_step` at a time, for `epochs` passes."""
 
     def __init__(self, num_rows: int, *, per_step: int, epochs: float, seed: int):
-        self.num_rows, self.per_step, self.seed = num_rows, per_step, seed
+        self.num_rows, self.per_step, self.seed, self._epochs = num_rows, per_step, seed, epochs
         # Decimal: 1.1 epochs of 100 rows are 110 rows, not the 110.00000000000001 of floats.
         self.total_rows = math.ceil(num_rows * Decimal(str(epochs)))
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
@@ -25,6 +25,17 @@ class RowOrder:
     @property
     def num_steps(self) -> int:
         return math.ceil(self.total_rows / self.per_step)
+
+    def steps(self, most: int | None) -> int:
+        """Of a run with at most this many (run.max_steps)."""
+        return min(self.num_steps, most or self.num_steps)
+
+    def ends_early(self, wanted: int | None) -> str | None:
+        """That the data end before run.max_steps, if they do."""
+        if wanted is None or wanted <= self.num_steps:
+            return None
+        ends = f"the data ends after {self.num_steps:,} step{'s' * (self.num_steps != 1)} (run.epochs = {self._epochs:g})"
+        return f"{ends}, before run.max_steps = {wanted:,}: raise run.epochs to train that long"
 
     def rows(self, step: int) -> list[int]:
         """Row numbers of a step (from 0). Only the last step may be short."""

@@ -122,13 +122,11 @@ def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Ite
         updates = recipe.train.updates_per_step
         noun = f"prompts × {recipe.rollout.n} samples, {updates} update{'s' * (updates > 1)} per step"
     order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
-    steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
-    yield "✓", f"at most {steps:,} steps of {per_step:,} {noun}"
+    yield "✓", f"at most {order.steps(recipe.run.max_steps):,} steps of {per_step:,} {noun}"
     if rows < per_step:
         yield "!", f"{setting} = {per_step:,} exceeds the {rows:,} rows in the data"
-    elif (wanted := recipe.run.max_steps or 0) > steps:
-        ends = f"the data ends after {steps:,} step{'s' * (steps != 1)} (run.epochs = {recipe.run.epochs:g})"
-        yield "!", f"{ends}, before run.max_steps = {wanted:,}: raise run.epochs to train that long"
+    elif early := order.ends_early(recipe.run.max_steps):
+        yield "!", early
 
 
 def show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> None:

@@ -62,7 +62,9 @@ def train_in_passes(
     `validate` passes its batches through its argument."""
     recipe, settings = run.recipe, run.recipe.run
     order = RowOrder(len(rows), per_step=per_step, epochs=settings.epochs, seed=recipe.seed)
-    total_steps = min(order.num_steps, settings.max_steps or order.num_steps)
+    total_steps = order.steps(settings.max_steps)
+    if early := order.ends_early(settings.max_steps):
+        print_line(early, "yellow")
     done = run.resume(trainer)
     if done == total_steps:
         print_line(f"this run is finished: all {total_steps} steps are done")

@@ -79,7 +79,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         val_prompts = _val_prompts(sources, template, recipe) if sources["val"] else []
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
-        total_steps = min(order.num_steps, recipe.run.max_steps or order.num_steps)
+        total_steps = order.steps(recipe.run.max_steps)
+        if early := order.ends_early(recipe.run.max_steps):
+            print_line(early, "yellow")
         lengths = [len(prompt.tokens) for prompt in prompts]
         sharding = agreed_sharding(recipe, lengths, world)
         resolved = resolve_checkpointing(recipe, lengths, processes=Processes(world.size, sharding))

@@ -620,6 +620,15 @@ def test_each_epoch_is_a_permutation(num_rows, per_step, tenths, seed, data):
     assert step == order().num_steps - 1 or len(order().rows(step)) == per_step
 
 
+def test_data_that_end_before_the_steps_wanted():
+    order = RowOrder(100, per_step=30, epochs=1, seed=0)
+    assert [order.steps(most) for most in (None, 3, 9)] == [4, 3, 4]
+    assert [order.ends_early(wanted) for wanted in (None, 4)] == [None, None]
+    message = "the data ends after 4 steps (run.epochs = 1), before run.max_steps = 5: raise run.epochs to train that long"
+    assert order.ends_early(5) == message
+
+
+
 def test_order_depends_on_seed_and_epoch():
     rows = stream(RowOrder(100, per_step=30, epochs=2, seed=0))
     assert rows[:100] != rows[100:]
