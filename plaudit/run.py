@@ -238,6 +238,7 @@ class Run:
             print_line(f"resuming from {checkpoint.folder}")
         if self.world.leads:
             self._continue_records(step)
+        self.world.heartbeat.end_phase()
         self._step_began = self._saved_at = time.monotonic()
         # Only now: before there is something to save, Ctrl-C should simply stop.
         if threading.current_thread() is threading.main_thread():  # Python allows no others to handle signals
@@ -350,7 +351,9 @@ class Run:
                 os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
         notes: dict[str, Any] = {} if unvalidated is None else {"unvalidated": unvalidated}
         notes |= {name: state for name, each in self._stateful.items() if (state := each.state())}
+        self.world.heartbeat.begin_phase(f"saving step {step}")
         save_checkpoint(self.checkpoints, step, self._owner, self.world, best=self.best, **notes)
+        self.world.heartbeat.end_phase()
         self._saved, self._saved_at = (step, self.best, unvalidated), time.monotonic()
         for each in () if mid_step else self._stateful.values():
             each.saved()
@@ -382,6 +385,7 @@ class Run:
     def finish(self) -> Path:
         """Save the trained models where the next stage looks for them; returns the main one's folder."""
         assert self._owner is not None, "resume comes first"
+        self.world.heartbeat.begin_phase("saving the trained model")
         for name, save in self._owner.models().items():
             if not self.world.leads:
                 save(None)

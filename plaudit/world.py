@@ -7,6 +7,7 @@ computes its share of the micro-batches. A micro-batch's loss is already divided
 only have to be summed, and the number of processes changes nothing but the order of additions.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ T = TypeVar("T")
 # torch renames these, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+PHASE_BEAT_S = 1.0
 
 
 class Work(Protocol):
@@ -39,14 +43,35 @@ class Heartbeat:
     def __init__(self, send: Callable[[str, bool], None] | None = None):
         """`send` is called with what the process does now, and whether it is waiting for the other processes."""
         self._send = send
+        self._waits = False
+        self._end_of_phase: threading.Event | None = None
         self.doing = "starting"
 
     def beat(self, doing: str | None = None, *, waiting: bool = False) -> None:
         """Called with every micro-batch and every engine step."""
+        self._waits = waiting
         if doing is not None and not waiting:
             self.doing = doing
         if self._send is not None:
             self._send(doing or self.doing, waiting)
+
+    def begin_phase(self, doing: str) -> None:
+        """From here until `end_phase`, work of any length and without visible progress: to read data, load models, write files."""
+        self.end_phase()
+        self.beat(doing)
+        if self._send is not None:
+            self._end_of_phase = threading.Event()
+            threading.Thread(target=self._beat_until, args=(self._end_of_phase,), name="heartbeat", daemon=True).start()
+
+    def end_phase(self) -> None:
+        if self._end_of_phase is not None:
+            self._end_of_phase.set()
+            self._end_of_phase = None
+
+    def _beat_until(self, end: threading.Event) -> None:
+        while not end.wait(PHASE_BEAT_S):
+            if not self._waits and self._send is not None:
+                self._send(self.doing, False)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 Each of them runs `support.world.main`.
 """
 
+import queue
+import time
+
 import pytest
 import torch
 
 from plaudit.train.gradients import parse_key
-from plaudit.world import World
+from plaudit.world import Heartbeat, World
 from support.processes import Command
 from support.world import CASES, SHARDED_CASES, UPDATES, outcome
 
@@ -89,3 +92,21 @@ def test_a_weight_without_a_gradient_in_any_process_is_left_alone(processes, sha
             assert torch.allclose(uneven["weights"][name], torch.full((2, 2), 1 - 0.1 * 0.5 - 0.1), atol=1e-6)
     moments = {key for result in processes for key in result[sharding]["uneven gradients"]["state"] if key.startswith("exp_avg/")}
     assert moments == {"exp_avg/first", "exp_avg/last"}
+
+
+def test_a_long_phase_beats_by_itself(monkeypatch):
+    """But not while it waits for other processes, or one that hangs there could not be told from one that works."""
+    monkeypatch.setattr("plaudit.world.PHASE_BEAT_S", 0.001)
+    beats: queue.Queue[tuple[str, bool]] = queue.Queue()
+    heartbeat = Heartbeat(lambda doing, waiting: beats.put((doing, waiting)))
+    heartbeat.begin_phase("loading")
+    assert [beats.get(timeout=60) for _ in range(3)] == 3 * [("loading", False)]
+    heartbeat.beat("the others", waiting=True)
+    while beats.get(timeout=60) != ("the others", True):
+        pass
+    time.sleep(0.02)
+    late = [beats.get_nowait() for _ in range(beats.qsize())]
+    assert len(late) <= 1, "one may have been on its way"
+    heartbeat.beat()
+    assert [beats.get(timeout=60) for _ in range(2)] == 2 * [("loading", False)]
+    heartbeat.end_phase()

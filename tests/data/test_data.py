@@ -628,7 +628,6 @@ def test_data_that_end_before_the_steps_wanted():
     assert order.ends_early(5) == message
 
 
-
 def test_order_depends_on_seed_and_epoch():
     rows = stream(RowOrder(100, per_step=30, epochs=2, seed=0))
     assert rows[:100] != rows[100:]
