@@ -80,7 +80,8 @@ def outcome(name: str, folders: Path, scratch: Path, world: World) -> dict[str, 
         results[f"{sharding}, sent"] = {weight: tensor.clone() for weight, tensor in Weights(case.model.model)}
         results[f"{sharding}, continued"] = case.update()
     world.wait("the files")
-    for saved, loading in (("full", "optimiser"), ("optimiser", "full")):
+    swapped: dict[Sharding, Sharding] = {"full": "optimiser", "optimiser": "full"}
+    for saved, loading in swapped.items():
         case = Case(name, folders, world, loading)
         case.trainer.load_state(scratch / name / saved, states[saved])
         results[f"{loading} from {saved}"] = case.update()
