@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plaudit.errors import ProcessFailed
+
 T = TypeVar("T")
 # torch renames these, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -122,10 +124,11 @@ class World:
         """The leading process's value, in all of them. `what`: for messages, should the others not come."""
         if self.size == 1:
             return value
-        box = [value if self.leads else None]
+        box: list[Any] = [(what, value) if self.leads else None]
         with self.waiting(what):
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]  # pyright: ignore
+        self._require_same([what, box[0][0]])
+        return box[0][1]
 
     def gather(self, value: T, what: str) -> list[T]:
         """Every process's value, in the order of ranks."""
@@ -133,8 +136,14 @@ class World:
             return [value]
         gathered: list[Any] = [None] * self.size
         with self.waiting(what):
-            dist.all_gather_object(gathered, value)
-        return gathered
+            dist.all_gather_object(gathered, (what, value))
+        self._require_same([theirs for theirs, _ in gathered])
+        return [value for _, value in gathered]
+
+    def _require_same(self, exchanged: Sequence[str]) -> None:
+        """Processes that have diverged must not read each other's values."""
+        if len(set(exchanged)) > 1:
+            raise ProcessFailed(f"processes exchange different things, a bug: {', '.join(map(repr, exchanged))} (rank {self.rank})")
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is true in any process."""
@@ -143,6 +152,15 @@ class World:
     def wait(self, what: str) -> None:
         """Until all processes are here."""
         self.gather(None, what)
+
+    @contextmanager
+    def leader_first(self, what: str) -> Iterator[None]:
+        """The leading process does this before the others, who find what it has cached."""
+        if not self.leads:
+            self.wait(what)
+        yield
+        if self.leads:
+            self.wait(what)
 
     def sum_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The sum over processes, by name; a name that a process lacks counts as zero there."""

@@ -1,5 +1,6 @@
 """Packing: sequences laid end to end within a token budget."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -27,9 +28,10 @@ def split_by_tokens(lengths: Sequence[int], budget: int, processes: int = 1) -> 
     rounds = -(-len(groups) // processes)
     while True:
         groups = deal(lengths, min(rounds * processes, len(lengths)))
-        if all(len(group) == 1 or sum(lengths[i] for i in group) <= budget for group in groups):
+        excess = max(sum(lengths[i] for i in group) if len(group) > 1 else 0 for group in groups) / budget
+        if excess <= 1:
             return groups
-        rounds += 1
+        rounds = max(rounds + 1, math.ceil(rounds * min(excess, 2)))  # few attempts, whatever the lengths
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -54,8 +54,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         )
         inputs["the reference"] = weights_fingerprint(model_folder(recipe.reference.path))
     with Run(loaded, files, template, inputs, world=world) as run:
-        pairs = _pairs("train", sources["train"], template, recipe)
-        validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
+        with world.leader_first("tokenised rows"):
+            pairs = _pairs("train", sources["train"], template, recipe)
+            validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         sharding = agreed_sharding(recipe, pairs.lengths, world)
         resolved = resolve_checkpointing(recipe, pairs.lengths, processes=Processes(world.size, sharding))

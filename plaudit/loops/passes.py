@@ -68,14 +68,16 @@ def train_in_passes(
     done = run.resume(trainer)
     if done == total_steps:
         print_line(f"this run is finished: all {total_steps} steps are done")
-    activity = Activity()
+    heartbeat = trainer.world.heartbeat
+    activity = Activity(heartbeat.beat)
     counted = partial(activity.batches, label="validation", unit="rows")
 
     with StepProgress(verb, total_steps, done, validate_every=settings.validate_every, activity=activity) as progress:
         if done == 0 and validate is not None and settings.validate_first:
+            heartbeat.beat("validation before training")
             progress.update(0, run.log(0, _timed(validate, counted)))
         for step in range(done + 1, total_steps + 1):
-            trainer.world.heartbeat.beat(f"step {step}, training")
+            heartbeat.beat(f"step {step}, training")
             step_rows = [rows[row] for row in order.rows(step - 1)]
             batches, loss = update(step_rows)
             metrics = trainer.update(batches, loss, lr_at(step - 1, total_steps, recipe.optim))
@@ -85,6 +87,7 @@ def train_in_passes(
 
             improved = False
             if validate is not None and run.due(settings.validate_every, step, total_steps):
+                heartbeat.beat(f"validation after step {step}")
                 metrics |= _timed(validate, counted)
                 improved = run.note_validation(step, metrics)
             progress.update(step, run.log(step, metrics))

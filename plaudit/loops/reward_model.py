@@ -49,8 +49,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, files, template, columns, world=world) as run:
-        pairs = _pairs("train", sources["train"], template, recipe)
-        validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
+        with world.leader_first("tokenised rows"):
+            pairs = _pairs("train", sources["train"], template, recipe)
+            validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         sharding = agreed_sharding(recipe, pairs.lengths, world)
         resolved = resolve_checkpointing(recipe, pairs.lengths, processes=Processes(world.size, sharding))

@@ -34,7 +34,7 @@ from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
 from plaudit.report.samples import best_and_worst
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rl.collect import Collector, check_capabilities, require_context, validate, validation_sampling
+from plaudit.rl.collect import Collector, check_capabilities, exchange, require_context, validate, validation_sampling
 from plaudit.rl.learner import Learner
 from plaudit.rl.shares import PromptShares
 from plaudit.rollout.build import build_engine, engine_class
@@ -92,7 +92,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         sampled = load_sampled(recipe.model, learner.policy)
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
-        activity = Activity(run.check_for_stop)
+        activity = Activity(partial(_check, run))
         shares = PromptShares(world, passes=recipe.run.epochs)
         collector = Collector(engine, rewards, recipe, prompts, order, activity, shares)
         check = partial(validate, engine, rewards, recipe, val_prompts, activity, shares) if val_prompts else None
@@ -125,9 +125,18 @@ def _score_cache(world: World) -> str:
     return "scores.sqlite" if world.leads else f"scores_{world.rank}.sqlite"
 
 
+def _check(run: Run) -> None:
+    """Many times per second, while prompts are sampled and scored."""
+    run.check_for_stop()
+    run.world.heartbeat.beat()
+
+
 def _sync(engine: Engine, version: int, learner: Learner) -> None:
-    with engine_faults(type(engine)):
-        engine.sync(version, learner.weights())
+    def sync() -> None:
+        with engine_faults(type(engine)):
+            engine.sync(version, learner.weights())
+
+    exchange(learner.world, sync, f"sync after step {version}")
 
 
 def record(

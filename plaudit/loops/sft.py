@@ -46,8 +46,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     files = [source for part in sources.values() for source in part]
     columns = {"the columns' names": text_digest(repr([source.schema for source in files]))}
     with Run(loaded, files, template, columns, world=world) as run:
-        examples = _examples("train", sources["train"], template, recipe).examples
-        validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
+        with world.leader_first("tokenised rows"):
+            examples = _examples("train", sources["train"], template, recipe).examples
+            validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
         sharding = agreed_sharding(recipe, examples.lengths, world)
         resolved = resolve_checkpointing(recipe, examples.lengths, processes=Processes(world.size, sharding))

@@ -184,7 +184,7 @@ def _sample_and_score(
             )  # fmt: skip
         return scored, Seconds(time.perf_counter() - began, rewards.waited_s)
 
-    parts = _exchange(world, sample_and_score, f"groups of {label}")
+    parts = exchange(world, sample_and_score, f"groups of {label}")
     by_id = {one.group.prompt.id: one for scored, _ in parts for one in scored}
     step = [by_id[encoded.prompt.id] for encoded in prompts]
     if world.size > 1:
@@ -193,7 +193,7 @@ def _sample_and_score(
     return [split_baseline(group) if greedy else group for group in groups], Seconds.of_step([seconds for _, seconds in parts])
 
 
-def _exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
+def exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
     """Every process's result. If one of them is stopped, all are."""
     result: T | TrainingStopped | StopRequested
     try:

@@ -245,9 +245,8 @@ class BucketedGradients:
         norms = torch.zeros(max(counts), device=self._device)
         if own:
             norms[: len(own)] = torch.stack(torch._foreach_norm(own))  # pyright: ignore
-        gathered = norms.new_empty(self._world.size * len(norms))
-        self._world.gather_parts(gathered, norms).wait()
-        present = [norms[:count] for norms, count in zip(gathered.view(self._world.size, -1), counts, strict=True)]
+        gathered = _gathered(norms, self._world)
+        present = [norms[:count] for norms, count in zip(gathered, counts, strict=True)]
         return torch.linalg.vector_norm(torch.cat(present))
 
     def _sum(self, piece: Piece) -> Tensor:
@@ -287,7 +286,8 @@ class BucketedGradients:
             self._receive(*before)
 
     def _receive(self, bucket: Bucket, everything: Tensor, work: Work) -> None:
-        work.wait()
+        with self._world.waiting("updated weights"):
+            work.wait()
         there = [self._parameters[name].detach() for name in bucket.begins]
         here = [everything[begin:][: t.numel()].view_as(t) for begin, t in zip(bucket.begins.values(), there, strict=True)]
         torch._foreach_copy_(there, here)  # pyright: ignore
@@ -328,9 +328,7 @@ class ShardedGradients:
         if sums:
             at = torch.tensor([places[self.pieces[key].name] for key in sums], device=self._device)
             norms[at] = torch.stack(torch._foreach_norm(list(sums.values())))  # pyright: ignore
-        gathered = norms.new_empty(self._world.size * len(norms))
-        self._world.gather_parts(gathered, norms).wait()
-        return torch.linalg.vector_norm(gathered)
+        return torch.linalg.vector_norm(_gathered(norms, self._world))
 
     def clear(self) -> None:
         for parameter in self._parameters.values():
@@ -410,3 +408,11 @@ def lay_out(parameters: Mapping[str, nn.Parameter], size: int) -> list[Bucket]:
     for bucket in buckets:
         bucket.length = -(-bucket.length // (ALIGNED * size)) * ALIGNED * size
     return buckets
+
+
+def _gathered(norms: Tensor, world: World) -> Tensor:
+    """Every process's, a row each."""
+    gathered = norms.new_empty(world.size, len(norms))
+    with world.waiting("the gradient's norm"):
+        world.gather_parts(gathered.view(-1), norms).wait()
+    return gathered

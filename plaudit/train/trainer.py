@@ -127,8 +127,12 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """Of this process's part of a checkpoint."""
-        model = self.trained.model.parameters() if self.world.leads else ()
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._own_state().values(), *model))
+        model = self.trained.model
+        saved = (
+            sum(p.numel() for p in model.parameters()) * getattr(model, "dtype", torch.float32).itemsize
+        )  # (a shard may be finer)
+        state = sum(tensor.numel() * tensor.element_size() for tensor in self._own_state().values())
+        return state + (saved if self.world.leads else 0)
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """This process's part."""
