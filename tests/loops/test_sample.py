@@ -283,7 +283,7 @@ def test_missing_files_give_a_one_line_error(tmp_path, plaudit, tiny_model, prom
     assert err == f"PROMPTS: {tmp_path / 'none.jsonl'} does not exist.\n"
     code, _, err = plaudit("sample", tmp_path / "model", prompts_file, "--out", out)
     assert code == 2
-    assert err.startswith(f"path: {tmp_path / 'model'} does not exist.")
+    assert err.startswith(f"MODEL: {tmp_path / 'model'} does not exist.")
     (tmp_path / "file").touch()
     code, _, err = plaudit("sample", tiny_model, prompts_file, "--out", tmp_path / "file/out.jsonl", "--device", "cpu")
     assert code == 2

@@ -532,7 +532,8 @@ def test_groups_stay_on_one_replica():
         send(model(one, other), [question(f"{i} {k}", affinity=f"g{i}") for i in range(20) for k in range(4)])
         groups = [{content.split()[0] for content in server.contents()} for server in (one, other)]
         assert not groups[0] & groups[1]
-        assert [len(found) for found in groups] == [10, 10]
+        assert len(groups[0] | groups[1]) == 20
+        assert min(map(len, groups)) >= 5, "they share the work: the least loaded one gets the next group"
 
 
 # 2,000 questions, 30 % faults ----------------------------------------------------------------------------------------
