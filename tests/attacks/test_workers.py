@@ -315,15 +315,24 @@ def test_memory_that_forked_children_share_counts_once(hostile):
     assert values(scored) == [1.0, 5.0, 2.0]
 
 
-def test_a_member_whose_shared_memory_is_unknown_counts_in_full():
-    class Tree:
-        def members(self) -> list[int]:
-            return [-1, -2]
+class EndedProcesses:
+    """Two of them, that were read a moment ago."""
 
-        def resident(self) -> dict[int, int]:
-            return {-1: 10, -2: 20}
+    def members(self) -> list[int]:
+        return [-1, -2]
 
-    assert guard.memory_used(Tree(), limit=15) == 30
+    def resident(self) -> dict[int, int]:
+        return {-1: 10, -2: 20}
+
+
+def test_a_member_whose_shared_memory_is_unknown_counts_in_full(monkeypatch):
+    monkeypatch.setattr(guard, "MEMORY_FILE", "/nowhere/{}")
+    assert guard.memory_used(EndedProcesses(), limit=15) == 30
+
+
+@pytest.mark.skipif(not Path(guard.MEMORY_FILE.format("self")).exists(), reason="the system does not say what processes share")
+def test_a_member_that_has_just_ended_holds_no_memory():
+    assert guard.memory_used(EndedProcesses(), limit=15) == 0
 
 
 def test_children_of_an_idle_worker_are_searched_for_only_now_and_then(monkeypatch):

@@ -131,6 +131,10 @@ def _exit_code(worker: int) -> int | None:
 # The descendants of this process -------------------------------------------------------------------------------------
 
 
+MEMORY_FILE = "/proc/{}/smaps_rollup"
+"""Linux: a process's memory, with its part of what it shares."""
+
+
 class Tree(Protocol):
     def members(self) -> list[int]:
         """Every process below this one."""
@@ -150,10 +154,16 @@ def memory_used(tree: Tree, limit: int) -> int:
 
 def _proportional(pid: int, resident: int) -> int:
     """A process's memory, with its part of what it shares; its resident set, which is larger, where the system does not say."""
-    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
-        for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+    try:
+        with open(MEMORY_FILE.format(pid)) as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists(MEMORY_FILE.format("self")):
+            return 0  # it has ended since its resident set was read
+    except OSError:
+        pass
     return resident
 
 
