@@ -138,6 +138,7 @@ def test_a_signal_while_loading_just_stops(number, tmp_path):
     assert all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_further_signals_stop_ranks_that_do_not_react(tmp_path):
     command = start("stop_when_asked", tmp_path, "ignore")
     for count in (1, 2, 3):
@@ -159,6 +160,7 @@ def test_no_rank_outlives_a_killed_command(tmp_path):
     command.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_suspended_command_suspends_its_ranks(tmp_path):
     import psutil
 

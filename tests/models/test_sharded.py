@@ -12,16 +12,9 @@ from plaudit.world import World
 from support.processes import Command
 from support.sharded import MODELS, Case
 
-CORE = ("bf16, tied", "lora on bf16")
-GROUPS = {"2": (2, CORE), "2, others": (2, tuple(name for name in MODELS if name not in CORE)), "3": (3, tuple(MODELS))}
-each_model = pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        pytest.param(group, name, marks=[] if group == "2" else pytest.mark.slow)
-        for group, (_, names) in GROUPS.items()
-        for name in names
-    ],
-)
+pytestmark = pytest.mark.slow  # (a few cases of tests/test_world.py are in the core suite)
+GROUPS = {"2": 2, "3": 3}
+each_model = pytest.mark.parametrize(("group", "name"), [(group, name) for group in GROUPS for name in MODELS])
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +23,7 @@ def runs(tiny_models, tmp_path_factory):
 
     @cache
     def run(group: str) -> tuple[list[dict], Path]:
-        size, names = GROUPS[group]
+        size, names = GROUPS[group], tuple(MODELS)
         scratch = tmp_path_factory.mktemp("ranks")
         given, script = (tiny_models["llama"].parent, scratch, *names), "from support.sharded import main; main()"
         for process in [Command(rank, size, *given, script=script) for rank in range(size)]:
