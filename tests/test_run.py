@@ -702,11 +702,9 @@ def test_a_diverging_run_stops_with_advice(tmp_path, recipe, plaudit, rows_file)
 @pytest.mark.slow
 def test_a_large_trainer_state_is_split_over_files(tmp_path, tiny_model, rows_file, monkeypatch):
     """Only a file's worth of tensors passes through memory at a time; a run resumes from several files as from one."""
-    import plaudit.train.trainer as trainer
-
     single = write_recipe(tmp_path / "single.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "single", run={"save_every": 4}))
     train_sft(single)
-    monkeypatch.setattr(trainer, "FILE_BYTES", 50_000)
+    monkeypatch.setattr("plaudit.train.saved_state.FILE_BYTES", 50_000)
     split = write_recipe(tmp_path / "split.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "split", run={"save_every": 4}))
     train_sft(split)
     assert len(list((tmp_path / "split/checkpoints/step_000004/trainer").iterdir())) > 5

@@ -27,7 +27,7 @@ def start_ranks(size: int, *arguments: object, scripts: dict[int, str] | None = 
         **more,
     }
     return [
-        Command(*arguments, script=(scripts or {}).get(rank, MAIN), **shared, **more, RANK=str(rank), LOCAL_RANK=str(rank))
+        Command(*arguments, script=(scripts or {}).get(rank, MAIN), **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(size)
     ]
 
