@@ -191,9 +191,10 @@ def test_a_model_that_cannot_be_opened_is_reported_by_all(tmp_path):
             pass
         return str(caught.value)
 
-    first, second = in_threads(2, work)
-    assert first == second
-    assert "no such folder" in first
+    other, owner = in_threads(2, work)
+    assert "no such folder" in owner
+    # The owner may have left before the other process asked.
+    assert other == owner or "the process with rank 1 cannot be reached any more" in other
 
 
 @pytest.mark.parametrize("owner", [0, 1])
