@@ -46,7 +46,7 @@ GPUS_OF_A_NODE, MAX_SEQUENCES, MICRO_BATCH = 8, 1024, 16384
 PROMPT, RESPONSE = 256, 512
 """Tokens; as in the measurements."""
 
-# Measured on one H200 (bench/README.md): tokens/s of sampling with so many sequences, 256 + 512 tokens each.
+# Measured on one H200 (bench/README.md): tokens/s of sampling with this many sequences, 256 + 512 tokens each.
 SAMPLED = {"0.5B": {256: 131_803, 1024: 187_770}, "1.5B": {256: 66_671, 1024: 80_421}, "7B": {256: 22_079, 512: 23_301}}
 # Tokens/s of training without checkpointing: 0.5B since layers were fused (0.55 s a step instead of 0.69), 1.5B before that.
 TRAINED = {"0.5B": 74_626 * 0.69 / 0.55, "1.5B": 37_539.0}

@@ -95,7 +95,7 @@ def test_a_weight_without_a_gradient_in_any_process_is_left_alone(processes, sha
 
 
 def test_a_long_phase_beats_by_itself(monkeypatch):
-    """But not while it waits for other processes, or one that hangs there could not be told from one that works."""
+    """But not while it waits for other processes, or one that hangs there would look like one that works."""
     monkeypatch.setattr("plaudit.world.PHASE_BEAT_S", 0.001)
     beats: queue.Queue[tuple[str, bool]] = queue.Queue()
     heartbeat = Heartbeat(lambda doing, waiting: beats.put((doing, waiting)))

@@ -1,4 +1,4 @@
-"""Which rank is to blame when a run cannot continue. Knows no processes: it is told what ranks report and how they end.
+"""Which rank is to blame when a run cannot continue. Handles no processes itself: it is given what ranks report and how they end.
 
 The first failure decides, but a rank that only noticed that another one is gone is not to blame: for a moment the culprit's own
 report, or its end, is waited for. A silent rank is to blame unless it waits for others; if all wait, none will ever continue.
