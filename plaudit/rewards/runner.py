@@ -12,7 +12,6 @@ Calls to models wait for nothing but the network: whatever computes on the loop 
 """
 
 import asyncio
-import itertools
 import threading
 import time
 from collections import Counter
@@ -37,6 +36,7 @@ from plaudit.rewards.combine import (
     effective_values,
 )
 from plaudit.rewards.device_passes import Passes, next_to_load, ready
+from plaudit.rewards.handover import Handover
 from plaudit.rewards.reward import LiveReward, Reward, build
 from plaudit.rewards.step_counts import StepCounts
 from plaudit.turns import turns
@@ -166,29 +166,27 @@ class RewardRunner:
         """As `collect`, with each reward's scores of each group, to be combined when those of the whole step are there."""
         self._step = step = StepCounts(self.rewards, expected, self._tolerant)
         sampled: list[Group] = []
-        pending: list[Future[Any]] = []
+        scoring: Handover[Group, ByLabel] = Handover(self._loop, lambda group: self._score(group, step))
+        deferred: Handover[list[ByLabel], None] = Handover(self._loop, lambda found: self._score_deferred_in(step, sampled, found))
         try:
             for group in groups:
                 sampled.append(group)
                 step.samples += len(group.samples)
-                pending.append(self.run(self._score(group, step)))
+                scoring.add(group)
                 step.check()
                 report(len(sampled), step.scored)
             step.all_sampled = True
             step.check()
             sampled_at = time.monotonic()
-            self._wait(pending, lambda: report(len(sampled), step.scored))
-            step.check()
-            scores = [future.result() for future in pending]
+            scores = self._wait(scoring, step, lambda: report(len(sampled), step.scored))
             if self._deferred:
-                pending.append(deferred := self.run(self._score_deferred_in(step, sampled, scores)))
-                self._wait([deferred], lambda: report(len(sampled), step.scored))
-                deferred.result()
+                deferred.add(scores)
+                self._wait(deferred, step, lambda: report(len(sampled), step.scored))
             self.waited_s = time.monotonic() - sampled_at
             return [Rewarded(group, by_label) for group, by_label in zip(sampled, scores, strict=True)]
         except BaseException:
-            for future in pending:
-                future.cancel()
+            scoring.cancel()
+            deferred.cancel()
             if self._peers is not None:
                 self.run(self._peers.leave())
             if isinstance(groups, Generator):
@@ -275,21 +273,15 @@ class RewardRunner:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _wait(self, pending: Sequence[Future[Any]], report: Callable[[], None]) -> None:
-        """Until all of them are done, or one has failed. (`concurrent.futures.wait` visits all of them each time it is called.)"""
-        ended, left = threading.Event(), itertools.count(len(pending) - 1, -1)
-
-        def end_one(future: Future[Any]) -> None:
-            if next(left) == 0 or future.cancelled() or future.exception():
-                ended.set()
-
-        for future in pending:
-            future.add_done_callback(end_one)
-        while pending and not ended.wait(REPORT_EVERY_S):
+    def _wait(self, handed: Handover[Any, T], step: StepCounts, report: Callable[[], None]) -> list[T]:
+        def report_and_beat() -> None:
             report()
             if self._world is not None:
                 self._world.heartbeat.beat()
-        report()
+
+        handed.wait(REPORT_EVERY_S, report_and_beat)
+        step.check()
+        return handed.results()
 
     async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
@@ -332,10 +324,12 @@ class RewardRunner:
     async def _score(self, group: Group, step: StepCounts | None = None) -> ByLabel:
         """Scores by the rewards that need not wait for the other groups. A reward that ends the step does so at once, whatever the
         other rewards of the group are waiting for."""
+        at_once = [client for client in self.clients if client not in self._deferred]
+        if len(at_once) == 1:  # no need for another task
+            return {at_once[0].reward.label: await self._score_gated(at_once[0], group, {}, step)}
         tasks: dict[str, asyncio.Task[tuple[Score, ...]]] = {}
-        for client in self.clients:
-            if client not in self._deferred:
-                tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks, step))
+        for client in at_once:
+            tasks[client.reward.label] = asyncio.create_task(self._score_gated(client, group, tasks, step))
         try:
             return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         finally:

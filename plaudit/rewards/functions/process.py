@@ -90,10 +90,9 @@ class WorkerProcess:
         poll.register(self._control, select.POLLIN)
         return not self._received and not poll.poll(0) and self._guard.poll() is None
 
-    @property
-    def has_more(self) -> bool:
-        """Whether another answer, or part of one, has been read already."""
-        return bool(self._received)
+    def has_more(self, wait_s: float) -> bool:
+        """Whether another answer, or part of one, comes within this time. Raises Died when none can come."""
+        return bool(self._received) or self._exchange(wait_s)
 
     def send(self, batch: list[bytes]) -> None:
         """Queue a batch; it is written while we wait for the answers."""

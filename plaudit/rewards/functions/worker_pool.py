@@ -35,6 +35,8 @@ IMPORT_S = 300.0
 """Time limit for loading the user's file, which may import big libraries from a slow disk."""
 CALLS_AT_ONCE = 16
 """Most calls sent to a process at a time: enough to make the round trip cheap."""
+DELIVERY_S = 0.005
+"""How long an answer may wait for the next ones: they are delivered together, for each wake-up of the event loop costs."""
 CANNOT_START = "cannot_start"
 """Cause of calls for which no process could be started; unlike `died`, not the call's fault."""
 
@@ -213,7 +215,7 @@ class WorkerPool:
             try:
                 while batch:
                     answers.append(process.answer(self._timeout_s))
-                    if len(answers) == len(batch) or not process.has_more:
+                    if len(answers) == len(batch) or not process.has_more(DELIVERY_S):
                         self._deliver(batch, answers)
             except Silent:
                 answers.append(process.timeout(self._timeout_s))
@@ -227,7 +229,7 @@ class WorkerPool:
             self._deliver(batch, answers)
 
     def _deliver(self, batch: list[_Call], answers: list[Answer]) -> None:
-        """Give answers to the first calls of the batch, and remove both. All at once: each wake-up of the event loop costs."""
+        """Give answers to the first calls of the batch, and remove both."""
         settled = list(zip(batch, answers, strict=False))
         del batch[: len(settled)]
         answers.clear()
