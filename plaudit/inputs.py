@@ -13,6 +13,7 @@ from plaudit.errors import PlauditError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
 from plaudit.model_files import require_config
+from plaudit.output_folder import require_run_folder
 from plaudit.recipe import (
     DPORecipe,
     ModelSettings,
@@ -52,7 +53,7 @@ def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Sour
     def find_sources(recipe: Recipe) -> None:
         sources.update(_sources(recipe))
 
-    for check in (require_reward_files, find_sources, _require_policy, _require_reference, _require_engine):
+    for check in (require_reward_files, find_sources, _require_policy, _require_reference, _require_engine, _require_run_folder):
         try:
             check(recipe)
         except PlauditError as error:
@@ -95,6 +96,11 @@ def _require_engine(recipe: Recipe) -> None:
     for file in recipe.rollout.files if isinstance(recipe, RLRecipe) else ():
         if not file.is_file():
             raise PlauditError(f"rollout.engine: {file} is not a file.{nearest_path(file)}")
+
+
+def _require_run_folder(recipe: Recipe) -> None:
+    if not isinstance(recipe, ScoreRecipe):
+        require_run_folder(Path(recipe.run.dir))
 
 
 def _commands_for_missing_files(loaded: LoadedRecipe) -> list[str]:

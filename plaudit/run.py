@@ -47,6 +47,7 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, PlauditError, RunError, StopRequested, TrainingStopped
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
+from plaudit.output_folder import other_entries, require_run_folder
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe_file import COMMAND_LINE
 from plaudit.redaction import redact
@@ -128,7 +129,7 @@ class Run:
         self._is_new, self._locked = not os.path.exists(self.folder / "run.json"), False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._refuse_foreign_files()
+            require_run_folder(self.folder)
             self._lock = (self.folder / ".lock").open("a")
             os.register_at_fork(after_in_child=self._lock.close)  # or a worker that outlives us would keep the folder locked
         except OSError as error:
@@ -174,9 +175,7 @@ class Run:
         """A mistake in data or settings that ends a new run before it has done anything leaves no folder."""
         started = ("recipe.yaml", "run.json", ".lock")
         a_mistake = isinstance(error, PlauditError) and not isinstance(error, TrainingStopped | Interrupted)
-        if not (self._is_new and self._locked and a_mistake) or any(
-            (self.folder / name).exists() for name in set(WRITTEN) - set(started)
-        ):
+        if not (self._is_new and self._locked and a_mistake) or other_entries(self.folder, [*started, "inputs"]):
             return
         for name in started:
             (self.folder / name).unlink(missing_ok=True)
@@ -185,14 +184,6 @@ class Run:
                 folder.rmdir()
 
     # Resuming
-
-    def _refuse_foreign_files(self) -> None:
-        """A run must not overwrite files that no run wrote: run.dir=. next to one's own recipe.yaml or model/."""
-        foreign = [name for name in WRITTEN if os.path.lexists(self.folder / name)]
-        if foreign and "run.json" not in foreign:
-            raise RunError(
-                f"{self.folder}: contains {', '.join(foreign)} but no run.json, so no run wrote them; choose another run.dir"
-            )
 
     def _describe_or_refuse(self) -> dict[str, Any]:
         """The content of run.json; an error if the folder belongs to a run with another recipe or other data."""

@@ -376,8 +376,27 @@ def test_files_not_written_by_a_run_are_not_replaced(tmp_path, recipe, plaudit, 
     code, _, err = plaudit("sft", recipe())
     top = name.partition("/")[0]
     assert code == 2
-    assert err == f"{tmp_path / 'run'}: contains {top} but no run.json, so no run wrote them; choose another run.dir\n"
+    assert err == (
+        f"run.dir: {tmp_path / 'run'} is neither empty nor a run folder (it has {top}); name a new folder, for example "
+        f"run.dir={tmp_path / 'run/run'}\n"
+    )
     assert snapshot(tmp_path / "run") == before
+
+
+def test_a_folder_with_other_files_is_refused_before_torch_starts(tmp_path, recipe, plaudit, monkeypatch):
+    """`run.dir=.` where one works."""
+    for name in ("a.txt", "b.py", "c.md", "d.csv"):
+        (tmp_path / "work" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "work" / name).touch()
+    file = recipe()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr("plaudit.loops.train.train", None)
+    code, _, err = plaudit("sft", file, "run.dir=.")
+    assert code == 2
+    assert err == "run.dir: . is neither empty nor a run folder (it has a.txt, b.py, c.md and 1 more); name a new folder, " + (
+        "for example run.dir=run\n"
+    )
+    assert len(list(Path().iterdir())) == 4
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[]", "{}", '{"recipe": {}, "data": null, "trackers": {}}'])
@@ -392,14 +411,17 @@ def test_a_foreign_run_json_is_not_replaced(tmp_path, recipe, plaudit, text):
 
 
 def test_unrelated_files_in_the_folder_are_kept(tmp_path, recipe):
-    others = ["notes.txt", ".bashrc.old", ".draft.aside", ".lock", "checkpoints.txt"]
+    """Logs and hidden files from before the run, and whatever is added to it later."""
+    before, later = ["slurm-7.out", "train.log", ".bashrc.old", ".draft.aside", ".lock"], ["notes.txt", "checkpoints.txt"]
     (tmp_path / "run").mkdir()
-    for name in others:
+    for name in before:
         (tmp_path / "run" / name).write_text(name)
     (tmp_path / "run/.backup.old").mkdir()
     train_sft(recipe(run={"max_steps": 2}))
+    for name in later:
+        (tmp_path / "run" / name).write_text(name)
     train_sft(recipe(run={"max_steps": 2}))
-    for name in others:
+    for name in before + later:
         assert (tmp_path / "run" / name).read_text() == name
     assert (tmp_path / "run/.backup.old").is_dir()
 
@@ -434,8 +456,8 @@ def test_a_read_only_folder_is_reported(tmp_path, recipe, plaudit):
     folder = tmp_path / "run"
     folder.mkdir()
     if os.geteuid() == 0:
-        folder = Path("/proc/self")  # root can write everywhere else
-        if not folder.exists():
+        folder = Path("/proc/self/run")  # root can write everywhere else
+        if not folder.parent.exists():
             pytest.skip("needs a user other than root")
     else:
         folder.chmod(0o555)

@@ -7,6 +7,7 @@ import typer
 
 from plaudit.command_help import examples
 from plaudit.errors import PlauditError
+from plaudit.output_folder import require_empty
 from plaudit.shipped import find_shipped
 
 prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
@@ -27,7 +28,7 @@ def prepare_tiny_model(
     """Make a small model with random weights and its own tokenizer, to try recipes on any machine."""
     if hidden_size % 8:
         raise typer.BadParameter(f"{hidden_size} is not a multiple of 8.", param_hint="--hidden-size")
-    _require_empty(out)
+    require_empty(out)
 
     from plaudit.prepare.tiny_model import make_tiny_model
 
@@ -44,7 +45,7 @@ def prepare_smollm2(
     ] = None,
 ) -> None:
     """Make SmolLM2-135M-Instruct (Apache-2.0), a real chat model small enough to train on a CPU. Downloads 93 MB."""
-    _require_empty(out)
+    require_empty(out)
 
     from plaudit.prepare.smollm2 import make_smollm2
 
@@ -63,7 +64,7 @@ def prepare_sorting(
     seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
 ) -> None:
     """Make the task of `plaudit demo`: letters to sort, with careless demonstrations."""
-    _require_empty(out)
+    require_empty(out)
 
     from plaudit.prepare.sorting import make_sorting
 
@@ -81,7 +82,7 @@ def prepare_arithmetic(
     seed: Annotated[int, typer.Option(min=0, help="Of the questions drawn.")] = 0,
 ) -> None:
     """Make additions and subtractions with their answers, to try RL on; recipes/smollm2/reward.py scores them."""
-    _require_empty(out)
+    require_empty(out)
 
     from plaudit.prepare.arithmetic import make_arithmetic
 
@@ -100,7 +101,7 @@ def prepare_pairs(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle and the split.")] = 0,
 ) -> None:
     """Make pairs for `plaudit dpo` and `plaudit reward-model` from each prompt's best and worst response."""
-    _require_empty(out)
+    require_empty(out)
 
     from plaudit.prepare.pairs import make_pairs
 
@@ -268,14 +269,3 @@ def _require_new(out: Path) -> None:
         raise typer.BadParameter(f"{out} should end with .parquet.", param_hint="--out")
     if out.exists():
         raise PlauditError(f"--out: {out} exists; choose another name, or remove it first")
-
-
-def _require_empty(out: Path) -> None:
-    """Create the output folder, and refuse one with content: it might hold a model that took days to train."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        entry = next(out.iterdir(), None)
-    except OSError as error:
-        raise PlauditError(f"--out: {out} cannot be created: {error}") from None
-    if entry is not None:
-        raise PlauditError(f"--out: {out} is not empty (it has {entry.name}); choose another folder, or empty it first")

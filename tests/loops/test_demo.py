@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plaudit.cli import app
+from plaudit.errors import PlauditError
 from plaudit.shipped import find_shipped
 from support.recipes import Stopped
 
@@ -54,6 +55,17 @@ def test_it_starts_in_any_folder(tmp_path, monkeypatch):
         run_demo(Path("runs/demo"), 0, ["cluster.gpus=2"])
     assert started == [find_shipped(RL), find_shipped(SFT)]
     assert not Path("recipes").exists()
+
+
+def test_it_is_not_written_among_other_files(tmp_path):
+    """Whose data/ and rl/ it would take for its own."""
+    from plaudit.loops.demo import run_demo
+
+    write_files(tmp_path / "data", "val.jsonl")
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(PlauditError, match=r"is not empty \(it has thesis\.tex\); name a new folder"):
+        run_demo(tmp_path, 0)
+    assert not (tmp_path / "base").exists()
 
 
 def write_files(folder: Path, *names: str) -> bool:
