@@ -276,9 +276,7 @@ class Connection:
         return Fault("too_large", message, temporary=False)
 
     def _unauthorised(self, status: int, raw: bytes) -> Fault:
-        message = _message(raw)
-        shown = f"HTTP {status}" + (f", {message!r}" if message else "")
-        return Fault(UNAUTHORISED, f"{shown}. {key_hint(self._credential)}", temporary=False)
+        return Fault(UNAUTHORISED, f"{quote_error(status, raw)} {key_hint(self._credential)}", temporary=False)
 
     # Other calls ------------------------------------------------------------------------------------------------------
 
@@ -329,12 +327,11 @@ def fault_of(error: Exception, limit_s: float, limits: ModelLimits = ModelLimits
 
 def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
     """A response with a status other than 200."""
-    status, message = response.status, _message(raw)
-    shown = f"HTTP {status}" + (f", {message!r}" if message else "")
+    status, message, shown = response.status, _message(raw), quote_error(response.status, raw)
     if status == 429 or status >= 500:
         wait = _retry_after(response.headers.get("Retry-After"))
         hint = "Lower limits.calls_per_s or limits.max_concurrent_calls." if status == 429 else "See the server's log."
-        return Fault("http", f"{shown}. {hint}", wait_s=wait)
+        return Fault("http", f"{shown} {hint}", wait_s=wait)
     if status in (400, 413, 422) and _means_too_long(message):
         raise TooLong(message)
     match status:
@@ -346,13 +343,19 @@ def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
             hint = f"It has moved to {_shorten(response.headers.get('Location', ''))}: put that into url."
         case _:
             hint = "The server rejects this request."
-    return Fault("http", f"{shown}. {hint}", temporary=False)
+    return Fault("http", f"{shown} {hint}", temporary=False)
 
 
 def _means_too_long(message: str) -> bool:
     """vLLM: 'maximum context length is', SGLang: 'longer than the model's context length', OpenAI: 'context_length_exceeded'."""
     lowered = message.lower()
     return any(phrase in lowered for phrase in ("context length", "context_length", "maximum model length", "max_model_len"))
+
+
+def quote_error(status: int, raw: bytes) -> str:
+    """`HTTP 401, 'invalid API key'.`: the status, with what the server says about it."""
+    message = _message(raw)
+    return f"HTTP {status}" + (f", {message!r}." if message else ".")
 
 
 def _message(raw: bytes) -> str:

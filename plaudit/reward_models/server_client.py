@@ -23,7 +23,7 @@ from plaudit.recipe.reward_models import RewardModel
 from plaudit.redaction import redact, redact_all
 from plaudit.report.progress import print_line
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
-from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong, key_hint
+from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong, key_hint, quote_error
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.seeding import stable_seed
 from plaudit.types import Failure, Message
@@ -109,7 +109,7 @@ class ServerClient(Backend):
                 replica.model = self._served_path
                 return None
             else:
-                problem = f"{replica.url('/v1/models')}: HTTP {response[0]}."
+                problem = f"{replica.url('/v1/models')}: {quote_error(*response)}"
                 if response[0] in (401, 403):
                     raise RecipeError(f"{problem} {key_hint(self.model.credential)}")
             if time.monotonic() >= deadline:
