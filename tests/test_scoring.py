@@ -162,6 +162,18 @@ def test_score_writes_each_row_with_its_reward(plaudit, files):
     assert (code, (files / "out.jsonl").read_bytes()) == (0, before)
 
 
+def test_score_writes_sums_without_binary_noise(plaudit, files):
+    """0.1 + 0.2 and 0.1 · 3 are 0.30000000000000004 in binary: so they stay for a trainer, and not in a file that people read."""
+    rewards = [{"kind": "exact", "weight": 0.1}, {"kind": "exact", "name": "again", "weight": 0.2}]
+    rewards.append({"kind": "exact", "name": "scaled", "scale": 0.1 * 3, "weight": 0.0})
+    (files / "r.yaml").write_text(json.dumps({"rewards": rewards}))
+    assert score(plaudit, files)[0] == 0
+    one, several = lines(files)
+    assert (one["reward"], one["parts"]["scaled"], several["reward"]) == (0.3, 0.3, [0.0, 0.3])
+    with Scorer(rewards) as scorer:
+        assert scorer.score(ROWS[:1])[0]["reward"] == 0.1 + 0.2
+
+
 def test_an_error_before_the_first_row_leaves_no_output(plaudit, files):
     (files / "rows.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
     code, _, err = score(plaudit, files)

@@ -2,7 +2,7 @@
 
 Run again, it scores the rows on which a reward failed once more, then resumes after the last line. Slow or paid scores are cached
 (`OUT.scores.sqlite`) until the output is complete, so that nothing is scored twice after a kill. Values are raw: nothing is
-normalised.
+normalised. They are written with 12 digits: 0.1 + 0.2 is 0.3, and not 0.30000000000000004.
 """
 
 import time
@@ -37,6 +37,8 @@ from plaudit.scoring import result_of
 from plaudit.types import ScoredGroup
 
 ROWS_AT_ONCE = 256
+DIGITS = 12
+"""Of a reward in the output. A sum of several is exact to about 15."""
 Row = dict[str, Any]
 
 
@@ -236,9 +238,25 @@ def _score_chunk(
         results = runner.collect(groups, training=False, report=partial(_report, phase, runner))
     _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
     return [
-        {"id": id} | row | result_of(scored, many=has_several_responses(row), details=job.details)
+        {"id": id} | row | _with_digits(result_of(scored, many=has_several_responses(row), details=job.details))
         for (row, id, _), scored in zip(chunk, results, strict=True)
     ]
+
+
+def _with_digits(result: Row) -> Row:
+    """The combined reward and its parts without binary noise. What each reward returned (`by_reward`) stays as it is."""
+    return result | {name: _rounded(result[name]) for name in ("reward", "parts")}
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case list():
+            return [_rounded(one) for one in value]
+        case dict():
+            return {name: _rounded(one) for name, one in value.items()}
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+    return value
 
 
 def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> None:
