@@ -25,15 +25,14 @@ from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.folder import require_same_tokens
-from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
-from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.build import build_trainer, divide, plan_training
+from plaudit.train.trainer import Loss, compute_repeatably
 from plaudit.types import Batch, Pair
 from plaudit.world import World
 
@@ -58,17 +57,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             pairs = _pairs("train", sources["train"], template, recipe)
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        sharding = agreed_sharding(recipe, pairs.lengths, world)
-        resolved = resolve_checkpointing(recipe, pairs.lengths, processes=Processes(world.size, sharding))
-        policy = load_policy(resolved.model, template, device, seed=recipe.seed)
-        if sharding == "full":
-            shard_model(policy.model, world)
+        resolved, sharding = plan_training(recipe, pairs.lengths, world)
+        policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
-        trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharding=sharding,
-        )  # fmt: skip
+        trainer = build_trainer(recipe, policy, sharding, world)
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
             return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device, world.size), dpo_loss(

@@ -25,15 +25,14 @@ from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.classifier import load_classifier, set_pad_token
-from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelRecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
-from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.build import build_trainer, divide, plan_training
+from plaudit.train.trainer import Loss, compute_repeatably
 from plaudit.types import Batch, Pair
 from plaudit.world import World
 
@@ -53,17 +52,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             pairs = _pairs("train", sources["train"], template, recipe)
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        sharding = agreed_sharding(recipe, pairs.lengths, world)
-        resolved = resolve_checkpointing(recipe, pairs.lengths, processes=Processes(world.size, sharding))
-        classifier = load_classifier(resolved.model, template, device, seed=recipe.seed)
+        resolved, sharding = plan_training(recipe, pairs.lengths, world)
+        classifier = divide(load_classifier(resolved.model, template, device, seed=recipe.seed), sharding, world)
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
-        if sharding == "full":
-            shard_model(classifier.model, world)
-        trainer = Trainer(
-            classifier, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharding=sharding,
-        )  # fmt: skip
+        trainer = build_trainer(recipe, classifier, sharding, world)
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
             return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device, world.size), reward_model_loss(

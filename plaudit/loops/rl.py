@@ -41,7 +41,7 @@ from plaudit.rollout.build import build_engine, engine_class
 from plaudit.rollout.engine import Engine, EngineSetup, Weights
 from plaudit.rollout.faults import engine_faults
 from plaudit.run import Run
-from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
+from plaudit.train.build import plan_training
 from plaudit.train.trainer import compute_repeatably
 from plaudit.types import ScoredGroup
 from plaudit.world import World
@@ -82,9 +82,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         total_steps = order.steps(recipe.run.max_steps)
         if early := order.ends_early(recipe.run.max_steps):
             print_line(early, "yellow")
-        lengths = [len(prompt.tokens) for prompt in prompts]
-        sharding = agreed_sharding(recipe, lengths, world)
-        resolved = resolve_checkpointing(recipe, lengths, processes=Processes(world.size, sharding))
+        resolved, sharding = plan_training(recipe, [len(prompt.tokens) for prompt in prompts], world)
         learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)

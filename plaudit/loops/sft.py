@@ -23,14 +23,14 @@ from plaudit.data.tokenise_workers import Tokeniser
 from plaudit.files import text_digest
 from plaudit.loops.passes import read_rows_with, train_in_passes
 from plaudit.models.logprobs import target_logprobs
-from plaudit.models.sharded import is_sharded, shard_model
+from plaudit.models.sharded import is_sharded
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTRecipe
 from plaudit.report.progress import print_line
 from plaudit.run import Run
-from plaudit.train.memory_plan import Processes, agreed_sharding, resolve_checkpointing
-from plaudit.train.trainer import Loss, Trainer, compute_repeatably
+from plaudit.train.build import build_trainer, divide, plan_training
+from plaudit.train.trainer import Loss, compute_repeatably
 from plaudit.types import Batch, Example
 from plaudit.world import World
 
@@ -50,15 +50,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             examples = _examples("train", sources["train"], template, recipe).examples
             validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
-        sharding = agreed_sharding(recipe, examples.lengths, world)
-        resolved = resolve_checkpointing(recipe, examples.lengths, processes=Processes(world.size, sharding))
-        policy = load_policy(resolved.model, template, device, seed=recipe.seed)
-        if sharding == "full":
-            shard_model(policy.model, world)
-        trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharding=sharding,
-        )  # fmt: skip
+        resolved, sharding = plan_training(recipe, examples.lengths, world)
+        policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
+        trainer = build_trainer(recipe, policy, sharding, world)
 
         def update(rows: list[Example]) -> tuple[Sequence[Batch], Loss]:
             num_targets = sum(row.num_targets for row in rows)

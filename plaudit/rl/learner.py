@@ -20,7 +20,7 @@ from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.memory import Sharding
 from plaudit.models.reference import Reference
-from plaudit.models.sharded import bytes_on_device, is_sharded, run_in_pass, shard_model
+from plaudit.models.sharded import bytes_on_device, is_sharded, run_in_pass
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.weights import OffloadedModule, has_device_memory
 from plaudit.objectives.advantages import StepRewards
@@ -30,6 +30,7 @@ from plaudit.rl.experience import PackedSequences, StepSamples, Update, make_upd
 from plaudit.rl.kl_penalty import KLPenalty
 from plaudit.rl.losses import policy_loss, shared_loss, value_loss, value_metrics
 from plaudit.rollout.engine import Weights
+from plaudit.train.build import build_trainer, divide
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Loss, Trainer
 from plaudit.types import Batch, Experience, ScoredGroup
@@ -53,10 +54,7 @@ class Learner:
         self.recipe, self.total_steps, self.world = recipe, total_steps, world
         self.policy, self.reference = policy, reference
         self.penalty = KLPenalty(recipe.algorithm.kl_reward) if recipe.algorithm.kl_reward is not None else None
-        self.trainer = Trainer(
-            policy, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world,
-            sharding=sharding,
-        )  # fmt: skip
+        self.trainer = build_trainer(recipe, policy, sharding, world)
         self.critic: Trainer | None = None
         self.shared_critic = critic if isinstance(critic, SharedCritic) else None
         self._offloaded_critic: OffloadedModule | None = None
@@ -72,21 +70,18 @@ class Learner:
         cls, recipe: RLRecipe, template: ChatTemplate, *, total_steps: int, world: World, sharding: Sharding = "none"
     ) -> Self:
         """The recipe's models, loaded onto the world's device."""
-        policy = load_policy(recipe.model, template, world.device, seed=recipe.seed)
-        divided = world if sharding == "full" else None
-        if divided is not None:
-            shard_model(policy.model, divided)
+        policy = divide(load_policy(recipe.model, template, world.device, seed=recipe.seed), sharding, world)
         reference = None
         if recipe.algorithm.needs_reference:
             offload = recipe.reference.placement == "offload"
+            divided = world if sharding == "full" else None
             reference = Reference(recipe.model, policy, path=recipe.reference.path, offload=offload, divided=divided)
         critic = None
         if recipe.critic is not None and recipe.critic.shared:
             critic = SharedCritic(policy, recipe.model.path)
         elif recipe.critic is not None:
-            critic = load_critic(recipe.critic.model(recipe.model), template, world.device, seed=recipe.seed)
-            if divided is not None:
-                shard_model(critic.model, divided)
+            critic_settings = recipe.critic.model(recipe.model)
+            critic = divide(load_critic(critic_settings, template, world.device, seed=recipe.seed), sharding, world)
         return cls(
             policy, recipe, total_steps=total_steps, world=world, sharding=sharding, reference=reference, critic=critic
         )  # fmt: skip

@@ -1,0 +1,36 @@
+"""From a recipe and the lengths of its rows to a trainer.
+
+In three steps, so that a loop may use the model before its optimiser takes most of the memory (DPO's reference): what the processes
+divide and which layers are checkpointed; the model on its device; the trainer.
+"""
+
+from typing import TypeVar
+
+from plaudit.models.memory import Sharding
+from plaudit.models.sharded import shard_model
+from plaudit.models.trainable import TrainableModel
+from plaudit.recipe import TrainingRecipe
+from plaudit.train.memory_plan import Lengths, Processes, Trained, agreed_sharding, resolve_checkpointing
+from plaudit.train.trainer import Trainer
+from plaudit.world import World
+
+Model = TypeVar("Model", bound=TrainableModel)
+
+
+def plan_training(recipe: Trained, lengths: Lengths, world: World) -> tuple[Trained, Sharding]:
+    """The recipe with `auto` resolved, and what the world's processes divide. The same in all of them."""
+    sharding = agreed_sharding(recipe, lengths, world)
+    return resolve_checkpointing(recipe, lengths, processes=Processes(world.size, sharding)), sharding
+
+
+def divide(trained: Model, sharding: Sharding, world: World) -> Model:
+    """The model that was just loaded, with its weights divided among the processes if they are to be."""
+    if sharding == "full":
+        shard_model(trained.model, world)
+    return trained
+
+
+def build_trainer(recipe: TrainingRecipe, trained: TrainableModel, sharding: Sharding, world: World) -> Trainer:
+    return Trainer(
+        trained, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world, sharding=sharding
+    )
