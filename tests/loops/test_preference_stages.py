@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from plaudit.config import load
 from plaudit.data.conversations import Source
 from plaudit.data.pairs import read_pairs
 from plaudit.errors import RecipeError, RunError
 from plaudit.models.scalar import load_scalar, transcript_of
+from plaudit.preference import reference
+from plaudit.preference.reference import with_reference
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.scoring import Scorer
-from plaudit.types import Group, Prompt, Sample, Score, ScoredGroup
+from plaudit.types import Example, Group, Pair, Prompt, Sample, Score, ScoredGroup
 from support.models import with_other_tokens
 from support.processes import signalled
 from support.recipes import (
@@ -242,6 +246,17 @@ def test_the_reference_is_computed_once_and_cached(tmp_path, tiny_model, pairs_f
     with safe_open(file, "pt") as tensors:
         assert tensors.get_tensor("chosen").shape == (80,)
         assert tensors.get_tensor("chosen").dtype == torch.float64
+
+
+def test_only_the_leading_process_hashes_the_pairs(tmp_path, tiny_model, pairs_file, monkeypatch):
+    """The others are given what it found."""
+    recipe = load(write_recipe(tmp_path / "r.yaml", pair_recipe(tiny_model, pairs_file, tmp_path / "run")), (), "dpo").recipe
+    sides = [Example(np.array([1, 2]), np.array([False, True])) for _ in range(2)]
+    found = {"chosen": torch.tensor([-1.0]), "rejected": torch.tensor([-2.0])}
+    monkeypatch.setattr(reference, "_key", None)
+    other = SimpleNamespace(leads=False, agree=lambda value, what: found)
+    [pair] = with_reference([Pair(*sides)], recipe, None, tmp_path, other)
+    assert (pair.ref_chosen, pair.ref_rejected) == (-1.0, -2.0)
 
 
 def test_a_stale_or_damaged_reference_is_recomputed(tmp_path, tiny_model, pairs_file, capsys):
