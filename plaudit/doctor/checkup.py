@@ -121,6 +121,7 @@ class _Checkup(Checks):
         if isinstance(recipe, RewardModelRecipe):
             self.check("head", lambda: preferences.check_head(recipe))
         self.check("weights", lambda: memory.check_weights(Path(recipe.model.path)))
+        self.check("gpus", lambda: sharding.check_gpus(recipe, self.processes))
         if self.processes.size > 1:
             self.check("sharding", lambda: self._sharding(recipe))
         self.check("memory", lambda: memory.check_training(recipe, self.lengths, self.processes))

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 import torch
 from rich.console import Console
 
+from plaudit.cluster.ranks import process_count
 from plaudit.doctor.findings import Finding
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Sharding, gigabytes
 from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe
@@ -24,6 +25,24 @@ def processes_of(recipe: Recipe, gpu_memory: float | None) -> Processes:
         return Processes(memory=memory, kind=kind)
     size = torch.cuda.device_count() if recipe.cluster.gpus == "all" else recipe.cluster.gpus
     return Processes(max(size, 1), memory=memory, kind=kind)
+
+
+def check_gpus(recipe: TrainingRecipe, processes: Processes) -> Iterator[Finding]:
+    """Compares cluster.gpus with the GPUs of this machine, unless the plan is for another one's."""
+    here, wanted, elsewhere = torch.cuda.device_count(), recipe.cluster.gpus, processes.kind is not None
+    if wanted == "all" and not here and recipe.run.device != "cpu":
+        yield (
+            "!",
+            "cluster.gpus is all, but this machine has no GPUs to count: planned for one process. Give their number, for example "
+            "cluster.gpus=8",
+        )
+    elif wanted == 1 and here > 1 and not elsewhere and recipe.run.device != "cpu":
+        yield "!", f"{here} GPUs here, cluster.gpus is 1: set cluster.gpus=all to train on all of them"
+    elif not elsewhere:
+        try:
+            process_count(recipe, here)
+        except RecipeError as error:
+            yield "✗", str(error)
 
 
 @dataclass(frozen=True)

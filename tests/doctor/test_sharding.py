@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from plaudit.config import load
-from plaudit.doctor.sharding import HEADER
+from plaudit.doctor.sharding import HEADER, check_gpus, processes_of
 from plaudit.train.limits import longest_sequence
 from plaudit.train.memory_plan import Processes
 from support.recipes import rl_recipe, sft_recipe, write_recipe
@@ -67,6 +67,34 @@ def test_processes_on_this_machine(plaudit, sft_file):
     code, out, _ = plaudit("doctor", sft_file, "cluster.gpus=2", "run.device=cpu", "cluster.sharding=full")
     assert code == 0, out
     assert "cluster.sharding: full, with which each of 2 processes takes at least" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("gpus_here", "settings", "line"),
+    [
+        (0, ["cluster.gpus=all", "--gpu-memory", "80"], "! gpus cluster.gpus is all, but this machine has no GPUs to count"),
+        (8, ["cluster.gpus=1"], "! gpus 8 GPUs here, cluster.gpus is 1: set cluster.gpus=all to train on all of them"),
+        (2, ["cluster.gpus=4"], "✗ gpus cluster.gpus is 4, but torch sees 2 GPUs here"),
+        (0, ["cluster.gpus=all", "run.device=cpu"], None),
+        (8, ["cluster.gpus=1", "--gpu-memory", "80"], None),
+        (2, ["cluster.gpus=4", "--gpu-memory", "80"], None),
+        (1, ["cluster.gpus=1"], None),
+    ],
+)
+def test_cluster_gpus_is_compared_with_the_gpus_here(sft_file, monkeypatch, gpus_here, settings, line):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus_here)
+    overrides = [setting for setting in settings if "=" in setting]
+    recipe: Any = load(sft_file, overrides).recipe
+    found = [f"{mark} gpus {text}" for mark, text in check_gpus(recipe, processes_of(recipe, 80e9 if "80" in settings else None))]
+    assert len(found) == (line is not None)
+    assert all(each.startswith(line) for each in found)
+
+
+def test_all_gpus_of_a_machine_without_any_are_reported(plaudit, sft_file, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, out, _ = plaudit("doctor", sft_file, "cluster.gpus=all", "--gpu-memory", "80")
+    assert code == 0, out
+    assert "! gpus cluster.gpus is all, but this machine has no GPUs" in " ".join(out.split())
 
 
 # What fits at most ----------------------------------------------------------------------------------------------------
