@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 PHASE_BEAT_S = 1.0
 
 
-class Work(Protocol):
+class PendingCollective(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> Any: ...
@@ -179,7 +179,7 @@ class World:
 
     # Tensors
 
-    def sum_all(self, flat: Tensor) -> Work:
+    def sum_all(self, flat: Tensor) -> PendingCollective:
         """Replaces a tensor by its sum over processes: the same bits in all of them."""
         if not self.through_host:
             return dist.all_reduce(flat, async_op=True) or _Done()
@@ -188,7 +188,7 @@ class World:
         flat.copy_(host)
         return _Done()
 
-    def sum_parts(self, own: Tensor, flat: Tensor) -> Work:
+    def sum_parts(self, own: Tensor, flat: Tensor) -> PendingCollective:
         """As `sum_all`, but each process gets the part of the sum at its rank."""
         if not self.through_host:
             return _reduce_scatter(own, flat, async_op=True) or _Done()
@@ -197,7 +197,7 @@ class World:
         own.copy_(part)
         return _Done()
 
-    def gather_parts(self, flat: Tensor, own: Tensor) -> Work:
+    def gather_parts(self, flat: Tensor, own: Tensor) -> PendingCollective:
         """Fills `flat` with every process's part, in the order of ranks."""
         if not self.through_host:
             return _all_gather(flat, own, async_op=True) or _Done()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from plaudit.cluster.ranks import Ranks
+from plaudit.cluster.ranks import RankInfo
 from plaudit.errors import PlauditError, ProcessFailed
 from plaudit.models.devices import resolve_device
 from plaudit.recipe import TrainingRecipe
@@ -27,7 +27,7 @@ REPEATABLE_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 
 @contextmanager
 def join(
-    ranks: Ranks, recipe: TrainingRecipe, *, store: Store | None = None, heartbeat: Heartbeat | None = None
+    ranks: RankInfo, recipe: TrainingRecipe, *, store: Store | None = None, heartbeat: Heartbeat | None = None
 ) -> Iterator[World]:
     """The world of this process, one of `ranks`, until the block ends. `store`: where the processes find each other (default: at
     the address and port of `ranks`). `heartbeat`: given if the process is watched; otherwise collectives have the time limit."""
@@ -73,7 +73,7 @@ def join(
     dist.destroy_process_group()
 
 
-def _store(ranks: Ranks, timeout: timedelta) -> Store:
+def _store(ranks: RankInfo, timeout: timedelta) -> Store:
     """torchrun may have started the store already, in its own process: torch knows."""
     os.environ |= {
         "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "MASTER_ADDR": ranks.address, "MASTER_PORT": str(ranks.port)
@@ -88,7 +88,7 @@ def _store(ranks: Ranks, timeout: timedelta) -> Store:
     return store
 
 
-def _gpu_backend(ranks: Ranks, device: torch.device, store: Store) -> str:
+def _gpu_backend(ranks: RankInfo, device: torch.device, store: Store) -> str:
     """NCCL, unless processes share a GPU, which it refuses. Launchers may show every process only its own GPU, so that indices say
     nothing."""
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO, Any, Self
 
 from plaudit.cluster.rank import SHOW_STACK, Assignment, RankJob
-from plaudit.cluster.ranks import Ranks
+from plaudit.cluster.ranks import RankInfo
 from plaudit.cluster.watch import Verdict, Watch, hanging_frames
 from plaudit.recipe import TrainingRecipe
 from plaudit.redaction import redact
@@ -41,7 +41,7 @@ GRACE_S = 5.0
 DUMP_S = 3.0
 """How long a hanging rank may take to write down where it is."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
 def launch(job: RankJob, count: int, recipe: TrainingRecipe) -> str | None:
@@ -50,18 +50,18 @@ def launch(job: RankJob, count: int, recipe: TrainingRecipe) -> str | None:
         return group.wait()
 
 
-class Rank:
+class RankProcess:
     """One process, and its pipes."""
 
-    def __init__(self, ranks: Ranks, job: RankJob, recipe: TrainingRecipe, group: int):
+    def __init__(self, ranks: RankInfo, job: RankJob, recipe: TrainingRecipe, group: int):
         self.rank = ranks.rank
         self.status, status_theirs = os.pipe()
         self.stack: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this object)
         self._partial: dict[str, bytes] = {"status": b"", "output": b""}
         given = Assignment(ranks, pickle.dumps(job), recipe, sys.argv, console.quiet, status_theirs, self.stack.fileno())
         environment = dict(os.environ)
-        if sys.platform in LOOPBACK:  # or gloo looks up the host's name, which may lead anywhere
-            environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
+        if sys.platform in LOOPBACK_INTERFACE:  # or gloo looks up the host's name, which may lead anywhere
+            environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])
         try:
             self.process = subprocess.Popen(
                 # -P: files in this folder must not shadow modules of the same name.
@@ -118,7 +118,7 @@ class Rank:
 class RankGroup:
     def __init__(self, job: RankJob, count: int, recipe: TrainingRecipe):
         self._job, self._count, self._recipe = job, count, recipe
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankProcess] = []
         self._signals = 0
         """Of those that ask to stop."""
         self._stop_by: float | None = None
@@ -131,8 +131,8 @@ class RankGroup:
         self._selector = selectors.DefaultSelector()
         try:
             for i in range(self._count):
-                ranks = Ranks(i, self._count, i, self._count, "127.0.0.1", 0)
-                self._ranks.append(Rank(ranks, self._job, self._recipe, self._guard.pid))
+                ranks = RankInfo(i, self._count, i, self._count, "127.0.0.1", 0)
+                self._ranks.append(RankProcess(ranks, self._job, self._recipe, self._guard.pid))
         except BaseException:
             self.__exit__()
             raise
@@ -191,7 +191,7 @@ class RankGroup:
                     self._selector.unregister(fd)
                 self._watch.ended(rank.rank, rank.process.returncode)
 
-    def _read_status(self, rank: Rank) -> None:
+    def _read_status(self, rank: RankProcess) -> None:
         for line in rank.lines("status"):
             message: dict[str, Any] = json.loads(line)
             if "port" in message:
@@ -199,7 +199,7 @@ class RankGroup:
                     other.send(f"{message['port']}\n".encode())
             self._watch.heard(rank.rank, message)
 
-    def _show_output(self, rank: Rank) -> None:
+    def _show_output(self, rank: RankProcess) -> None:
         if "output" in rank.pipes:
             for line in rank.lines("output"):
                 self._print(line.decode(errors="replace"), rank.rank)

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from plaudit.cluster.ranks import Ranks
-from plaudit.cluster.status import Failure, StatusPipe
+from plaudit.cluster.ranks import RankInfo
+from plaudit.cluster.status import RankFailure, StatusPipe
 from plaudit.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SHOW_STACK = signal.SIGUSR1
 class Assignment:
     """What a rank is given."""
 
-    ranks: Ranks
+    ranks: RankInfo
     job: bytes
     """A pickled RankJob: to read it may import anything, and take its time."""
     recipe: TrainingRecipe
@@ -67,7 +67,7 @@ class Lifeline:
         return self._port
 
 
-def main(work: "Work | None" = None) -> None:
+def main(work: "RankMain | None" = None) -> None:
     # Nothing else that runs here may read what is meant for us, or keep it open.
     lifeline_pipe = os.fdopen(os.dup(0), "rb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -77,7 +77,7 @@ def main(work: "Work | None" = None) -> None:
     run_rank(given, Lifeline(lifeline_pipe), work or join_and_work)
 
 
-def run_rank(given: Assignment, lifeline: Lifeline, work: "Work") -> None:
+def run_rank(given: Assignment, lifeline: Lifeline, work: "RankMain") -> None:
     """Work, and report how it ended. Does not return."""
     status = StatusPipe(given.status_fd)
     os.set_inheritable(given.stack_fd, False)
@@ -90,7 +90,7 @@ def run_rank(given: Assignment, lifeline: Lifeline, work: "Work") -> None:
     try:
         status.done(work(given, lifeline, status))
     except BaseException as error:
-        status.failed(Failure.of(error))
+        status.failed(RankFailure.of(error))
         code = 1
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -98,7 +98,7 @@ def run_rank(given: Assignment, lifeline: Lifeline, work: "Work") -> None:
     os._exit(code)  # threads of the libraries, and NCCL's orderly end, may wait for peers that are gone
 
 
-Work = Callable[[Assignment, Lifeline, StatusPipe], Any]
+RankMain = Callable[[Assignment, Lifeline, StatusPipe], Any]
 
 
 def join_and_work(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
@@ -115,7 +115,7 @@ def join_and_work(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> 
         return job(world)
 
 
-def _store(ranks: Ranks, lifeline: Lifeline, status: StatusPipe) -> "Store":
+def _store(ranks: RankInfo, lifeline: Lifeline, status: StatusPipe) -> "Store":
     """Rank 0 listens on whatever port is free, and the launching process passes it on: no other program can have taken it."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -18,7 +18,7 @@ SLURM_PORTS = range(15_000, 30_000)
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """One process among those that train together."""
 
     rank: int
@@ -44,7 +44,7 @@ class Ranks:
                 )
 
 
-def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     """What torchrun or srun has set; None if neither started this process."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _from_torchrun(environment)
@@ -54,7 +54,7 @@ def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks
     return None
 
 
-def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
+def _from_torchrun(environment: Mapping[str, str]) -> RankInfo:
     given = dict(environment)
     if (missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in given]) and (
         given.get("WORLD_SIZE") != "1" or "RANK" not in given
@@ -65,7 +65,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
             f"or unset {' and '.join(present)} to train with one process."
         )
     rank, size = _number(given, "RANK"), _number(given, "WORLD_SIZE")
-    return Ranks(
+    return RankInfo(
         rank,
         size,
         _number(given, "LOCAL_RANK", rank),
@@ -76,7 +76,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
     )
 
 
-def _from_srun(environment: Mapping[str, str]) -> Ranks | None:
+def _from_srun(environment: Mapping[str, str]) -> RankInfo | None:
     counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     size = _number(environment, counted)
     if size == 1:  # such as a shell within an allocation: cluster.gpus decides
@@ -86,7 +86,7 @@ def _from_srun(environment: Mapping[str, str]) -> Ranks | None:
     if not nodes and "MASTER_ADDR" not in environment:
         raise RecipeError("SLURM_PROCID is set but SLURM_NODELIST is not: start with srun, which sets both, or set MASTER_ADDR.")
     job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Ranks(
+    return RankInfo(
         _number(environment, "SLURM_PROCID"),
         size,
         _number(environment, "SLURM_LOCALID"),
@@ -125,7 +125,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 # The recipe ----------------------------------------------------------------------------------------------------------
 
 
-def require_agreement(recipe: TrainingRecipe, ranks: Ranks) -> None:
+def require_agreement(recipe: TrainingRecipe, ranks: RankInfo) -> None:
     """Refuse a recipe that asks for another number of processes than were started. (1, the default, asks for none.)"""
     gpus = recipe.cluster.gpus
     if gpus not in (1, "all", ranks.size, ranks.local_size):

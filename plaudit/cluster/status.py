@@ -21,7 +21,7 @@ COLLECTIVE = re.compile(r"gloo/|NCCL|TCPStore")
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     kind: str
     """The exception's class."""
     message: str
@@ -31,7 +31,7 @@ class Failure:
     """Whether all it says is that another process is gone."""
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def of(cls, error: BaseException) -> "RankFailure":
         lost = type(error).__name__.startswith("Dist") or bool(COLLECTIVE.search(str(error)))
         if isinstance(error, PlauditError):
             return cls(type(error).__name__, str(error), lost_peer=lost)
@@ -78,7 +78,7 @@ class StatusPipe:
     def done(self, result: Any) -> None:
         self._send({"done": None if result is None else str(result)})
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: RankFailure) -> None:
         self._send({"failure": asdict(failure)})
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from plaudit.cluster.status import Failure
+from plaudit.cluster.status import RankFailure
 from plaudit.errors import PlauditError, ProcessFailed
 from plaudit.host import describe_exit
 
@@ -37,7 +37,7 @@ class RankState:
     """The collective in which it waits for the other ranks."""
     has_started: bool = False
     """Whether it has sent a heartbeat."""
-    failure: Failure | None = None
+    failure: RankFailure | None = None
     done: bool = False
     result: str | None = None
     exit_code: int | None = None
@@ -79,7 +79,7 @@ class Watch:
         if "done" in message:
             state.done, state.result = True, message["done"]
         if "failure" in message:
-            state.failure = Failure(**message["failure"])
+            state.failure = RankFailure(**message["failure"])
             self._failed(rank)
 
     def ended(self, rank: int, code: int) -> None:

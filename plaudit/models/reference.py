@@ -29,9 +29,9 @@ class Reference:
         *,
         path: str | None = None,
         offload: bool = False,
-        divided: World | None = None,
+        shard_among: World | None = None,
     ):
-        """`path`: another model than the policy's, with the same tokenizer. `divided`: the world that its weights are
+        """`path`: another model than the policy's, with the same tokenizer. `shard_among`: the world that its weights are
         divided among."""
         self.policy = policy
         self.copy: PreTrainedModel | None = None
@@ -45,9 +45,9 @@ class Reference:
             require_same_tokens(path, policy.template.tokenizer, "reference", trust_remote_code=recipe.trust_remote_code)
         if policy.peft is not None and path is None:
             assert not offload
-        elif divided is not None:
+        elif shard_among is not None:
             self.copy = read()
-            shard_model(self.copy, divided, offload=offload)
+            shard_model(self.copy, shard_among, offload=offload)
         elif offload:
             self._weights = OffloadableWeights("the reference", read, policy.device, offload=True)
             with self.on_device():  # so that a broken model fails now

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ModelKey = tuple[RewardModel, bool]
 """A model's settings, and whether it scores (otherwise it generates)."""
-Run = Callable[[Coroutine[Any, Any, T]], Future[T]]
+RunOnLoop = Callable[[Coroutine[Any, Any, T]], Future[T]]
 
 
 # Who has which model -------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class ModelPeers:
         self._hosted: dict[int, asyncio.Future[HostedModel]] = {}
 
     @classmethod
-    def join(cls, world: "World", rewards: Iterable[RewardSettings], run: Run[Any]) -> "ModelPeers":
+    def join(cls, world: "World", rewards: Iterable[RewardSettings], run: RunOnLoop[Any]) -> "ModelPeers":
         """Called by all processes at the same time, before any opens its models. `run`: runs a coroutine on the rewards' loop."""
         owners = deal_models(models_of(rewards), world.size)
         if not owners:

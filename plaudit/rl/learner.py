@@ -74,8 +74,8 @@ class Learner:
         reference = None
         if recipe.algorithm.needs_reference:
             offload = recipe.reference.placement == "offload"
-            divided = world if sharding == "full" else None
-            reference = Reference(recipe.model, policy, path=recipe.reference.path, offload=offload, divided=divided)
+            shard_among = world if sharding == "full" else None
+            reference = Reference(recipe.model, policy, path=recipe.reference.path, offload=offload, shard_among=shard_among)
         critic = None
         if recipe.critic is not None and recipe.critic.shared:
             critic = SharedCritic(policy, recipe.model.path)

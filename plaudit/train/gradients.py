@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from plaudit.world import Work, World
+from plaudit.models.memory import BUCKET_ELEMENTS
+from plaudit.world import PendingCollective, World
 
-BUCKET_ELEMENTS = 2**25
-"""Gradients per collective: enough to use the bandwidth, few enough to overlap with the backward pass."""
 ALIGNED = 64  # elements: kernels process tensors aligned to this on their fast path, as they would the full tensors
 
 
@@ -161,7 +160,7 @@ class Bucket:
     """This process's part of the sums of all processes, if it has no more than that."""
     filled: set[str] = field(default_factory=set)
     """Parameters with a gradient in this process."""
-    work: Work | None = None
+    work: PendingCollective | None = None
     """The sum over processes, once it has begun."""
 
     def clear(self) -> None:
@@ -269,7 +268,7 @@ class BucketedGradients:
         """All-gather the weights, bucket by bucket: one is copied into the model while the next is on its way."""
         if not self._sharded:
             return
-        before: tuple[Bucket, Tensor, Work] | None = None
+        before: tuple[Bucket, Tensor, PendingCollective] | None = None
         for bucket in self._buckets:
             first, end = self._part(bucket, self._world.rank)
             everything = torch.empty(bucket.length, dtype=bucket.dtype, device=self._device)
@@ -285,7 +284,7 @@ class BucketedGradients:
         if before is not None:
             self._receive(*before)
 
-    def _receive(self, bucket: Bucket, everything: Tensor, work: Work) -> None:
+    def _receive(self, bucket: Bucket, everything: Tensor, work: PendingCollective) -> None:
         with self._world.waiting("updated weights"):
             work.wait()
         there = [self._parameters[name].detach() for name in bucket.begins]

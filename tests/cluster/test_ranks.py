@@ -10,7 +10,7 @@ import pytest
 
 from plaudit.cluster.ranks import (
     SLURM_PORTS,
-    Ranks,
+    RankInfo,
     first_host,
     process_count,
     ranks_from_environment,
@@ -35,13 +35,13 @@ def test_alone():
 
 
 def test_torchrun():
-    assert ranks_from_environment(TORCHRUN) == Ranks(5, 16, 1, 4, "gpu01", 29500, "torchrun")
+    assert ranks_from_environment(TORCHRUN) == RankInfo(5, 16, 1, 4, "gpu01", 29500, "torchrun")
 
 
 def test_srun():
     ranks = ranks_from_environment(SRUN)
     assert ranks is not None
-    assert ranks == Ranks(5, 12, 1, 4, "gpu07", ranks.port, "srun")
+    assert ranks == RankInfo(5, 12, 1, 4, "gpu07", ranks.port, "srun")
     assert ranks.port in SLURM_PORTS
     other = ranks_from_environment({**SRUN, "SLURM_JOB_ID": "712346"})
     assert other is not None
@@ -120,7 +120,7 @@ def test_more_gpus_than_there_are(monkeypatch):
 
 
 def test_a_launcher_decides_unless_the_recipe_contradicts():
-    ranks = Ranks(0, 16, 0, 8, "gpu01", 1, "torchrun")
+    ranks = RankInfo(0, 16, 0, 8, "gpu01", 1, "torchrun")
     for gpus in (1, "all", 8, 16):
         require_agreement(recipe(gpus=gpus), ranks)
     with pytest.raises(RecipeError, match=r"cluster\.gpus is 4, but torchrun has started 16 processes"):

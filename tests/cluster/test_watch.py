@@ -4,14 +4,14 @@ import signal
 
 import pytest
 
-from plaudit.cluster.status import Failure
+from plaudit.cluster.status import RankFailure
 from plaudit.cluster.watch import CULPRIT_S, SAME_ERROR_S, START_S, Watch, hanging_frames
 from plaudit.errors import DataError, Interrupted, PlauditError, ProcessFailed
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4321")
 
 
-class Ranks(Watch):
+class WatchedRanks(Watch):
     """Three of them, at work in step 3."""
 
     def __init__(self, timeout_s: float = 60.0):
@@ -24,7 +24,7 @@ class Ranks(Watch):
         self.heard(rank, {"doing": doing, "waiting": waiting})
 
     def fails(self, rank: int, error: BaseException) -> None:
-        self.heard(rank, {"failure": vars(Failure.of(error))})
+        self.heard(rank, {"failure": vars(RankFailure.of(error))})
 
     def error(self) -> BaseException | None:
         verdict = self.verdict()
@@ -32,8 +32,8 @@ class Ranks(Watch):
 
 
 @pytest.fixture
-def ranks() -> Ranks:
-    return Ranks()
+def ranks() -> WatchedRanks:
+    return WatchedRanks()
 
 
 def test_nothing_happens_while_all_work(ranks):

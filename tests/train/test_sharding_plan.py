@@ -9,10 +9,9 @@ import torch
 from transformers import AutoConfig
 
 from plaudit.config import load as load_recipe
-from plaudit.models import memory
 from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, MemoryPlan, plan_memory
 from plaudit.recipe import ModelSettings
-from plaudit.train import gradients, memory_plan
+from plaudit.train import memory_plan
 from plaudit.train.memory_plan import Processes, choose_sharding, fits, plan_devices, resolve_checkpointing
 from support.recipes import rl_recipe, sft_recipe, write_recipe
 
@@ -86,10 +85,6 @@ def test_more_processes_never_take_more_each(plan, settings):
         assert divided == pytest.approx([divided[0]] * 6), "together they have what one has"
     at_any_size = [[plan(sharding, size, **settings).state for sharding in ("none", "optimiser", "full")] for size in (2, 8)]
     assert all(none >= optimiser >= full for none, optimiser, full in at_any_size)
-
-
-def test_the_plan_knows_the_size_of_buckets():
-    assert memory.BUCKET_ELEMENTS == gradients.BUCKET_ELEMENTS
 
 
 # Of a recipe ----------------------------------------------------------------------------------------------------------
