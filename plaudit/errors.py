@@ -18,6 +18,8 @@ class PlauditError(ValueError):
 
     exit_status = 2
     """Of a command that it ends."""
+    blames_peer = False
+    """Whether all it says is that another process of the run is gone or has failed."""
 
     def __init__(self, message: str):
         super().__init__(redact(message))  # messages end up in logs and bug reports
@@ -54,6 +56,18 @@ class ProcessFailed(PlauditError):
     """One of the processes that train together died, hung, or has a bug."""
 
     exit_status = 1
+
+
+class PeerLost(TrainingStopped):
+    """Another process of the run has closed the connection, or is gone."""
+
+    blames_peer = True
+
+
+class PeerFailed(ProcessFailed):
+    """Another process of the run raised something that is neither a user's error nor a stop."""
+
+    blames_peer = True
 
 
 class StopRequested(BaseException):

@@ -17,7 +17,7 @@ SAME_AGAIN_S = 1.0
 SHOWN = 200
 """Characters of what a rank is doing. A line must fit into what a pipe takes at once (512 bytes on macOS), or be dropped."""
 COLLECTIVE = re.compile(r"gloo/|NCCL|TCPStore")
-"""In the messages of torch's backends, of which some are plain RuntimeErrors."""
+"""In the messages of torch's backends, of which some are plain RuntimeErrors. Our own errors blame others by class."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> "RankFailure":
-        lost = type(error).__name__.startswith("Dist") or bool(COLLECTIVE.search(str(error)))
+        lost = _blames_peer(error)
         if isinstance(error, PlauditError):
             return cls(type(error).__name__, str(error), lost_peer=lost)
         if isinstance(error, KeyboardInterrupt):
@@ -47,6 +47,13 @@ class RankFailure:
     @property
     def is_interruption(self) -> bool:
         return self.kind in (Interrupted.__name__, "KeyboardInterrupt")
+
+
+def _blames_peer(error: BaseException | None) -> bool:
+    """An error of ours may be the message for one of torch's, or for another of ours."""
+    if isinstance(error, PlauditError):
+        return error.blames_peer or _blames_peer(error.__cause__ or error.__context__)
+    return error is not None and (type(error).__name__.startswith("Dist") or bool(COLLECTIVE.search(str(error))))
 
 
 class StatusPipe:

@@ -18,7 +18,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from plaudit.errors import PlauditError, RecipeError, StopRequested
+from plaudit import errors
+from plaudit.errors import PeerFailed, PeerLost, PlauditError, RecipeError, StopRequested
 
 LENGTH, RANK = struct.Struct("!Q"), struct.Struct("!I")
 TOKEN_BYTES = 32
@@ -29,16 +30,12 @@ ADMISSION_S = 30.0
 """How long a connection may take to send its token, and to be made."""
 
 
-class PeerLost(Exception):
-    """The other process has closed the connection, or is gone."""
-
-
-class PeerFailed(Exception):
-    """The other process raised something that is neither a user's error nor a stop."""
-
-
 class BadMessage(Exception):
     """What was sent is not one of our messages, or is too large."""
+
+
+def gone(rank: int) -> str:
+    return f"the process with rank {rank} cannot be reached any more"
 
 
 def pack(message: Any) -> bytes:
@@ -63,10 +60,10 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 class PeerServer:
     """Answers the calls of the other processes."""
 
-    def __init__(self, token: bytes, answer: Callable[[int, Any], Awaitable[Any]], left: Callable[[int], None]):
-        """`answer(rank, call)`: the result of a call. `left(rank)`: that process has closed its connection."""
+    def __init__(self, token: bytes, answer: Callable[[int, Any], Awaitable[Any]], lost: Callable[[int], None]):
+        """`answer(rank, call)`: the result of a call. `lost(rank)`: the connection to that process is closed."""
         assert len(token) == TOKEN_BYTES
-        self._token, self._answer, self._left = token, answer, left
+        self._token, self._answer, self._lost = token, answer, lost
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -105,7 +102,7 @@ class PeerServer:
             self._writers.discard(writer)
             writer.close()
             if rank is not None:
-                self._left(rank)
+                self._lost(rank)
 
     async def _reply(self, writer: asyncio.StreamWriter, rank: int, number: int, call: Any) -> None:
         try:
@@ -113,7 +110,7 @@ class PeerServer:
         except StopRequested:
             reply = pack((number, "stopped", None))
         except PlauditError as error:
-            reply = pack((number, "user error", str(error)))
+            reply = pack((number, "user error", (type(error).__name__, str(error))))
         except Exception as error:
             reply = pack((number, "failed", f"{type(error).__name__}: {error}"[:2000]))
         with contextlib.suppress(OSError):
@@ -188,7 +185,8 @@ class PeerClient:
                     case "stopped":
                         future.set_exception(StopRequested())
                     case "user error":
-                        future.set_exception(RecipeError(result))
+                        kind, message = result
+                        future.set_exception(getattr(errors, kind, RecipeError)(message))
                     case _:
                         future.set_exception(PeerFailed(f"rank {self.owner}: {result}"))
         except (asyncio.IncompleteReadError, OSError):
@@ -198,7 +196,7 @@ class PeerClient:
 
     def _gone(self, error: Exception | None = None) -> str:
         why = f" ({error or type(error).__name__})" if error is not None else ""
-        return f"the process with rank {self.owner} cannot be reached any more{why}"
+        return f"{gone(self.owner)}{why}"
 
     def _fail(self, why: str) -> None:
         self._lost = self._lost or why

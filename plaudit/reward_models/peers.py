@@ -21,12 +21,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from plaudit.errors import RecipeError, StopRequested
+from plaudit.errors import PeerFailed, PeerLost, PlauditError, RecipeError, StopRequested
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import RewardSettings, nested_rewards
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
-from plaudit.reward_models.peer_channel import TOKEN_BYTES, BadMessage, PeerClient, PeerLost, PeerServer
+from plaudit.reward_models.peer_channel import TOKEN_BYTES, BadMessage, PeerClient, PeerServer, gone
 from plaudit.types import Failure, Message
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class ModelPeers:
         if not numbers:
             return None
         self._hosted = {number: asyncio.get_running_loop().create_future() for number in numbers}
-        self._server = PeerServer(self._token, self._answer, self._left)
+        self._server = PeerServer(self._token, self._answer, self._lost)
         try:
             return host, await self._server.listen(host)
         except OSError as error:
@@ -143,7 +143,7 @@ class ModelPeers:
 
     async def leave(self) -> None:
         """This process has stopped scoring: no other must wait for it before it loads or unloads a model. The run ends."""
-        self._left(self.rank)
+        self._stop(StopRequested())
         owners = set(self._owners.values()) - {self.rank}
         await asyncio.gather(*(self._client(owner).call("leave") for owner in owners), return_exceptions=True)
 
@@ -165,15 +165,34 @@ class ModelPeers:
     async def _answer(self, rank: int, call: tuple[Any, ...]) -> Any:
         method, *rest = call
         if method == "leave":
-            return self._left(rank)
+            return self._stop(StopRequested())
         number, *arguments = rest
         hosted = await asyncio.shield(self._hosted[number])  # an early caller waits until this process opens it
         return await hosted.answer(rank, method, *arguments)
 
-    def _left(self, rank: int) -> None:
+    def _lost(self, rank: int) -> None:
+        self._stop(PeerLost(gone(rank)))
+
+    def _stop(self, why: BaseException) -> None:
+        """A process makes no more calls."""
         for future in self._hosted.values():
             if future.done():
-                future.result().leave(rank)
+                future.result().stop(why)
+
+
+def open_together(world: "World", open_own: Callable[[], None]) -> None:
+    """`open_own` opens the rewards of this process. None leaves before all know why a model could not be opened: the others may
+    still have to ask it."""
+    error: Exception | None = None
+    try:
+        open_own()
+    except Exception as problem:
+        error = problem
+    bug = None if error is None else PeerFailed(f"rank {world.rank}: {type(error).__name__}: {error}")
+    everyone = world.gather(error if isinstance(error, PlauditError) else bug, "the reward models")
+    for one in (error, *everyone):
+        if one is not None:
+            raise one
 
 
 LOOPBACK = "127.0.0.1"
@@ -214,12 +233,12 @@ class AllTogether:
         self._ranks: set[int] = set()
         self._done: asyncio.Future[None] | None = None
         self._doing: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._stopped: BaseException | None = None
 
     async def call(self, rank: int) -> None:
-        """Until it is done. Raises StopRequested if a process has left, and so will never call."""
-        if self._stopped:
-            raise StopRequested
+        """Until it is done. Raises StopRequested if a process has left, and PeerLost if it is gone: it will never call."""
+        if self._stopped is not None:
+            raise self._stopped
         done = self._done = self._done or asyncio.get_running_loop().create_future()
         self._ranks.add(rank)
         if len(self._ranks) == self._size:
@@ -228,10 +247,10 @@ class AllTogether:
             self._ranks, self._done = set(), None
         await asyncio.shield(done)
 
-    def stop(self) -> None:
-        self._stopped = True
+    def stop(self, why: BaseException) -> None:
+        self._stopped = self._stopped or why
         if self._done is not None and not self._done.done():
-            self._done.set_exception(StopRequested())
+            self._done.set_exception(self._stopped)
 
     async def _finish(self, done: asyncio.Future[None]) -> None:
         try:
@@ -303,10 +322,10 @@ class HostedModel(Backend):
             case _:
                 raise BadMessage(f"there is no call {method!r}")
 
-    def leave(self, rank: int) -> None:
-        """That process makes no more calls."""
-        self._loading.stop()
-        self._unloading.stop()
+    def stop(self, why: BaseException) -> None:
+        """A process makes no more calls."""
+        self._loading.stop(why)
+        self._unloading.stop(why)
 
 
 class RemoteModel(Backend):
@@ -326,7 +345,7 @@ class RemoteModel(Backend):
         try:
             self._info, renders, self._name = await self._call("open")
         except PeerLost as error:
-            raise RecipeError(f"{self.settings.path}: {error}, and it has this model") from None
+            raise PeerLost(f"{self.settings.path}: {error}, and it has this model") from None
         if renders and not self.scalar:
             self._info = await asyncio.to_thread(self._with_template, self._info)
 
@@ -336,20 +355,20 @@ class RemoteModel(Backend):
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
         try:
             return await self._call("generate", list(requests), params)
-        except (PeerLost, BadMessage) as error:
+        except BadMessage as error:
             return [Answer(None, self._failure(error)) for _ in requests]
 
     async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         try:
             return await self._call("score", list(conversations))
-        except (PeerLost, BadMessage) as error:
+        except BadMessage as error:
             return [ScalarScore(None, self._failure(error)) for _ in conversations]
 
     async def load(self) -> None:
-        await self._call_if_reached("load")
+        await self._call("load")
 
     async def unload(self) -> None:
-        await self._call_if_reached("unload")
+        await self._call("unload")
 
     def info(self) -> ModelInfo:
         return self._info
@@ -357,13 +376,8 @@ class RemoteModel(Backend):
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await self._client.call(method, self._number, *arguments)
 
-    async def _call_if_reached(self, method: str) -> None:
-        with contextlib.suppress(PeerLost):  # the requests that follow fail, with the reason
-            await self._call(method)
-
-    def _failure(self, error: Exception) -> Failure:
-        cause = "died" if isinstance(error, PeerLost) else "too_large"
-        return Failure(cause, f"{self._name or self.settings.path}: {error}")
+    def _failure(self, error: BadMessage) -> Failure:
+        return Failure("too_large", f"{self._name or self.settings.path}: {error}")
 
     def _with_template(self, info: ModelInfo) -> ModelInfo:
         """With the template that the model's own process has: raw prompts quote its control tokens."""

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from plaudit.errors import PeerLost
 from plaudit.files import text_digest
 from plaudit.redaction import redact_all
 from plaudit.reward_models.backend import may_be_retried
@@ -251,7 +252,7 @@ class RewardClient:
         return [subgroup(group, group.samples[part]) for part in _parts(group.samples)] if divisible else [group]
 
     async def _checked_call(self, group: Group, work: Work) -> list[Score]:
-        """A bug in the reward is a failure of these samples, not the end of the run."""
+        """A bug in the reward is a failure of these samples, not the end of the run; a process that is gone is its end."""
         limit: asyncio.Timeout | None = None
         try:
             async with asyncio.timeout(self.limits.group_timeout_s) as limit:
@@ -260,6 +261,8 @@ class RewardClient:
             if shape != [len(group.samples)]:
                 raise TypeError(f"score() returned {shape} scores for one group of {len(group.samples)}")
             return [await _checked_in_turn(score, sample.text) for score, sample in zip(results[0], group.samples, strict=True)]
+        except PeerLost:
+            raise
         except Exception as error:
             cause, message = "exception", last_line(error)
             if limit is not None and limit.expired():  # a TimeoutError may also come from the reward itself

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
 from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches, use_peers
-from plaudit.reward_models.peers import ModelPeers
+from plaudit.reward_models.peers import ModelPeers, open_together
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import SLICE_SAMPLES, RewardClient, subgroup
 from plaudit.rewards.combine import (
@@ -108,9 +108,11 @@ class RewardRunner:
     def __enter__(self) -> Self:
         self.start()
         try:
-            if self._world is not None and self._world.size > 1:
+            if self._world is None or self._world.size == 1:
+                self.run(self.open()).result()
+            else:
                 self._peers = ModelPeers.join(self._world, self.rewards, self.run)
-            self.run(self.open()).result()
+                open_together(self._world, lambda: self.run(self.open()).result())
         except BaseException:
             self.close()
             raise

@@ -6,9 +6,14 @@ import pytest
 
 from plaudit.cluster.status import RankFailure
 from plaudit.cluster.watch import CULPRIT_S, SAME_ERROR_S, START_S, Watch, hanging_frames
-from plaudit.errors import DataError, Interrupted, PlauditError, ProcessFailed
+from plaudit.errors import DataError, Interrupted, PeerFailed, PeerLost, ProcessFailed, TrainingStopped
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4321")
+
+
+def because_of(cause: BaseException, error: BaseException) -> BaseException:
+    error.__context__ = cause
+    return error
 
 
 class WatchedRanks(Watch):
@@ -68,10 +73,33 @@ def test_without_a_culprit_the_first_one_speaks(ranks):
 
 
 def test_a_lost_connection_in_a_user_error_is_no_cause_either(ranks):
-    ranks.fails(0, PlauditError(f"the engine failed: {GLOO}"))
+    ranks.fails(0, because_of(GLOO, TrainingStopped(f"the engine failed: {GLOO}")))
     ranks.fails(1, KeyError("a bug"))
     ranks.now = SAME_ERROR_S
     assert "rank 1 (step 3, sampling) failed: KeyError: 'a bug'" in str(ranks.error())
+
+
+@pytest.mark.parametrize(
+    "noticed",
+    [
+        PeerLost("the process with rank 1 cannot be reached any more"),
+        PeerFailed("rank 1: KeyError: 'a bug'"),
+        because_of(PeerLost("rank 1 is gone"), TrainingStopped("step 3: rank 1 is gone")),
+    ],
+    ids=["lost", "failed", "lost in step 3"],
+)
+def test_whoever_lost_the_owner_of_a_reward_model_is_not_to_blame(ranks, noticed):
+    ranks.fails(0, noticed)
+    ranks.fails(1, KeyError("a bug"))
+    ranks.now = SAME_ERROR_S
+    assert "rank 1 (step 3, sampling) failed: KeyError: 'a bug'" in str(ranks.error())
+
+
+def test_a_user_s_error_is_not_judged_by_its_text(ranks):
+    ranks.fails(1, TrainingStopped("reward 'nccl': no answer from http://gloo/NCCL"))
+    ranks.fails(0, PeerLost("the process with rank 1 cannot be reached any more"))
+    ranks.fails(2, GLOO)
+    assert str(ranks.error()).startswith("rank 1 (step 3, sampling): reward 'nccl'")
 
 
 def test_the_same_mistake_of_all_ranks_has_no_rank(ranks):

@@ -109,15 +109,6 @@ def writer(tiny_models, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def fast_gc():
-    """Unloading runs the garbage collector, which is slow with torch and transformers in memory; freezing skips them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.slow
 def test_models_can_be_loaded_concurrently(tiny_models):
     """transformers patches methods of all models while it loads one, so tied weights of another could go missing."""

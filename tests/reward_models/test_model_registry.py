@@ -2,7 +2,6 @@
 happens to a run whose judge dies. The models are real but tiny, on the CPU; the servers are real HTTP servers."""
 
 import asyncio
-import gc
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from textwrap import dedent
@@ -22,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from plaudit.data.rows import read_rows
 from plaudit.errors import RecipeError
-from plaudit.models.weights import RESIDENT_MODELS, OffloadableWeights
+from plaudit.models.weights import RESIDENT_MODELS
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import GenerationRequest, SamplingParams
@@ -31,7 +29,6 @@ from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, ScoredGroup
 from support.fault_server import FaultServer
-from support.models import make_classifier, make_grader
 from support.recipes import rl_recipe, train_rl, write_recipe
 from support.rewards import group, values
 from support.rows import prompt_rows, write_jsonl
@@ -44,43 +41,6 @@ PLUGIN = dedent("""
     def rm_postprocess(results):
         return [float(result) / 9 for result in results]
 """)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_gc() -> Iterator[None]:
-    """Unloading runs the garbage collector, which is slow with torch and transformers in memory; freezing skips them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_models, tmp_path_factory) -> dict[str, Path]:
-    """Two scalar models and two generative ones."""
-    root = tmp_path_factory.mktemp("reward_models")
-    return {
-        "kind": make_classifier(tiny_models["llama"], root / "kind"),
-        "short": make_classifier(tiny_models["qwen3"], root / "short"),
-        "grader": make_grader(tiny_models["llama"], root / "grader", seed=0),
-        "rider": make_grader(tiny_models["llama"], root / "rider", seed=1),
-    }
-
-
-@pytest.fixture
-def loads(monkeypatch) -> list[str]:
-    """The models whose weights were loaded onto the device, in order."""
-    loaded, load = [], OffloadableWeights.load
-    assert RESIDENT_MODELS.models() == []
-    RESIDENT_MODELS.max_offloaded = 0
-
-    def load_and_record(self):
-        if not self.on_device:
-            loaded.append(Path(self._name).name)
-        load(self)
-
-    monkeypatch.setattr(OffloadableWeights, "load", load_and_record)
-    return loaded
 
 
 def model(folder: Path, placement: str = "offload", **settings) -> dict[str, Any]:
