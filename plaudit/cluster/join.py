@@ -15,7 +15,7 @@ from plaudit.cluster.ranks import RankInfo
 from plaudit.errors import PlauditError, ProcessFailed
 from plaudit.models.devices import resolve_device
 from plaudit.recipe import TrainingRecipe
-from plaudit.report.progress import print_line, set_quiet
+from plaudit.report.progress import follow, print_line
 from plaudit.threads import share_cores
 from plaudit.world import Heartbeat, World
 
@@ -32,7 +32,7 @@ def join(
     """The world of this process, one of `ranks`, until the block ends. `store`: where the processes find each other (default: at
     the address and port of `ranks`). `heartbeat`: given if the process is watched; otherwise collectives have the time limit."""
     if ranks.rank > 0:
-        _be_quiet()
+        _leave_the_terminal(ranks)
     if ranks.launcher != "srun":  # which gives every task cores of its own
         share_cores(ranks.local_size)
     device = resolve_device(recipe.run.device)
@@ -100,9 +100,9 @@ def _gpu_backend(ranks: RankInfo, device: torch.device, store: Store) -> str:
     return "gloo"
 
 
-def _be_quiet() -> None:
-    """Rank 0 has the terminal. Errors still reach it."""
-    set_quiet(True)
+def _leave_the_terminal(ranks: RankInfo) -> None:
+    """Rank 0 has it. Errors and this process's own warnings still reach it, with the rank, which plaudit's launcher adds itself."""
+    follow("" if ranks.launcher == "plaudit" else f"rank {ranks.rank}: ")
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the process)
 
 

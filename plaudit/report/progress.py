@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +21,32 @@ LINE_EVERY_S = 10.0
 def set_quiet(quiet: bool) -> None:
     """Whether progress, notes and warnings stay off the terminal. Errors and results are printed elsewhere."""
     console.quiet = quiet
+
+
+@dataclass
+class _Follower:
+    """A process of several that does not lead: the leading one has the terminal, and prints what all of them would."""
+
+    prefix: str
+    quiet: bool
+    """Whether the user wants no warnings."""
+
+
+_FOLLOWING: list[_Follower] = []
+
+
+def follow(prefix: str) -> None:
+    """From now on this process prints nothing but its own warnings, with the prefix."""
+    _FOLLOWING[:] = [_Follower(prefix, console.quiet)]
+    console.quiet = True
+
+
+def print_own_warning(text: str) -> None:
+    """A warning of this process alone. One that every process of a run would print is a line of the leading one: `print_line`."""
+    if not _FOLLOWING:
+        print_line(text, "yellow")
+    elif not _FOLLOWING[0].quiet:
+        Console(stderr=True, highlight=False).print(Text(redact(_FOLLOWING[0].prefix + text), "yellow"), soft_wrap=True)
 
 
 def print_line(text: str, style: str = "") -> None:

@@ -27,7 +27,7 @@ from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.redaction import redact
-from plaudit.report.progress import print_line
+from plaudit.report.progress import print_line, print_own_warning
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.reward_models.vllm_command import vllm_command
@@ -318,7 +318,7 @@ class LaunchedServer(Backend):
                 raise self._failure(f"{problem} again after a restart.")
             self._restarts += 1
             self._failed = True
-            print_line(f"{problem}: restarting it; its output: {self._log}", "yellow")
+            print_own_warning(f"{problem}: restarting it; its output: {self._log}")
             await asyncio.to_thread(server.stop, 0.0)  # and any children it left
             await self._start()
         except RecipeError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from plaudit.errors import RunError
 from plaudit.files import fingerprint, model_fingerprint, text_digest
 from plaudit.recipe import RewardSettings
-from plaudit.report.progress import print_line
+from plaudit.report.progress import print_own_warning
 from plaudit.types import Group, Score
 
 # Settings that change no score and no total: the cache itself, and the handling of failures.
@@ -51,7 +51,7 @@ class ScoreCache:
 
     def _start_over(self, error: sqlite3.Error) -> None:
         aside = self.file.with_name(f"{self.file.name}.damaged")
-        print_line(f"{self.file} is damaged ({error}): it is now {aside.name}, and what it had is scored again", "yellow")
+        print_own_warning(f"{self.file} is damaged ({error}): it is now {aside.name}, and what it had is scored again")
         self.file.replace(aside)
         for more in ("-wal", "-shm"):
             self.file.with_name(self.file.name + more).unlink(missing_ok=True)
@@ -97,9 +97,8 @@ class ScoreCache:
                     self._database.close()
                     return self._start_over(error)
             self._disabled = True
-            print_line(
-                f"{self.file}: scores are no longer cached ({error}); if this run is killed, they have to be computed again",
-                "yellow",
+            print_own_warning(
+                f"{self.file}: scores are no longer cached ({error}); if this run is killed, they have to be computed again"
             )
 
     def close(self) -> None:

@@ -51,6 +51,8 @@ def test_ranks_work_and_the_first_one_s_result_is_returned(kind, tmp_path, monke
     assert "rank 1: a warning of rank 1" in lines
     if kind == "torch":
         assert "printed by rank 1" not in out + err, "only its errors and warnings are shown"
+        assert "rank 1: scores of rank 1 are damaged" in lines
+        assert [line for line in lines if "a warning of all ranks" in line] == ["a warning of all ranks"]
 
 
 @KINDS

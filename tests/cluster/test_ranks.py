@@ -134,6 +134,7 @@ import json, sys
 sys.path[:0] = sys.argv[2:]
 from plaudit.cluster.join import join
 from plaudit.cluster.ranks import ranks_from_environment
+from plaudit.report.progress import print_line, print_own_warning
 from support.rank_jobs import recipe
 
 ranks = ranks_from_environment()
@@ -141,6 +142,8 @@ with join(ranks, recipe()) as world:
     total = sum(world.gather(world.rank + 1, "sum"))
     open(f"{sys.argv[1]}/{world.rank}", "w").write(json.dumps([ranks.launcher, ranks.local_size, world.size, total]))
     print(f"result of rank {world.rank}")
+    print_line("a warning of all ranks", "yellow")
+    print_own_warning("a warning of its own")
 """
 
 
@@ -153,6 +156,8 @@ def test_torchrun_s_processes_join(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [json.loads((tmp_path / name).read_text()) for name in "01"] == [["torchrun", 2, 2, 3]] * 2
     assert done.stdout == "result of rank 0\n"
+    warnings = sorted(line for line in done.stderr.splitlines() if "a warning of" in line)
+    assert warnings == ["a warning of all ranks", "a warning of its own", "rank 1: a warning of its own"]
 
 
 @pytest.mark.slow

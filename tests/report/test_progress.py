@@ -7,7 +7,7 @@ from plaudit.errors import StopRequested
 from plaudit.report import progress
 from plaudit.report.activity import Activity
 from plaudit.report.fitting import Part, cut, duration, fit, printable
-from plaudit.report.progress import StepProgress, TimeLeft, print_line, set_quiet
+from plaudit.report.progress import StepProgress, TimeLeft, follow, print_line, print_own_warning, set_quiet
 from plaudit.report.samples import ShownSample, best_and_worst, samples_to_follow
 from plaudit.types import Score, ScoredGroup
 from support.rewards import BROKEN, group
@@ -199,6 +199,22 @@ def test_quiet_is_silent(clock, capsys, monkeypatch):
         finally:
             set_quiet(False)
         assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def following(monkeypatch):
+    monkeypatch.setattr(progress, "_FOLLOWING", [])
+    yield
+    set_quiet(False)
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(False, "rank 1: scores_1.sqlite is damaged\n"), (True, "")])
+def test_a_process_that_does_not_lead_prints_its_own_warnings_only(following, capsys, quiet, shown):
+    set_quiet(quiet)
+    follow("rank 1: ")
+    print_line("noticed by every process", "yellow")
+    print_own_warning("scores_1.sqlite is damaged")
+    assert capsys.readouterr().err == shown
 
 
 # Within a step -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from plaudit.cluster.rank import Assignment, Lifeline
 from plaudit.cluster.status import StatusPipe
 from plaudit.errors import Interrupted, PlauditError, TrainingStopped
 from plaudit.recipe import SFTRecipe
+from plaudit.report.progress import print_line, print_own_warning
 
 
 def recipe(**cluster: Any) -> SFTRecipe:
@@ -33,6 +34,8 @@ def add(world: Any, folder: Path) -> Path:
     total = sum(world.gather(world.rank + 1, "sum"))
     print(f"printed by rank {world.rank}", flush=True)
     print(f"a warning of rank {world.rank}", file=sys.stderr, flush=True)
+    print_line("a warning of all ranks", "yellow")
+    print_own_warning(f"scores of rank {world.rank} are damaged")
     (folder / f"{world.rank}").write_text(f"{total} {sys.argv[1:]}")
     return folder / f"{world.rank}"
 
