@@ -64,7 +64,7 @@ def fit_threads(config: Any, device: Any) -> None:
     A number set by the user (OMP_NUM_THREADS, torch.set_num_threads) is left as it is."""
     import torch
 
-    if device.type != "cpu" or any(os.environ.get(name) for name in USER_SETTINGS):
+    if device.type != "cpu" or _user_chose():
         return
     now = torch.get_num_threads()
     if now != _CHOICE.threads and now not in _torch_defaults():
@@ -82,11 +82,21 @@ def share_cores(processes: int) -> None:
     chosen."""
     import torch
 
-    now = torch.get_num_threads()
-    if processes == 1 or any(os.environ.get(name) for name in USER_SETTINGS) or now not in _torch_defaults():
+    now = max(_torch_defaults()) if _torchrun_chose() else torch.get_num_threads()
+    if processes == 1 or _user_chose() or now not in _torch_defaults():
         return
     _CHOICE.threads = _CHOICE.torch_default = max(1, min(now, usable_cores()) // processes)
     torch.set_num_threads(_CHOICE.threads)
+
+
+def _user_chose() -> bool:
+    return any(os.environ.get(name) for name in USER_SETTINGS[_torchrun_chose() :])
+
+
+def _torchrun_chose() -> bool:
+    """torchrun gives each of several processes OMP_NUM_THREADS=1, unless the user has set it."""
+    several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+    return several and os.environ.get("OMP_NUM_THREADS") == "1"
 
 
 def threads_for(width: int, cores: int) -> int:

@@ -107,6 +107,22 @@ def test_processes_leave_the_user_s_number_as_it_is(torch_threads, monkeypatch):
     assert torch_threads == [4]
 
 
+def test_torchrun_s_one_thread_is_not_the_user_s_choice(torch_threads, monkeypatch):
+    torch_threads[0] = 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_cores(2)
+    assert torch_threads == [1], "set by the user"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    share_cores(2)
+    fit_threads(Config(4096), CPU)
+    assert torch_threads == [2]
+    torch_threads[0] = 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    share_cores(2)
+    assert torch_threads == [3], "set by the user"
+
+
 def test_a_model_on_a_gpu_changes_nothing(torch_threads):
     fit_threads(Config(96), GPU)
     assert torch_threads == [4]

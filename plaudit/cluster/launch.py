@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO, Any, Self
 
 from plaudit.cluster.rank import SHOW_STACK, Assignment, RankJob
-from plaudit.cluster.ranks import RankInfo
+from plaudit.cluster.ranks import TORCHRUN, RankInfo
 from plaudit.cluster.watch import Verdict, Watch, hanging_frames
 from plaudit.recipe import TrainingRecipe
 from plaudit.redaction import redact
@@ -59,7 +59,7 @@ class RankProcess:
         self.stack: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this object)
         self._partial: dict[str, bytes] = {"status": b"", "output": b""}
         given = Assignment(ranks, pickle.dumps(job), recipe, sys.argv, console.quiet, status_theirs, self.stack.fileno())
-        environment = dict(os.environ)
+        environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}  # a container's, if any
         if sys.platform in LOOPBACK_INTERFACE:  # or gloo looks up the host's name, which may lead anywhere
             environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])
         try:

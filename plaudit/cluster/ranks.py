@@ -125,12 +125,25 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 # The recipe ----------------------------------------------------------------------------------------------------------
 
 
-def require_agreement(recipe: TrainingRecipe, ranks: RankInfo) -> None:
+def launched_ranks(recipe: TrainingRecipe, environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """What this process is among those that torchrun or srun has started; None if there are none, so that `cluster.gpus` decides.
+
+    Some containers set RANK=0 and WORLD_SIZE=1 though nothing was launched: no reason not to start several processes.
+    """
+    ranks = ranks_from_environment(environment)
+    if ranks is None or (ranks.size == 1 and recipe.cluster.gpus != 1 and "TORCHELASTIC_RUN_ID" not in environment):
+        return None
+    _require_agreement(recipe, ranks)
+    return ranks
+
+
+def _require_agreement(recipe: TrainingRecipe, ranks: RankInfo) -> None:
     """Refuse a recipe that asks for another number of processes than were started. (1, the default, asks for none.)"""
     gpus = recipe.cluster.gpus
     if gpus not in (1, "all", ranks.size, ranks.local_size):
+        count = "process" if ranks.size == 1 else "processes"
         raise RecipeError(
-            f"cluster.gpus is {gpus}, but {ranks.launcher} has started {ranks.size} processes. Leave cluster.gpus out, or start "
+            f"cluster.gpus is {gpus}, but {ranks.launcher} has started {ranks.size} {count}. Leave cluster.gpus out, or start "
             f"{gpus} of them."
         )
 

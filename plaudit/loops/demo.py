@@ -29,7 +29,7 @@ WRITTEN = ("data", "base", "sft", "rl", "demo.png")
 def run_demo(out: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, float]:
     """Run the steps that have not been done yet; print validation rewards and the path of the figure. `overrides`: of settings that
     both stages have, such as cluster.gpus=2."""
-    if (ranks := ranks_from_environment()) is not None:
+    if (ranks := ranks_from_environment()) is not None and ranks.size > 1:
         raise RecipeError(f"the demo starts its processes itself: run `plaudit demo cluster.gpus=N` without {ranks.launcher}")
     require_empty(out, WRITTEN)
     data, base = out / "data", out / "base"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plaudit.cluster.launch import launch
-from plaudit.cluster.ranks import process_count, ranks_from_environment, require_agreement
+from plaudit.cluster.ranks import launched_ranks, process_count
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.errors import PlauditError
@@ -21,9 +21,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model, or resume its run; returns the trained model's folder."""
     recipe = loaded.recipe
     assert not isinstance(recipe, ScoreRecipe)
-    if (ranks := ranks_from_environment()) is not None:
-        require_agreement(recipe, ranks)
-
+    if (ranks := launched_ranks(recipe)) is not None:
         from plaudit.cluster.join import join
 
         with join(ranks, recipe) as world:

@@ -12,9 +12,9 @@ from plaudit.cluster.ranks import (
     SLURM_PORTS,
     RankInfo,
     first_host,
+    launched_ranks,
     process_count,
     ranks_from_environment,
-    require_agreement,
     tasks_per_node,
 )
 from plaudit.errors import RecipeError
@@ -120,11 +120,20 @@ def test_more_gpus_than_there_are(monkeypatch):
 
 
 def test_a_launcher_decides_unless_the_recipe_contradicts():
-    ranks = RankInfo(0, 16, 0, 8, "gpu01", 1, "torchrun")
-    for gpus in (1, "all", 8, 16):
-        require_agreement(recipe(gpus=gpus), ranks)
-    with pytest.raises(RecipeError, match=r"cluster\.gpus is 4, but torchrun has started 16 processes"):
-        require_agreement(recipe(gpus=4), ranks)
+    for gpus in (1, "all", 4, 16):
+        assert launched_ranks(recipe(gpus=gpus), TORCHRUN) == RankInfo(5, 16, 1, 4, "gpu01", 29500, "torchrun")
+    with pytest.raises(RecipeError, match=r"cluster\.gpus is 8, but torchrun has started 16 processes"):
+        launched_ranks(recipe(gpus=8), TORCHRUN)
+
+
+def test_a_container_s_world_of_one_is_no_launcher():
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    for gpus in (2, "all"):
+        assert launched_ranks(recipe(gpus=gpus), alone) is None
+    assert launched_ranks(recipe(), alone) == RankInfo(0, 1, 0, 1, "127.0.0.1", 0, "torchrun")
+    torchrun = {**TORCHRUN, **alone, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    with pytest.raises(RecipeError, match=r"cluster\.gpus is 2, but torchrun has started 1 process\."):
+        launched_ranks(recipe(gpus=2), torchrun)
 
 
 # Real launchers ------------------------------------------------------------------------------------------------------
