@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
@@ -91,12 +91,15 @@ class RankProcess:
         with contextlib.suppress(BrokenPipeError):  # its end will be noticed
             self.process.stdin.write(content)
 
-    def lines(self, pipe: str) -> Iterator[bytes]:
-        """Complete lines that have arrived."""
+    def lines(self, pipe: str, *, ended: bool = False) -> Iterator[bytes]:
+        """Complete lines that have arrived; if the process has `ended`, the last one may be incomplete."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.pipes[pipe], 65536):
                 *lines, self._partial[pipe] = (self._partial[pipe] + chunk).split(b"\n")
                 yield from lines
+        if ended and (rest := self._partial[pipe]):
+            self._partial[pipe] = b""
+            yield rest
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -186,7 +189,7 @@ class RankGroup:
         for rank in ended:
             if self._watch.ranks[rank.rank].exit_code is None:
                 self._read_status(rank)
-                self._show_output(rank)
+                self._show_output(rank, ended=True)
                 for fd in rank.pipes.values():
                     self._selector.unregister(fd)
                 self._watch.ended(rank.rank, rank.process.returncode)
@@ -199,9 +202,9 @@ class RankGroup:
                     other.send(f"{message['port']}\n".encode())
             self._watch.heard(rank.rank, message)
 
-    def _show_output(self, rank: RankProcess) -> None:
+    def _show_output(self, rank: RankProcess, *, ended: bool = False) -> None:
         if "output" in rank.pipes:
-            for line in rank.lines("output"):
+            for line in rank.lines("output", ended=ended):
                 self._print(line.decode(errors="replace"), rank.rank)
 
     @staticmethod
@@ -215,16 +218,16 @@ class RankGroup:
     # Stopping
 
     def _stop(self, verdict: Verdict) -> None:
-        if verdict.hangs:
-            self._show_stacks(verdict)
+        if verdict.silent:
+            self._show_stacks(verdict.silent)
         elif verdict.rank is not None and self._exit_code(verdict.rank) < 0 and (where := self._ranks[verdict.rank].where()):
             self._print(f"crashed at {where}", verdict.rank)
         for rank in self._ranks:
             rank.signal(signal.SIGTERM)
-        self._wait_for_exits(0.0 if verdict.hangs else GRACE_S)
+        self._wait_for_exits(0.0 if verdict.silent else GRACE_S)
 
-    def _show_stacks(self, verdict: Verdict) -> None:
-        hanging = [rank for rank in self._ranks if verdict.rank in (None, rank.rank) and rank.process.poll() is None]
+    def _show_stacks(self, silent: Sequence[int]) -> None:
+        hanging = [rank for rank in self._ranks if rank.rank in silent and rank.process.poll() is None]
         for rank in hanging:
             rank.signal(SHOW_STACK)
         deadline = time.monotonic() + DUMP_S
@@ -234,10 +237,10 @@ class RankGroup:
             self._print(f"hangs at {rank.where() or 'a place that it could not report'}", rank.rank)
 
     def _wait_for_exits(self, within_s: float) -> None:
+        """Reading on: a rank whose output nobody reads could not end."""
         deadline = time.monotonic() + within_s
-        for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
+        while any(state.exit_code is None for state in self._watch.ranks) and (left := deadline - time.monotonic()) > 0:
+            self._look(min(left, LOOK_EVERY_S))
 
     @contextlib.contextmanager
     def forwarded_signals(self) -> Iterator[None]:

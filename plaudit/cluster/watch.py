@@ -55,8 +55,8 @@ class Verdict:
     """The one to blame; None if they wait for each other."""
     error: PlauditError | KeyboardInterrupt
     trace: str = ""
-    hangs: bool = False
-    """Where it hangs is worth knowing."""
+    silent: tuple[int, ...] = ()
+    """The ranks of which it is worth knowing where they hang."""
 
 
 class Watch:
@@ -152,15 +152,15 @@ class Watch:
         alive = {rank: state for rank, state in enumerate(self.ranks) if not state.ended}
         silent = {r: s for r, s in alive.items() if s.waiting is None and now - s.heard_at > self._limit_s(r)}
         if silent:
-            rank = min(silent, key=lambda r: silent[r].heard_at)
-            return Verdict(rank, ProcessFailed(self._silence(rank)), hangs=True)
+            longest = sorted(silent, key=lambda r: silent[r].heard_at)
+            return Verdict(longest[0], ProcessFailed(self._silence(longest)), silent=tuple(silent))
         waiting = [s for s in alive.values() if s.waiting is not None and now - s.heard_at > self._timeout_s]
         if alive and len(waiting) == len(alive):
             where = ", ".join(f"{self._name(rank)} for '{state.waiting}'" for rank, state in alive.items())
             done = [str(rank) for rank, state in enumerate(self.ranks) if state.done]
             over = f"; rank {' and '.join(done)} has finished" if done else ""
-            message = f"all processes have waited for each other for {self._timeout_s:g} s: {where}{over}. {STOPPED}"
-            return Verdict(None, ProcessFailed(message), hangs=True)
+            message = f"all processes have waited for each other for {self._timeout_s:g} s: {where}{over}. {RAISE} {STOPPED}"
+            return Verdict(None, ProcessFailed(message), silent=tuple(alive))
         return None
 
     def _limit_s(self, rank: int) -> float:
@@ -170,11 +170,11 @@ class Watch:
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.ranks[rank].doing})"
 
-    def _silence(self, rank: int) -> str:
-        return (
-            f"rank {rank} has made no progress for {self._limit_s(rank):g} s ({self.ranks[rank].doing}); the limit is "
-            f"cluster.timeout_s. {STOPPED}"
-        )
+    def _silence(self, silent: list[int]) -> str:
+        """Those that were heard of first come first: the others may hang because they do."""
+        first, *others = silent
+        also = f", nor have {' and '.join(map(self._name, others))}" if others else ""
+        return f"{self._name(first)} has made no progress for {self._limit_s(first):g} s{also}. {RAISE} {STOPPED}"
 
     @staticmethod
     def _exit(state: RankState) -> str:
@@ -185,6 +185,7 @@ class Watch:
         return f"was {describe_exit(code)}" if code < 0 else f"ended without a result ({describe_exit(code)})"
 
 
+RAISE = "If it was still at work, raise cluster.timeout_s."
 STOPPED = "All processes were stopped; start the run again to resume it."
 
 

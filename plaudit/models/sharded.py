@@ -28,6 +28,8 @@ from plaudit.world import World
 
 T = TypeVar("T")
 P = ParamSpec("P")
+PASS = "a pass of sharded weights"
+"""What a process does that waits for the others with every layer."""
 
 
 class ShardedModel(nn.Module):
@@ -36,6 +38,7 @@ class ShardedModel(nn.Module):
     in_pass: bool = False
     computes_in: torch.dtype
     computes_on: torch.device
+    shared_by: World
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.in_pass = True
@@ -61,7 +64,8 @@ def run_in_pass(model: nn.Module, function: Callable[P, T], *args: P.args, **kwa
     its tensors can be trained on."""
     if not isinstance(model, ShardedModel) or model.in_pass:
         return function(*args, **kwargs)
-    result = model(function, *args, **kwargs)
+    with model.shared_by.waiting(PASS):
+        result = model(function, *args, **kwargs)
     if not torch.is_grad_enabled():
         assert isinstance(model, FSDPModule)
         model.reshard()  # there is no backward pass that would
@@ -98,7 +102,7 @@ def shard_model(model: PreTrainedModel, world: World, *, offload: bool = False) 
     policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
     computes_in = model.dtype
     model.__class__ = _with_passes(type(model))
-    model.computes_in, model.computes_on = computes_in, world.device  # pyright: ignore (its class has changed)
+    model.computes_in, model.computes_on, model.shared_by = computes_in, world.device, world  # pyright: ignore (its class has changed)
     for module in (*_units(model), model):
         _shard(module, mesh, policy, is_root=module is model)
     assert isinstance(model, FSDPModule)

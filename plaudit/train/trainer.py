@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from plaudit.errors import TrainingStopped
 from plaudit.models.memory import Sharding
-from plaudit.models.sharded import run_in_pass
+from plaudit.models.sharded import PASS, run_in_pass
 from plaudit.recipe import OptimSettings
 from plaudit.seeding import stable_seed
 from plaudit.train.optimiser import Optimiser
@@ -93,10 +94,11 @@ class Trainer:
             share, metric_shares = run_in_pass(self.trained.model, loss, micro_batches[i])
             if number == len(own) + len(repeats) - 1:
                 self.optimiser.gradients.begin_last_pass()
-            if number >= len(own):
-                (0.0 * share).backward()  # counted where it is not a repeat
+            counts = number < len(own)  # a repeat is counted elsewhere
+            with self.world.waiting(PASS) if self.sharding == "full" else nullcontext():
+                (share if counts else 0.0 * share).backward()
+            if not counts:
                 continue
-            share.backward()
             total += share.detach()
             for name, value in metric_shares.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()

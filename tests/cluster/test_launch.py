@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_is_named_with_the_place(kind, tmp_path, capfd):
     with pytest.raises(ProcessFailed) as raised:
         launch(partial(rank_jobs.misbehave, folder=tmp_path, how="hang"), 2, recipe(timeout_s=1.0))
     assert str(raised.value) == (
-        f"rank 1 has made no progress for 1 s (step 3, sampling); the limit is cluster.timeout_s. {STOPPED}"
+        f"rank 1 (step 3, sampling) has made no progress for 1 s. If it was still at work, raise cluster.timeout_s. {STOPPED}"
     )
     assert re.search(r"rank 1: hangs at \S+rank_jobs.py:\d+ in _misbehave, called from \S+", capfd.readouterr().err)
     assert all_gone(tmp_path)
@@ -101,6 +101,22 @@ def test_ranks_that_wait_for_each_other_are_stopped(kind, tmp_path):
     ):
         launch(partial(rank_jobs.misbehave, folder=tmp_path, how="nothing"), 2, recipe(timeout_s=1.0))
     assert all_gone(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_all_ranks_that_hang_show_where(kind, tmp_path, capfd):
+    with pytest.raises(ProcessFailed, match="has made no progress for 1 s, nor have rank"):
+        launch(partial(rank_jobs.misbehave, folder=tmp_path, how="hang all"), 2, recipe(timeout_s=1.0))
+    assert sorted(re.findall(r"rank (\d): hangs at \S+rank_jobs.py:\d+ in _misbehave", capfd.readouterr().err)) == ["0", "1"]
+
+
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_the_last_words_of_a_rank_are_shown(kind, capfd):
+    """They come after its result, are more than a pipe takes, and do not end with a newline."""
+    launch(rank_jobs.write_last, 2, recipe())
+    lines = capfd.readouterr().err.splitlines()
+    assert lines.count("rank 1: " + "x" * 1000) == rank_jobs.LAST_LINES
+    assert lines[-1] == "rank 1: the end"
 
 
 # Signals -------------------------------------------------------------------------------------------------------------

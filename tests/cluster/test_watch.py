@@ -145,8 +145,22 @@ def test_a_silent_rank_is_blamed_and_not_those_that_wait_for_it(ranks):
     ranks.now = 61.0
     verdict = ranks.verdict()
     assert verdict is not None
-    assert (verdict.rank, verdict.hangs) == (1, True)
-    assert str(verdict.error).startswith("rank 1 has made no progress for 60 s (step 3, sampling); the limit is cluster.timeout_s.")
+    assert (verdict.rank, verdict.silent) == (1, (1,))
+    assert str(verdict.error).startswith(
+        "rank 1 (step 3, sampling) has made no progress for 60 s. If it was still at work, raise cluster.timeout_s. All processes"
+    )
+
+
+def test_of_several_silent_ranks_the_first_is_blamed_and_all_are_named(ranks):
+    ranks.beat(2, "step 3, training")
+    ranks.now = 5.0
+    ranks.beat(0)
+    ranks.beat(1, "scored groups", waiting=True)
+    ranks.now = 70.0
+    verdict = ranks.verdict()
+    assert verdict is not None
+    assert (verdict.rank, verdict.silent) == (2, (0, 2))
+    assert "rank 2 (step 3, training) has made no progress for 60 s, nor have rank 0 (step 3, sampling). If" in str(verdict.error)
 
 
 def test_a_rank_that_works_may_be_waited_for_for_ever(ranks):
@@ -162,8 +176,12 @@ def test_all_wait(ranks):
     for rank, what in enumerate(("scored groups", "scored groups", "metrics of an update")):
         ranks.beat(rank, what, waiting=True)
     ranks.now = 61.0
-    message = str(ranks.error())
+    verdict = ranks.verdict()
+    assert verdict is not None
+    assert verdict.silent == (0, 1, 2)
+    message = str(verdict.error)
     assert message.startswith("all processes have waited for each other for 60 s: rank 0 (step 3, sampling) for 'scored groups', ")
+    assert "raise cluster.timeout_s" in message
     assert "rank 2 (step 3, sampling) for 'metrics of an update'" in message
 
 
@@ -183,7 +201,7 @@ def test_starting_may_take_longer():
     now[0] = START_S + 1
     verdict = ranks.verdict()
     assert verdict is not None
-    assert "rank 0 has made no progress for 300 s (starting)" in str(verdict.error)
+    assert "rank 0 (starting) has made no progress for 300 s" in str(verdict.error)
 
 
 def test_a_suspended_run_was_not_silent(ranks):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from plaudit.world import World
+from plaudit.models.sharded import PASS
+from plaudit.world import Heartbeat, World
 from support.processes import Command
 from support.sharded import MODELS, Case
 
@@ -80,3 +82,20 @@ def test_saved_models_are_the_same_files(runs, group, name):
     assert len({tuple(sorted(file.name for file in folder.iterdir())) for folder in trained}) == 1
     if "reward model" not in name and "lora" not in name:
         assert json.loads((trained[0] / "config.json").read_text())["architectures"][0].endswith("ForCausalLM")
+
+
+def test_passes_of_sharded_weights_count_as_waiting(tiny_models, tmp_path):
+    """A process is in them for as long as the slowest one, and is not to blame."""
+    reports: list[tuple[str, bool]] = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        world = World.joined(heartbeat=Heartbeat(lambda doing, waiting: reports.append((doing, waiting))))
+        case = Case("tied", tiny_models["llama"].parent, world, "full")
+        world.heartbeat.beat("step 3, training")
+        reports.clear()
+        case.update()
+    finally:
+        dist.destroy_process_group()
+    passes = [reports[i + 1] for i, report in enumerate(reports) if report == (PASS, True)]
+    assert len(passes) >= 2, "forward and backward"
+    assert set(passes) == {("step 3, training", False)}
