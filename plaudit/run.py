@@ -2,7 +2,7 @@
 
     recipe.yaml       the resolved recipe, each value with where it came from
     inputs/           rows and functions that a call from Python brought along
-    run.json          versions, git state, the recipe, data, model and template it belongs to, trackers' ids
+    run.json          versions, git state, threads and processes, the recipe, data, model and template it belongs to, trackers' ids
     metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
     curves.png        the same, drawn
     reference.safetensors    DPO: the reference's log-probs of every pair
@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -55,7 +56,7 @@ from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
 from plaudit.run_folder import read_metrics
-from plaudit.run_identity import advice, compare, describe_run, read_description
+from plaudit.run_identity import Computing, advice, compare, describe_run, read_description
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
@@ -102,6 +103,8 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self.metrics_file = self.folder / "metrics.jsonl"
         self.interrupted = False
+        self.sharding = "none"
+        """What the processes divide among themselves, once that is decided."""
         self.best: dict[str, float] | None = None
         self.unvalidated: dict[str, float] | None = None
         """Metrics of the last step done, if the run stopped before its validation."""
@@ -202,7 +205,7 @@ class Run:
                 f"{self.folder} resumes although {changed} has changed: what was sampled and scored before stays as it is", "yellow"
             )
         if not differences.forbidden:
-            return {**description, "trackers": before["trackers"], "threads": before.get("threads")}
+            return {**before, **description, "trackers": before["trackers"]}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix
             return description
         raise RunError(
@@ -247,7 +250,7 @@ class Run:
 
     def _continue_records(self, step: int) -> None:
         """Metrics, samples and trackers, from this checkpoint on; -1: there is none."""
-        self._record_threads(resumed=step >= 0)
+        self._record_computing(resumed=step >= 0)
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
             self._link_best()  # the previous process may have been killed between checkpoint and link
@@ -257,16 +260,13 @@ class Run:
         with clear_write_errors(self.folder, self.checkpoints):
             self._write_description()
 
-    def _record_threads(self, *, resumed: bool) -> None:
-        """By now the models are loaded and the number of threads is chosen. On a CPU, results depend on it to the last bit."""
-        before, now = self.description.get("threads"), threads_on_cpu(self.recipe.run.device)
-        if resumed and before != now and None not in (before, now):
-            print_line(
-                f"{self.folder} resumes with {now} threads and had {before}, so its result is not that of an uninterrupted run to "
-                f"the last bit; OMP_NUM_THREADS={before} keeps it",
-                "yellow",
-            )
-        self.description["threads"] = now
+    def _record_computing(self, *, resumed: bool) -> None:
+        """By now the models are loaded and the number of threads is chosen."""
+        before = Computing.recorded(self.description)
+        now = Computing(threads_on_cpu(self.recipe.run.device), self.world.size, self.sharding)
+        if resumed and before is not None and (change := now.changed(before)):
+            print_line(f"{self.folder} resumes {change}", "yellow")
+        self.description |= asdict(now)
 
     # Recording
 

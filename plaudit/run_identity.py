@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,36 @@ def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, c
         ],
         forbidden=forbidden,
     )
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How a run is computed: as the machine and the launcher have it, not as the recipe says. May change when it is resumed."""
+
+    threads: int | None
+    """Of each process, on a CPU."""
+    processes: int
+    sharding: str
+    """What the processes divide among themselves."""
+
+    @classmethod
+    def recorded(cls, description: dict[str, Any]) -> "Computing | None":
+        """As run.json says; None before the first checkpoint, or if the run is older than these entries."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: description[name] for name in names}) if all(name in description for name in names) else None
+
+    def changed(self, before: "Computing") -> str | None:
+        """'with 2 processes and had 1, …', if results depend on the difference."""
+        differ = "so its result is not that of an uninterrupted run to the last bit"
+        if (self.processes, self.sharding) != (before.processes, before.sharding):
+            return f"with {self._processes} and had {before._processes}, {differ}"
+        if self.threads != before.threads and None not in (self.threads, before.threads):
+            return f"with {self.threads} threads and had {before.threads}, {differ}; OMP_NUM_THREADS={before.threads} keeps it"
+        return None
+
+    @property
+    def _processes(self) -> str:
+        return "1 process" if self.processes == 1 else f"{self.processes} processes (sharding: {self.sharding})"
 
 
 def advice(differences: Differences, folder: Path) -> list[str]:

@@ -201,3 +201,23 @@ def test_resuming_with_another_number_of_threads_is_reported(tiny_model, rows_fi
     assert "threads and had 64" in " ".join(capsys.readouterr().err.split())
     train_sft(recipe)
     assert "threads and had" not in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("processes", "sharding", "had"), [(1, "none", None), (2, "optimiser", "2 processes (sharding: optimiser)")]
+)
+def test_resuming_with_another_number_of_processes_is_reported(tiny_model, rows_file, tmp_path, capsys, processes, sharding, had):
+    recipe = write_recipe(tmp_path / "r.yaml", sft_recipe(tiny_model, rows_file, tmp_path / "run", run={"max_steps": 1}))
+    train_sft(recipe)
+    file = tmp_path / "run/run.json"
+    description = json.loads(file.read_text())
+    assert (description["processes"], description["sharding"]) == (1, "none")
+    file.write_text(
+        json.dumps(description | {"processes": processes, "sharding": sharding, "threads": 64 if had else description["threads"]})
+    )
+    capsys.readouterr()
+    train_sft(recipe)
+    said = [line for line in capsys.readouterr().err.splitlines() if " and had " in line]
+    note = f"{tmp_path / 'run'} resumes with 1 process and had {had}, so its result is not that of an uninterrupted run to the last"
+    assert said == ([f"{note} bit"] if had else [])
+    assert json.loads(file.read_text())["processes"] == 1

@@ -58,6 +58,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         resolved, sharding = plan_training(recipe, pairs.lengths, world)
+        run.sharding = sharding
         policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]

@@ -53,6 +53,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         resolved, sharding = plan_training(recipe, pairs.lengths, world)
+        run.sharding = sharding
         classifier = divide(load_classifier(resolved.model, template, device, seed=recipe.seed), sharding, world)
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))

@@ -33,6 +33,7 @@ from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
 from plaudit.report.samples import best_and_worst
+from plaudit.rewards.cache import own_cache
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import Collector, check_capabilities, exchange, require_context, validate, validation_sampling
 from plaudit.rl.learner import Learner
@@ -67,7 +68,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         Run(loaded, files, template, _inputs(recipe), world=world, code=code, best="val/reward", higher_is_better=True) as run,
         RewardRunner(
             recipe.rewards,
-            cache=run.folder / _score_cache(world),
+            cache=own_cache(run.folder, world),
             repeatable=recipe.run.deterministic,
             seed=recipe.seed,
             world=world,
@@ -83,6 +84,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         if early := order.ends_early(recipe.run.max_steps):
             print_line(early, "yellow")
         resolved, sharding = plan_training(recipe, [len(prompt.tokens) for prompt in prompts], world)
+        run.sharding = sharding
         learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
@@ -91,7 +93,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(partial(_check, run))
-        shares = PromptShares(world, passes=recipe.run.epochs)
+        shares = PromptShares(world, [*(prompts if recipe.run.epochs > 1 else ()), *val_prompts])
         collector = Collector(engine, rewards, recipe, prompts, order, activity, shares)
         check = partial(validate, engine, rewards, recipe, val_prompts, activity, shares) if val_prompts else None
 
@@ -116,11 +118,6 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 run.stop_if_interrupted(step, total_steps)
 
         return run.finish()
-
-
-def _score_cache(world: World) -> str:
-    """Each process's own file."""
-    return "scores.sqlite" if world.leads else f"scores_{world.rank}.sqlite"
 
 
 def _check(run: Run) -> None:

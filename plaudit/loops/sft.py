@@ -51,6 +51,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
         resolved, sharding = plan_training(recipe, examples.lengths, world)
+        run.sharding = sharding
         policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
         trainer = build_trainer(recipe, policy, sharding, world)
 

@@ -154,11 +154,12 @@ class ClusterSettings(Section):
 
 ANY_RESUME = (
     "run.dir", "run.validate_first", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers",
-    "run.project", "train.max_skipped_steps", "optim.placement", "cluster.timeout_s",
+    "run.project", "train.max_skipped_steps", "optim.placement", "cluster.*",
 )  # fmt: skip
-"""Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything."""
+"""Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything. (How many processes
+there are, and what they divide, changes rounding: a run records and reports what it finds, which may not be in the recipe.)"""
 ROUNDING = (
     "train.tokens_per_micro_batch", "model.gradient_checkpointing", "model.liger", "run.validate_every", "run.device",
-    "run.deterministic", "cluster.gpus", "cluster.sharding",
+    "run.deterministic",
 )  # fmt: skip
 """Settings that change results at most by rounding (or only when they are measured): allowed on resume, and reported."""

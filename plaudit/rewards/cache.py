@@ -5,18 +5,22 @@ a checksum: one that a disk has damaged is not trained on but computed again, an
 """
 
 import json
+import re
 import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plaudit.errors import RunError
 from plaudit.files import fingerprint, model_fingerprint, text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import print_own_warning
 from plaudit.types import Group, Score
+
+if TYPE_CHECKING:  # it imports torch
+    from plaudit.world import World
 
 # Settings that change no score and no total: the cache itself, and the handling of failures.
 HARMLESS = ("name", "cache", "workers", "on_failure", "max_failure_rate")
@@ -103,6 +107,16 @@ class ScoreCache:
 
     def close(self) -> None:
         self._database.close()
+
+
+def own_cache(folder: Path, world: "World") -> Path:
+    """The file of this process. Those of processes that the run had before and has no more are removed: others score their prompts
+    now, and nobody would clear them."""
+    if world.leads:
+        for file in folder.glob("scores_*.sqlite*"):
+            if (rank := re.fullmatch(r"scores_(\d+)\.sqlite(-wal|-shm)?", file.name)) and int(rank[1]) >= world.size:
+                file.unlink()
+    return folder / ("scores.sqlite" if world.leads else f"scores_{world.rank}.sqlite")
 
 
 def _connect(file: Path) -> sqlite3.Connection:

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 
 from plaudit.objectives.advantages import grpo
-from plaudit.rewards.cache import ScoreCache, keys, reward_digest
+from plaudit.rewards.cache import ScoreCache, keys, own_cache, reward_digest
 from plaudit.rewards.functions.function import Function, FunctionLimits
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Score
+from plaudit.world import World
 from support.fault_server import FaultServer
 from support.judges import make
 from support.rewards import group, values, write_function
@@ -395,3 +397,16 @@ def test_plaudit_score_resumes_after_kill_9(faulty, tmp_path):
     assert len(repeated) <= 3 * faulty.workers * 16
     assert len(lines) == len(rows)
     assert not (tmp_path / "out.jsonl.scores.sqlite").exists()
+
+
+def test_caches_of_processes_that_a_run_has_no_more_are_removed(tmp_path):
+    """A run of three processes is resumed by two: rank 2's scores would be found, long out of date, when there are three again."""
+    for rank, name in enumerate(("scores.sqlite", "scores_1.sqlite", "scores_2.sqlite")):
+        cache = ScoreCache(tmp_path / name)
+        cache.put({"key": Score(float(rank))})
+        cache.close()
+    (tmp_path / "scores_2.sqlite-wal").touch()
+    (tmp_path / "scores_of_mine.sqlite").touch()
+    files = [own_cache(tmp_path, World(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
+    assert [file.name for file in files] == ["scores.sqlite", "scores_1.sqlite"]
+    assert {file.name for file in tmp_path.iterdir()} == {"scores.sqlite", "scores_1.sqlite", "scores_of_mine.sqlite"}
