@@ -50,16 +50,17 @@ class Heartbeat:
         self.doing = "starting"
 
     def beat(self, doing: str | None = None, *, waiting: bool = False) -> None:
-        """Called with every micro-batch and every engine step."""
+        """Called with every micro-batch and every engine step. What is done next ends a phase."""
         self._waits = waiting
         if doing is not None and not waiting:
+            self.end_phase()
             self.doing = doing
         if self._send is not None:
             self._send(doing or self.doing, waiting)
 
     def begin_phase(self, doing: str) -> None:
-        """From here until `end_phase`, work of any length and without visible progress: to read data, load models, write files."""
-        self.end_phase()
+        """From here until something else is done, work of any length and without visible progress: to import libraries, read data,
+        load models, write files."""
         self.beat(doing)
         if self._send is not None:
             self._end_of_phase = threading.Event()

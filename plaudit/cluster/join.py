@@ -59,7 +59,7 @@ def join(
     )
     try:
         world = World.joined(device, heartbeat)
-        world.heartbeat.beat("loading")
+        world.heartbeat.begin_phase("loading")
         yield world
         world.wait("the end of the run")  # or the others would lose rank 0's store while they leave
     except PlauditError as error:

@@ -170,11 +170,12 @@ def _sample_and_score(
 
     def sample_and_score() -> tuple[list[Rewarded], Seconds]:
         began = time.perf_counter()
+        world.heartbeat.beat(f"{label}, sampling")
         with activity.phase(label, prompts=len(own), samples=len(own) * (n + greedy)) as phase:
 
             def on_step(new_tokens: int) -> None:
                 rewards.check()
-                world.heartbeat.beat(label)
+                world.heartbeat.beat()
                 phase.engine_step(new_tokens)
 
             engine.on_step = on_step
@@ -194,17 +195,18 @@ def _sample_and_score(
 
 
 def exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
-    """Every process's result. If one of them is stopped, all are."""
+    """Every process's result. If one of them is stopped, all are, with its message and, if that is not everyone's, its rank."""
     result: T | TrainingStopped | StopRequested
     try:
         result = work()
     except (TrainingStopped, StopRequested) as error:
         result = error
     results = world.gather(result, what)
-    for kind in (TrainingStopped, StopRequested):
-        for one in results:
-            if isinstance(one, kind):
-                raise one
+    stopped = {rank: one for rank, one in enumerate(results) if isinstance(one, TrainingStopped)}
+    for rank, one in stopped.items():
+        raise one if len(stopped) == world.size else TrainingStopped(f"rank {rank}: {one}", one.failed)
+    if any(isinstance(one, StopRequested) for one in results):
+        raise StopRequested
     return results  # pyright: ignore
 
 
