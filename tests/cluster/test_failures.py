@@ -22,7 +22,7 @@ from support.recipes import exact_metrics, rl_recipe, write_recipe
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 300.0
-STEPS = 6
+STEPS = 10
 FAULTY_ENGINE = """
 import os, signal, time
 import torch
@@ -72,6 +72,19 @@ class Launched:
             return []
         self.seen |= {child.pid for child in children}
         return [child.pid for child in children if any(word.startswith("rank=") for word in command_of(child))]
+
+    def wait_for(self, metrics: Path, more_lines: int | None) -> None:
+        """Until metrics have this many more lines than when it began to train; None: until its ranks have started."""
+        began, at_first = time.time(), None
+        while self.process.poll() is None:
+            if len(self.ranks()) == 2 and more_lines is None:
+                return
+            if metrics.exists() and metrics.stat().st_mtime > began:  # what is left of earlier ones is written when it resumes
+                lines = metrics.read_bytes().count(b"\n")
+                at_first = lines if at_first is None else at_first
+                if more_lines is not None and lines >= at_first + more_lines:
+                    return
+            time.sleep(0.02)
 
     def wait(self) -> tuple[int, str]:
         code = self.process.wait(LIMIT_S)
@@ -171,15 +184,13 @@ def test_kill_9_at_random_moments(tmp_path, tiny_model, prompts_file, reward_fil
         tree["rewards"].append({"kind": "length", "weight": 0.1, "at_most": 4, "slack": 8, "normalise": "running"})
         return write_recipe(tmp_path / f"{name}.yaml", {**tree, "cluster": {"gpus": 2}})
 
-    run, metrics = tmp_path / "run", tmp_path / "run/metrics.jsonl"
-    for number, victim in enumerate(chance.sample(["a rank", "all ranks", "the command"], 3)):
+    run = tmp_path / "run"
+    for victim in chance.sample(["a rank", "all ranks", "the command"], 3):
         command = launch(recipe("run"))
-        lines, delay_s = chance.choice([0, 2 * number, 2 * number + 1]), chance.uniform(0.0, 0.5 if number else 5.0)
-        print(f"{victim}, {delay_s:.2f} s after line {lines}")
-        while command.process.poll() is None and (
-            len(command.ranks()) < 2 or (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) < lines
-        ):
-            time.sleep(0.02)
+        lines = chance.choice([None, 0, 1, 2])
+        delay_s = chance.uniform(0.0, 5.0 if lines is None else 0.3)
+        print(f"{victim}, {delay_s:.2f} s after {'its start' if lines is None else f'{lines} more lines of metrics'}")
+        command.wait_for(run / "metrics.jsonl", lines)
         time.sleep(delay_s)
         ranks = command.ranks()
         for pid in {"a rank": ranks and [chance.choice(ranks)], "all ranks": ranks, "the command": [command.process.pid]}[victim]:
