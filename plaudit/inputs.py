@@ -30,7 +30,7 @@ from plaudit.recipe import (
 )
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import nested_rewards
-from plaudit.reward_models.vllm_command import find_launch_problem
+from plaudit.servers.vllm_command import find_launch_problem
 from plaudit.shipped import opening_comment
 
 QUICK_BYTES, QUICK_ROWS = 1 << 26, 10_000

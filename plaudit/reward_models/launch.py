@@ -10,9 +10,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,86 +19,22 @@ from typing import TypeVar
 import aiohttp
 
 from plaudit.errors import RecipeError
-from plaudit.host import describe_exit
 from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.redaction import redact
 from plaudit.report.progress import print_line, print_own_warning
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.server_client import ServerClient
-from plaudit.reward_models.vllm_command import vllm_command
+from plaudit.servers.process import HOST, STOP_S, ServerProcess, free_port
+from plaudit.servers.vllm_command import vllm_command
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
 Result = TypeVar("Result", Answer, ScalarScore)
-HOST = "127.0.0.1"
 REPORT_EVERY_S = 10.0
-STOP_S = 15.0
-"""Time a server has to stop gracefully before it is killed."""
 RESTARTS = 1
 DEATH_CAUSES = ("refused", "reset", "half", "http")
 """How calls fail whose server dies (vLLM answers 500 before it exits)."""
-
-
-class ServerProcess:
-    """A server with all its children, and the shell that kills them if this process cannot."""
-
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]):
-        self.log = log
-        # The guard starts first and leads the process group, so the server is never without one. It reads until the other end of
-        # its stdin, which only this process holds, is closed; then `kill 0` ends the group.
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", "trap '' TERM INT HUP; read line; kill -KILL 0"],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
-        )  # fmt: skip
-        try:
-            with log.open("ab") as file:
-                self._log_from = file.tell()
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=self._guard.pid, env=environment
-                )
-        except OSError:
-            self._end_guard()
-            raise
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def last_line(self) -> str:
-        """The last line it printed."""
-        with self.log.open("rb") as file:
-            file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-        return redact(lines[-1].strip())[-300:] if lines else ""
-
-    def epitaph(self) -> str:
-        """'exit code 1, after printing …': how it ended."""
-        code = self._process.poll()
-        how = "still running" if code is None else describe_exit(code)
-        words = self.last_line()
-        return how + (f", after printing '{words}'" if words else "")
-
-    def stop(self, grace_s: float = STOP_S) -> None:
-        """Stop it gracefully, then kill what is left. A second call does nothing."""
-        if self._guard.returncode is not None:
-            return  # already reaped: its pid may belong to another process by now
-        if self.alive:
-            self._process.terminate()  # vLLM stops its own children
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
-        # The guard is not reaped yet, so the group's id cannot belong to another process.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._guard.pid, signal.SIGKILL)
-        self._process.wait()
-        self._end_guard()
-
-    def _end_guard(self) -> None:
-        assert self._guard.stdin is not None
-        self._guard.kill()
-        self._guard.stdin.close()
-        self._guard.wait()
 
 
 class LaunchedServer(Backend):
@@ -196,15 +129,12 @@ class LaunchedServer(Backend):
         words = [word for argument in self.model.arguments for word in shlex.split(argument.replace("=", " "))]
         in_arguments = words[words.index("--port") + 1] if "--port" in words[:-1] else "0"
         port = self.model.port or (int(in_arguments) if in_arguments.isdigit() else 0)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just released is free
-            try:
-                probe.bind((HOST, port))
-            except OSError as error:
-                raise RecipeError(
-                    f"{self.model.path}: port {port} cannot be used ({error.strerror}). Leave out port to use a free one."
-                ) from None
-            return probe.getsockname()[1]
+        try:
+            return free_port(port)
+        except OSError as error:
+            raise RecipeError(
+                f"{self.model.path}: port {port} cannot be used ({error.strerror}). Leave out port to use a free one."
+            ) from None
 
     async def _start(self) -> None:
         """Start the server and wait until it answers."""

@@ -21,7 +21,7 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
 from plaudit.reward_models.launch import LaunchedServer
-from plaudit.reward_models.vllm_command import find_launch_problem
+from plaudit.servers.vllm_command import find_launch_problem
 from support.paths import TESTS
 from support.processes import gone
 from support.recipes import write_recipe

@@ -27,12 +27,13 @@ from plaudit.data.rollouts import parse_group
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, ScalarScore, Usage
-from plaudit.reward_models.launch import LaunchedServer, ServerProcess
+from plaudit.reward_models.launch import LaunchedServer
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.rewards.judges.model_rewards import LiveModelReward
 from plaudit.rewards.reward import build
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import Scorer, result_of
+from plaudit.servers.process import ServerProcess
 from support.paths import REPOSITORY
 from support.processes import gone
 from support.recipes import pair_recipe, sft_recipe, train_reward_model, train_sft, write_recipe

@@ -1,0 +1,1 @@
+"""Programs that serve models: how they are started, watched and stopped."""

@@ -1,0 +1,84 @@
+"""A server program with all its children: started, watched, stopped, and never left behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from plaudit.host import describe_exit
+from plaudit.redaction import redact
+
+HOST = "127.0.0.1"
+STOP_S = 15.0
+"""Time a server has to stop gracefully before it is killed."""
+
+
+class ServerProcess:
+    """A server with all its children, and the shell that kills them if this process cannot."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]):
+        self.log = log
+        # The guard starts first and leads the process group, so the server is never without one. It reads until the other end of
+        # its stdin, which only this process holds, is closed; then `kill 0` ends the group.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", "trap '' TERM INT HUP; read line; kill -KILL 0"],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
+        )  # fmt: skip
+        try:
+            with log.open("ab") as file:
+                self._log_from = file.tell()
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=self._guard.pid, env=environment
+                )
+        except OSError:
+            self._end_guard()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def last_line(self) -> str:
+        """The last line it printed."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+        return redact(lines[-1].strip())[-300:] if lines else ""
+
+    def epitaph(self) -> str:
+        """'exit code 1, after printing …': how it ended."""
+        code = self._process.poll()
+        how = "still running" if code is None else describe_exit(code)
+        words = self.last_line()
+        return how + (f", after printing '{words}'" if words else "")
+
+    def stop(self, grace_s: float = STOP_S) -> None:
+        """Stop it gracefully, then kill what is left. A second call does nothing."""
+        if self._guard.returncode is not None:
+            return  # already reaped: its pid may belong to another process by now
+        if self.alive:
+            self._process.terminate()  # vLLM stops its own children
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        # The guard is not reaped yet, so the group's id cannot belong to another process.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._guard.pid, signal.SIGKILL)
+        self._process.wait()
+        self._end_guard()
+
+    def _end_guard(self) -> None:
+        assert self._guard.stdin is not None
+        self._guard.kill()
+        self._guard.stdin.close()
+        self._guard.wait()
+
+
+def free_port(port: int = 0) -> int:
+    """This port, or with 0 any that is free. Raises OSError if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just released is free
+        probe.bind((HOST, port))
+        return probe.getsockname()[1]
