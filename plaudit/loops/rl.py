@@ -90,7 +90,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
         require_context(learner.configs["the model"], val_prompts, validation_sampling(recipe, 0).max_new_tokens)
         sampled = load_sampled(recipe.model, learner.policy)
-        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, reserved_bytes=learner.resident_bytes)
+        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, learner.resident_bytes, run.folder)
         engine = stack.enter_context(closing(build_engine(setup)))
         activity = Activity(partial(_check, run))
         shares = PromptShares(world, [*(prompts if recipe.run.epochs > 1 else ()), *val_prompts])
@@ -111,6 +111,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 with run.save_before_stopping(f"step {step}", step - 1):
                     collected = collector.collect(step)
                 run.write_samples("train", step, collected.sampled)
+                with engine_faults(type(engine)):
+                    engine.rest()
                 metrics = collected.metrics | learner.learn(collected.groups, step)
                 with run.save_before_stopping(f"sync after step {step}", step, metrics):
                     _sync(engine, step, learner)

@@ -1,8 +1,6 @@
 """Reinforcement learning: its sections and recipe. The settings of each kind of reward are in `plaudit/rewards/`."""
 
 import math
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -20,7 +18,8 @@ from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.rewards import Rewards
-from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files, zero_or_more
+from plaudit.recipe.rollout import RolloutSettings, ValidationSettings
+from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files
 from plaudit.recipe.training import (
     ANY_RESUME,
     ROUNDING,
@@ -49,67 +48,6 @@ class RLDataSettings(Section):
     or speak for another role. control: control tokens."""
 
     _require_files = field_validator("train")(require_files)
-
-
-class RolloutSettings(Section):
-    engine: str = "native"
-    """The engine that samples. native: plaudit's own, on the trainer's weights; or a class of yours, path/to/file.py:Class."""
-    n: PositiveInt = 8
-    """Samples per prompt: the group size."""
-    max_new_tokens: PositiveInt = 1024
-    """Longest response; longer ones are truncated and counted."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature. Log-probs in training use the same temperature."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this."""
-    top_k: PositiveInt | None = None
-    """Sample from this many of the most likely tokens."""
-    min_p: BelowOne = 0.0
-    """Sample from tokens with at least this fraction of the most likely token's probability."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
-    """Strings that end a response, besides the end token. They are kept in the response."""
-    max_sequences: PositiveInt | None = None
-    """Sequences sampled concurrently; default: 256 on a CPU, 1024 on a GPU. Fewer if memory runs short."""
-
-    @property
-    def files(self) -> list[Path]:
-        """The file of a user's engine."""
-        return [] if self.engine == "native" else [Path(self.engine.rpartition(":")[0]).expanduser()]
-
-    @field_validator("engine")
-    @classmethod
-    def _require_engine(cls, engine: str) -> str:
-        if engine != "native" and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", engine):
-            raise ValueError(f"should be native, or your own engine as file.py:Class, not {engine!r}")
-        return engine
-
-    @field_validator("stop")
-    @classmethod
-    def _refuse_empty_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError("an empty string would end every response immediately")
-        return stop
-
-
-class ValidationSettings(Section):
-    n: PositiveInt = 1
-    """Samples per validation prompt."""
-    max_new_tokens: PositiveInt | None = None
-    """Longest response; default: rollout.max_new_tokens."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """As rollout.top_p."""
-    top_k: PositiveInt | None = None
-    """As rollout.top_k."""
-    min_p: BelowOne = 0.0
-    """As rollout.min_p."""
-    max_prompts: PositiveInt | None = None
-    """Validate on the first n prompts only; default: all."""
-
-    def ineffective_settings(self) -> dict[str, str]:
-        reason = "sampling is greedy at temperature 0; set a temperature"
-        return dict.fromkeys(("top_p", "top_k", "min_p"), reason) if self.temperature == 0 else {}
 
 
 def _both_sides(clip_ratio: Any) -> Any:

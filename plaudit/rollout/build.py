@@ -14,15 +14,19 @@ def build_engine(setup: EngineSetup) -> Engine:
     if setup.rollout.engine == "native":
         return kind(setup.model, setup.tokenizer, max_sequences=setup.rollout.max_sequences, reserved_bytes=setup.reserved_bytes)  # pyright: ignore
     with engine_faults(kind):
-        return kind(setup)  # pyright: ignore[reportCallIssue] (a user's engine takes its setup)
+        return kind(setup)  # pyright: ignore[reportCallIssue] (every other engine takes its setup)
 
 
 def engine_class(reference: str) -> type[Engine]:
-    """`native`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
+    """`native`, `vllm`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
     if reference == "native":
         from plaudit.rollout.native.engine import NativeEngine
 
         return NativeEngine
+    if reference == "vllm":
+        from plaudit.rollout.served.engine import VllmEngine
+
+        return VllmEngine
     try:
         found = load_attribute(reference)
     except PlauditError as error:

@@ -3,7 +3,7 @@
 Everything random is keyed by (seed, step, prompt id, sample index, token position): the same key draws the same noise, whatever
 else is in the batch and however often a run was resumed. An engine that cannot do this says so (`Capabilities`).
 
-A recipe names its engine as `rollout.engine`: `native`, or a class of yours as `file.py:Class` (docs/engine.md).
+A recipe names its engine as `rollout.engine`: `native`, `vllm`, or a class of yours as `file.py:Class` (docs/engine.md).
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,8 @@ import numpy as np
 from plaudit.types import Sample
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -100,6 +102,8 @@ class EngineSetup:
     world: "World"
     reserved_bytes: int = 0
     """Device memory that the trainer keeps while the engine samples, besides the policy's weights."""
+    folder: "Path | None" = None
+    """The run's, for logs."""
 
 
 def _ignore(new_tokens: int) -> None:
@@ -123,6 +127,9 @@ class Engine(ABC):
     @abstractmethod
     def sync(self, version: int, weights: Weights) -> None:
         """From here on, sample with these weights, and give samples this version."""
+
+    def rest(self) -> None:  # noqa: B027 (optional)
+        """The trainer is about to use the device; nothing is sampled before the next `sync`."""
 
     def close(self) -> None:  # noqa: B027 (optional)
         """Release what outlives a call: servers, processes, connections."""

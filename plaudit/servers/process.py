@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from plaudit.host import describe_exit
 from plaudit.redaction import redact
 
 HOST = "127.0.0.1"
+ERROR = re.compile(r"\b(?!EngineDeadError)\w+Error: .+")
+"""vLLM's EngineDeadError only says that there was another."""
 STOP_S = 15.0
 """Time a server has to stop gracefully before it is killed."""
 
@@ -43,10 +46,18 @@ class ServerProcess:
 
     def last_line(self) -> str:
         """The last line it printed."""
-        with self.log.open("rb") as file:
-            file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().decode(errors="replace").strip().splitlines()
+        lines = self._last_lines(4096)
         return redact(lines[-1].strip())[-300:] if lines else ""
+
+    def last_error(self) -> str:
+        """The error that it printed last: 'RuntimeError: …', without what precedes it in the line."""
+        found = [match[0] for line in self._last_lines(1 << 17) if (match := ERROR.search(line))]
+        return redact(found[-1].strip())[:300] if found else ""
+
+    def _last_lines(self, size: int) -> list[str]:
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode(errors="replace").strip().splitlines()
 
     def epitaph(self) -> str:
         """'exit code 1, after printing …': how it ended."""

@@ -39,7 +39,7 @@ from plaudit.rl.learner import Learner
 from plaudit.rl.losses import policy_loss
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.rollout.native.stopping import Stopping
+from plaudit.rollout.stopping import Stopping
 from plaudit.run import Run
 from plaudit.train.trainer import Trainer
 from plaudit.types import Experience

@@ -25,6 +25,7 @@ from plaudit.errors import PlauditError
 from plaudit.models.heads import next_power_of_2
 from plaudit.models.memory import total_memory
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS, Engine, Request, Sampling, Weights
+from plaudit.rollout.lengths import require_lengths
 from plaudit.rollout.native.batch import (
     AT_LIMIT,
     EMPTY_ROW,
@@ -39,8 +40,8 @@ from plaudit.rollout.native.cache import KVCache
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.scheduler import RunningSequence, Scheduler
-from plaudit.rollout.native.stopping import Stopping
 from plaudit.rollout.native.verify import verify_decode
+from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.types import Sample
 
 # The cache's share of total memory less weights and trainer state: not of free memory, since batches must not depend on what else
@@ -71,7 +72,7 @@ class NativeEngine(Engine):
     ):
         """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample."""
         self.model, self.tokenizer, self.reserved_bytes = model, tokenizer, reserved_bytes
-        self.end_tokens = _end_tokens(model)
+        self.end_tokens = end_tokens_of(model)
         self.forward = Forward(model)
         self.device = self.forward.shape.device
         self.max_sequences = max_sequences or MAX_SEQUENCES[self.device.type]
@@ -132,18 +133,7 @@ class NativeEngine(Engine):
 
     def _max_length(self, requests: Sequence[Request], sampling: Sampling) -> int:
         """Upper bound on the length of any sequence, prompt and response."""
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        longest = 0
-        for request in requests:
-            if not len(request.tokens):
-                raise PlauditError(f"prompt {request.prompt_id} is empty")
-            needed = len(request.tokens) + (request.max_new_tokens or sampling.max_new_tokens)
-            if context is not None and needed > context:
-                raise PlauditError(
-                    f"prompt {request.prompt_id}: {len(request.tokens):,} tokens and up to {needed - len(request.tokens):,} new "
-                    f"ones exceed the model's context of {context:,}. Lower max_new_tokens, or leave out longer prompts."
-                )
-            longest = max(longest, needed)
+        longest = require_lengths(requests, sampling, self.model.config)
         return -(-longest // ROUND_LENGTH) * ROUND_LENGTH
 
     def _allocate_cache(self, rows: int, longest: int, requests: Sequence[Request], sampling: Sampling) -> tuple[KVCache, int]:
@@ -325,8 +315,3 @@ def _blocks_needed(requests: Sequence[Request], sampling: Sampling, rows: int, b
     needs.sort(reverse=True)
     # And some for prompts that are prefilled while all rows are in use.
     return 1 + sum(private for private, _ in needs[:rows]) + math.ceil(sum(shared for _, shared in needs[:rows])) + rows // 4
-
-
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    ends = model.generation_config.eos_token_id  # pyright: ignore
-    return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])

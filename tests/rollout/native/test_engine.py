@@ -39,7 +39,7 @@ from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.graphs import DecodeGraphs
 from plaudit.rollout.native.noise import position_keys
 from plaudit.rollout.native.sampler import draw_scores
-from plaudit.rollout.native.stopping import Stopping
+from plaudit.rollout.stopping import Stopping
 from plaudit.seeding import stable_seed
 from plaudit.types import Example, Sample
 from support.engine_contract import (

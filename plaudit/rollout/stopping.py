@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.errors import PlauditError
+
+
+def end_tokens_of(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a response."""
+    ends = model.generation_config.eos_token_id  # pyright: ignore
+    return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
 
 
 class Stopping:

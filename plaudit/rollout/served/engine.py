@@ -1,0 +1,244 @@
+"""The engine that is a server: every sample is a request, and the policy's weights are sent to it after every step.
+
+    sync        weights → server, layer by layer; checked; from then on the server has this version, and samples no other
+    generate    n requests for each prompt, each with a seed from our keys; samples as they are answered
+    rest        the server gives its GPU memory to the trainer
+
+A server that dies, or falls silent, is started again, gets the weights of the last sync, and is asked again for what was lost:
+nothing is sampled twice, since a sample counts once it has arrived.
+
+Differs from the native engine: log-probs come from another program, so they differ from the trainer's by rounding
+(`mismatch`), and other requests in a batch may change the last bits of a sample's logits. The same seeds then usually draw the
+same tokens, not always.
+"""
+
+import os
+import queue
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+
+from plaudit.errors import PlauditError, RecipeError, TrainingStopped
+from plaudit.rollout.engine import Capabilities, Engine, EngineSetup, Request, Sampling, Weights
+from plaudit.rollout.lengths import require_lengths
+from plaudit.rollout.served import vllm
+from plaudit.rollout.served.server import PolicyServer, ServerLost
+from plaudit.rollout.stopping import Stopping, end_tokens_of
+from plaudit.seeding import stable_seed
+from plaudit.servers.vllm_command import find_launch_problem, vllm_command
+from plaudit.types import Sample
+
+POLL_S = 0.1
+PAUSE_S = 2.0
+"""Before the first restart; twice as long before each further one."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One sample to be drawn."""
+
+    request: Request
+    index: int
+    body: dict[str, Any]
+
+
+class VllmEngine(Engine):
+    capabilities = Capabilities(keyed_noise=False, truncated_logprobs=False)
+
+    def __init__(self, setup: EngineSetup):
+        settings = setup.rollout.server
+        if problem := find_launch_problem(settings.program):
+            raise RecipeError(f"rollout.engine vllm: {problem.replace('model.program', 'rollout.server.program')}")
+        self._settings, self._model, self._tokenizer = settings, setup.model, setup.tokenizer
+        self._device = setup.world.device
+        self._end_tokens = end_tokens_of(setup.model)
+        self._weights: Weights | None = None
+        self._asleep, self._restarts = False, 0
+        self._has_sampled = True
+        """Since it was last started again: one that cannot sample at all need not be tried again and again."""
+        self._folder = Path(mkdtemp(prefix="plaudit-policy-"))
+        """The model without weights: its config and tokenizer."""
+        setup.model.config.save_pretrained(self._folder)
+        setup.tokenizer.save_pretrained(self._folder)
+        on_gpu = self._device.type == "cuda"
+        self._sleeps = settings.sleep and on_gpu
+        command = partial(
+            vllm.arguments,
+            self._folder,
+            dtype=str(setup.model.dtype).removeprefix("torch."),
+            sleeps=self._sleeps,
+            memory_share=settings.memory_share if on_gpu else None,
+            tensor_parallel=settings.tensor_parallel,
+        )
+        words = [word for argument in settings.arguments for word in shlex.split(argument)]
+        self._server = PolicyServer(
+            settings,
+            lambda port: [*vllm_command(settings.program), *command(port), *words],
+            self._gpu_environment(),
+            shares_gpu=on_gpu and settings.weights == "auto",
+            log=setup.folder and setup.folder / f"engine_{setup.world.rank}.log",
+            check=lambda: self.on_step(0),
+        )
+        try:
+            self._server.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _gpu_environment(self) -> dict[str, str]:
+        """The server's GPU is ours, unless the user says otherwise."""
+        if self._device.type != "cuda":
+            return {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = self._device.index or 0
+        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+
+    # The contract ------------------------------------------------------------------------------------------------------
+
+    def sync(self, version: int, weights: Weights) -> None:
+        self._weights = weights
+        while True:
+            try:
+                self._load(version)
+                break
+            except ServerLost as error:
+                self._restart(str(error))
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        requests = [request for request in requests if request.n]
+        require_lengths(requests, sampling, self._model.config)
+        stopping = Stopping(self._tokenizer, self._end_tokens, sampling.stop)
+        if self._weights is None and requests:
+            raise PlauditError("the engine has no weights yet: call sync first")
+        left = {(job.request.prompt_id, job.index): job for request in requests for job in self._jobs(request, sampling, stopping)}
+        answers: queue.SimpleQueue[tuple[_Job, Any]] = queue.SimpleQueue()
+        pending = self._ask(left.values(), answers)
+        heard = time.monotonic()
+        try:
+            while left:
+                try:
+                    job, answer = answers.get(timeout=POLL_S)
+                except queue.Empty:
+                    self.on_step(0)
+                    if time.monotonic() - heard > self._settings.silence_s:
+                        silent = f"no sample for {self._settings.silence_s:g} s (rollout.server.silence_s)"
+                        answers.put((next(iter(left.values())), ServerLost(silent)))
+                    continue
+                if isinstance(answer, ServerLost):
+                    for future in pending:
+                        future.cancel()
+                    self._restart_with_weights(str(answer))
+                    answers = queue.SimpleQueue()
+                    pending, heard = self._ask(left.values(), answers), time.monotonic()
+                    continue
+                if isinstance(answer, BaseException):
+                    raise answer
+                heard, self._has_sampled = time.monotonic(), True
+                del left[job.request.prompt_id, job.index]
+                tokens, logprobs = answer
+                sample = self._sample(job, tokens, logprobs, stopping)
+                self.on_step(len(sample.tokens))
+                yield sample
+        finally:
+            for future in pending:
+                future.cancel()  # closes its connection, which ends its request
+
+    def rest(self) -> None:
+        if self._sleeps and not self._asleep:
+            self._server.sleep()
+            self._asleep = True
+
+    def close(self) -> None:
+        self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Weights -----------------------------------------------------------------------------------------------------------
+
+    def _load(self, version: int) -> None:
+        assert self._weights is not None
+        if self._asleep:
+            self._server.wake("weights")
+        self._server.load(self._weights, version)
+        if self._asleep:
+            self._server.wake("kv_cache")
+            self._asleep = False
+
+    def _restart_with_weights(self, why: str) -> None:
+        while True:
+            self._restart(why)
+            try:
+                self._load(self.version)
+                return
+            except ServerLost as error:
+                why = str(error)
+
+    def _restart(self, why: str) -> None:
+        why = self._server.lost or self._server.last_error or why
+        problem = None
+        if self._restarts == self._settings.restarts:
+            problem = f"and was started again {self._restarts} times already (rollout.server.restarts)"
+        elif not self._has_sampled:
+            problem = "again, without a sample since it was started again"
+        if problem is not None:
+            raise TrainingStopped(
+                f"rollout.engine vllm: its server is lost ({why}), {problem}. Its output: {self._server.log}. Fix it, then run the "
+                "same command to resume."
+            )
+        self._has_sampled = False
+        pause_until = time.monotonic() + PAUSE_S * 2**self._restarts
+        self._restarts += 1
+        while time.monotonic() < pause_until:
+            self.on_step(0)
+            time.sleep(POLL_S)
+        self._server.restart(why)
+        self._asleep = False
+
+    # Samples -----------------------------------------------------------------------------------------------------------
+
+    def _jobs(self, request: Request, sampling: Sampling, stopping: Stopping) -> list[_Job]:
+        limit = request.max_new_tokens or sampling.max_new_tokens
+        ends = sorted(stopping.end_tokens)
+        seeds = (stable_seed("sample", sampling.seed, sampling.step, request.prompt_id, index) for index in range(request.n))
+        return [_Job(request, index, vllm.request(request.tokens, sampling, limit, seed, ends)) for index, seed in enumerate(seeds)]
+
+    def _ask(self, jobs: Any, answers: "queue.SimpleQueue[tuple[_Job, Any]]") -> list[Any]:
+        version = self.version
+
+        async def ask(job: _Job) -> None:
+            try:
+                answer: Any = await self._server.sample(job.body, version)
+            except Exception as error:
+                answer = error
+            answers.put((job, answer))
+
+        return [self._server.submit(ask(job)) for job in list(jobs)]
+
+    def _sample(self, job: _Job, tokens: list[int], logprobs: list[float], stopping: Stopping) -> Sample:
+        """The server may see a stop string later than we do: what follows it is cut off."""
+        limit = job.body["max_tokens"]
+        end = next((i for i in range(len(tokens)) if tokens[i] in stopping.end_tokens or stopping.stops(tokens[: i + 1])), None)
+        if end is None and len(tokens) < limit:
+            raise TrainingStopped(
+                f"rollout.engine vllm: prompt {job.request.prompt_id}, sample {job.index}: its server ended it after {len(tokens)} "
+                f"of {limit} tokens, and neither an end token nor a stop string is in it"
+            )
+        tokens = tokens[: len(tokens) if end is None else end + 1]
+        return Sample(
+            prompt_id=job.request.prompt_id,
+            index=job.index,
+            tokens=np.array(tokens, dtype=np.int32),
+            text=stopping.text(tokens),
+            status="truncated" if end is None else "finished",
+            sampler_logprobs=np.array(logprobs[: len(tokens)], dtype=np.float32),
+            untempered_logprobs=None,
+            version=self.version,
+        )
