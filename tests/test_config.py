@@ -586,7 +586,9 @@ def test_old_names_suggest_the_new_ones(error_for, old, new):
 def test_the_engine_is_native_or_a_class_in_a_file(read, error_for):
     assert read(RL, "rollout.engine=engines/mine.py:Mine").recipe.rollout.engine == "engines/mine.py:Mine"
     for wrong in ("vlm", "mine.py", ".py:Mine", ":Mine", "mine:Mine"):
-        assert "rollout.engine: should be native, or your own engine as file.py:Class" in error_for(RL, f"rollout.engine={wrong}")
+        assert "rollout.engine: should be native, vllm, or your own engine as file.py:Class" in error_for(
+            RL, f"rollout.engine={wrong}"
+        )
 
 
 def test_settings_are_at_most_four_levels_deep():

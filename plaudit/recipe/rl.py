@@ -18,7 +18,7 @@ from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.rewards import Rewards
-from plaudit.recipe.rollout import RolloutSettings, ValidationSettings
+from plaudit.recipe.rollout import SERVED_ENGINES, RolloutSettings, ValidationSettings
 from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files
 from plaudit.recipe.training import (
     ANY_RESUME,
@@ -124,8 +124,9 @@ class AlgorithmSettings(Section):
     """Weight of an added supervised term on tokens with A > 0: −A · log π."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
     """Denominator of the ratio: log-probs recomputed by the trainer before the step's first update, or those of the sampler."""
-    importance: ImportanceSettings | None = None
-    """Weight losses by π_old / π_sampler, for a sampler whose log-probs differ from the trainer's (metric: mismatch)."""
+    importance: ImportanceSettings | Literal["auto"] | None = "auto"
+    """Weight losses by π_old / π_sampler, for a sampler whose log-probs differ from the trainer's (metric: mismatch). auto:
+    truncated token weights if rollout.engine is a server, none otherwise. null: none."""
     dynamic_sampling: DynamicSamplingSettings | None = None
     """Drop groups whose rewards are all equal, and sample more prompts until prompts_per_step have a signal (DAPO)."""
 
@@ -149,7 +150,7 @@ class AlgorithmSettings(Section):
             if name not in loss.settings:
                 users = ", ".join(other.name for other in POLICY_LOSSES.values() if name in other.settings)
                 ineffective[name] = f"it applies to loss {users}, not {self.loss}"
-        if not loss.uses_ratio and self.kl_reward is None and self.importance is None:
+        if not loss.uses_ratio and self.kl_reward is None and self.importance in (None, "auto"):
             ineffective["old_logprobs"] = f"loss {self.loss} has no ratio"
         if not self.needs_reference:
             ineffective["kl_estimator"] = "no KL is computed; set kl_coefficient or kl_reward"
@@ -159,7 +160,7 @@ class AlgorithmSettings(Section):
 
     @model_validator(mode="after")
     def _require_one_sampler_correction(self) -> "AlgorithmSettings":
-        if self.importance is not None and self.old_logprobs == "sampler":
+        if isinstance(self.importance, ImportanceSettings) and self.old_logprobs == "sampler":
             raise ValueError(
                 "importance weights are π_old / π_sampler, always 1 with old_logprobs sampler: set old_logprobs to recomputed"
             )
@@ -304,6 +305,21 @@ class RLRecipe(Section):
         if self.algorithm.needs_reference:
             return {}
         return {"reference": "no KL is computed; set algorithm.kl_coefficient or algorithm.kl_reward"}
+
+    @property
+    def resolved_algorithm(self) -> AlgorithmSettings:
+        return self.algorithm.model_copy(update={"importance": self.importance})
+
+    @property
+    def importance(self) -> ImportanceSettings | None:
+        """algorithm.importance, with auto resolved. A server's log-probs under top-p, top-k or min-p are those of another
+        distribution, and weights by them would be wrong."""
+        chosen, rollout = self.algorithm.importance, self.rollout
+        if chosen != "auto":
+            return chosen
+        truncates = rollout.top_p < 1.0 or rollout.top_k is not None or rollout.min_p > 0.0
+        served = rollout.engine in SERVED_ENGINES and not truncates
+        return ImportanceSettings() if served and self.algorithm.old_logprobs == "recomputed" else None
 
     @model_validator(mode="after")
     def _require_groups_to_compare(self) -> "RLRecipe":

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from plaudit.recipe.section import BelowOne, Section, zero_or_more
 
-ENGINES = ("native", "vllm")
+SERVED_ENGINES = ("vllm",)
+ENGINES = ("native", *SERVED_ENGINES)
 
 
 class EngineServerSettings(Section):
@@ -65,6 +66,9 @@ class RolloutSettings(Section):
     def files(self) -> list[Path]:
         """The file of a user's engine."""
         return [] if self.engine in ENGINES else [Path(self.engine.rpartition(":")[0]).expanduser()]
+
+    def ineffective_settings(self) -> dict[str, str]:
+        return {} if self.engine in SERVED_ENGINES else {"server": f"rollout.engine is {self.engine}, which has no server"}
 
     @field_validator("engine")
     @classmethod

@@ -273,7 +273,7 @@ def check_capabilities(able: Capabilities, recipe: RLRecipe) -> list[str]:
     if not able.truncated_logprobs and training_sampling(recipe, 0).truncates:
         uses = [f"algorithm.{name}" for name, used in (
             ("old_logprobs: sampler", recipe.algorithm.old_logprobs == "sampler"),
-            ("importance", recipe.algorithm.importance is not None),
+            ("importance", recipe.importance is not None),
         ) if used]  # fmt: skip
         if uses:
             raise RecipeError(

@@ -238,9 +238,9 @@ class Learner:
     def _loss(self, update: Update) -> Loss:
         recipe, model, temperature = self.recipe, self.policy.model, self.recipe.rollout.temperature
         if self.shared_critic is None:
-            return policy_loss(model, update.num_tokens, recipe.algorithm, temperature)
+            return policy_loss(model, update.num_tokens, recipe.resolved_algorithm, temperature)
         assert recipe.critic is not None
-        return shared_loss(model, self.shared_critic, update.num_tokens, recipe.algorithm, recipe.critic, temperature)
+        return shared_loss(model, self.shared_critic, update.num_tokens, recipe.resolved_algorithm, recipe.critic, temperature)
 
     def _update_critic(self, update: Update, batches: Sequence[Batch], step: int) -> dict[str, float]:
         """One update of the critic; its metrics, under `critic/`. Layers shared with the policy are left as they are."""

@@ -29,6 +29,7 @@ from plaudit.objectives.policy import TokenLoss, positive_sft
 from plaudit.objectives.registry import POLICY_LOSSES
 from plaudit.objectives.value import clipped_value, explained_variance
 from plaudit.recipe import AlgorithmSettings, CriticSettings
+from plaudit.recipe.rl import ImportanceSettings
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Experience
 
@@ -65,7 +66,7 @@ def policy_share(model: nn.Module, num_tokens: int, algorithm: AlgorithmSettings
             "mismatch": mismatch_N.abs(),
             "mismatch_kl": mismatch_N.expm1() - mismatch_N,
         }
-        if (settings := algorithm.importance) is not None:
+        if isinstance(settings := algorithm.importance, ImportanceSettings):
             importance = importance_weights(
                 old_N, targets.sampler_logprobs_N, batch.target_lengths_S,
                 level=settings.level, mode=settings.mode, high=settings.high, low=settings.low or 0.0,
