@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from plaudit.errors import RecipeError, TrainingStopped
-from plaudit.report.progress import print_line
+from plaudit.report.progress import print_line, print_own_warning
 from plaudit.rollout.engine import Weights
 from plaudit.rollout.served import vllm
 from plaudit.rollout.served.http_loop import HttpLoop
@@ -96,7 +96,7 @@ class PolicyServer:
         print_line(f"the vLLM server is ready after {time.monotonic() - began:.0f} s")
 
     def restart(self, why: str) -> None:
-        print_line(f"the vLLM server is lost ({why}): starting it again", "yellow")
+        print_own_warning(f"the vLLM server is lost ({why}): starting it again")
         self._failed = True
         if self._process is not None:
             self._process.stop(grace_s=0.0)
