@@ -43,7 +43,7 @@ def train(name: str, size: str, recipe: Path, settings: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         log = run / "engine_0.log"
-        print(done.stdout[-3000:], log.read_text()[-6000:] if log.exists() else "", flush=True)
+        print(done.stdout[-3000:], log.read_text()[-2000:] if log.exists() else "", flush=True)
         return
     whole = time.monotonic() - began
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -51,7 +51,7 @@ class ServerProcess:
 
     def last_error(self) -> str:
         """The error that it printed last: 'RuntimeError: …', without what precedes it in the line."""
-        found = [match[0] for line in self._last_lines(1 << 17) if (match := ERROR.search(line))]
+        found = [match[0] for line in self._last_lines(1 << 17) if "WARNING" not in line and (match := ERROR.search(line))]
         return redact(found[-1].strip())[:300] if found else ""
 
     def _last_lines(self, size: int) -> list[str]:

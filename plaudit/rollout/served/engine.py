@@ -182,7 +182,7 @@ class VllmEngine(Engine):
                 why = str(error)
 
     def _restart(self, why: str) -> None:
-        why = self._server.lost or self._server.last_error or why
+        why = self._server.lost or why
         problem = None
         if self._restarts == self._settings.restarts:
             problem = f"and was started again {self._restarts} times already (rollout.server.restarts)"

@@ -1,5 +1,6 @@
 """A server that samples for the policy: started, awaited, asked, given weights, put to sleep, started again, stopped."""
 
+import json
 import os
 import secrets
 import shutil
@@ -116,11 +117,6 @@ class PolicyServer:
         assert self._process is not None
         return None if self._process.alive else self._process.last_error() or self._process.epitaph()
 
-    @property
-    def last_error(self) -> str:
-        assert self._process is not None
-        return self._process.last_error()
-
     def _answers(self) -> bool:
         async def ask() -> bool:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -149,14 +145,14 @@ class PolicyServer:
     async def _post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         try:
             async with self._http.session.post(self._url(path), json=body, headers=headers) as response:
+                text = await response.text()
                 if response.status == 200:
-                    return await response.json()
-                text = (await response.text())[:500]
+                    return json.loads(text) if text else None  # some routes of older versions answer nothing
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(str(error) or type(error).__name__) from error
         if response.status >= 500:
-            raise ServerLost(f"HTTP {response.status} at {path}: {text}")
-        raise TrainingStopped(f"rollout.engine vllm: HTTP {response.status} at {path}: {text}. Its output: {self.log}")
+            raise ServerLost(f"HTTP {response.status} at {path}: {text[:500]}")
+        raise TrainingStopped(f"rollout.engine vllm: HTTP {response.status} at {path}: {text[:500]}. Its output: {self.log}")
 
     def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         """The answer, for a caller that has no event loop. Raises ServerLost, also if there is none within the time limit."""

@@ -63,7 +63,7 @@ class PolicyWeights:
 
     def plaudit_sums(self) -> dict[str, list[float]]:
         """What `sums_by_layer` says of the weights that this worker samples with."""
-        return sums_by_layer(self.model_runner.model.named_parameters())
+        return sums_by_layer(self.model_runner.get_model().named_parameters())
 
     def plaudit_memory(self) -> dict[str, int]:
         """Bytes that this process holds: on the GPU, and in RAM."""
@@ -74,7 +74,7 @@ class PolicyWeights:
 
     def _plaudit_reload(self, weights: Any) -> list[str]:
         """The names of parameters that got no new weights. (vLLM knows, and only logs them.)"""
-        model = self.model_runner.model
+        model = self.model_runner.get_model()  # without what wraps it for CUDA graphs
         load, loaded = model.load_weights, set()
 
         def load_and_remember(weights: Any) -> Any:
