@@ -75,14 +75,19 @@ class Checkpoint:
         return self.state["step"]
 
 
+def render_state(step: int, snapshot: Snapshot, **notes: Any) -> str:
+    """The content of state.json, with `notes`. It is fixed when the snapshot is taken: training changes what it was made from."""
+    return json.dumps({"step": step, **notes, **snapshot.state}, indent=1)
+
+
 def write_checkpoint(
-    root: Path, step: int, snapshot: Snapshot, size: int, world: World, *, then: Callable[[], None] = lambda: None, **notes: Any
-) -> Checkpoint:
-    """Write the checkpoint of the state after `step`; `notes` go into its state.json, `size` is about what this process writes.
+    root: Path, step: int, snapshot: Snapshot, state: str, size: int, world: World, then: Callable[[], None] = lambda: None
+) -> None:
+    """Write the checkpoint of the state after `step`. `state`: as rendered; `size`: about what this process writes.
 
     Each process of the world writes, checksums and syncs its files; the leading one writes everything else, the manifest last, and
     does `then` what may only happen once the checkpoint is in place. An error of one process is raised in all."""
-    final, state = root / f"step_{step:06d}", {"step": step, **notes, **snapshot.state}
+    final = root / f"step_{step:06d}"
 
     def make_folder() -> Path:
         root.mkdir(parents=True, exist_ok=True)
@@ -95,7 +100,7 @@ def write_checkpoint(
     def complete() -> None:
         for rank, theirs in enumerate(entries):
             _require_visible(folder, theirs, rank)
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        (folder / "state.json").write_text(state)
         files = {name: entry for theirs in entries for name, entry in theirs.items()}
         write_manifest(folder, files | _describe_synced(folder, ["state.json"]))
         stack.close()  # puts it in place
@@ -106,7 +111,6 @@ def write_checkpoint(
         folder = _lead(world, make_folder, final, "the folder of a checkpoint")
         entries = _exchange(world, write_files, final, "the files of a checkpoint")
         _lead(world, complete, final, "a checkpoint")
-    return Checkpoint(final, state)
 
 
 def _describe_synced(folder: Path, names: list[str]) -> dict[str, FileEntry]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from plaudit.checkpoint import Saveable, clear_write_errors, point_to, prune_checkpoints, write_checkpoint
+from plaudit.checkpoint import Saveable, clear_write_errors, point_to, prune_checkpoints, render_state, write_checkpoint
 from plaudit.host import available_memory
 from plaudit.recipe import RunSettings
 from plaudit.report.progress import print_line
@@ -57,11 +57,12 @@ class Saver:
             self._copies = self._settings.save_in_background and self._has_memory(size)
         with clear_write_errors(self._checkpoints / f"step_{step:06d}", self._checkpoints):
             snapshot = owner.snapshot(copy=self._copies)
+        state = render_state(step, snapshot, **notes)
 
         def write() -> None:
             self._sync_metrics()
             world = self._world.in_background
-            write_checkpoint(self._checkpoints, step, snapshot, size, world, then=lambda: self._tidy(best_step), **notes)
+            write_checkpoint(self._checkpoints, step, snapshot, state, size, world, then=lambda: self._tidy(best_step))
             for callback in once_saved:
                 if callback is not None:
                     callback()
