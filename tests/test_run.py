@@ -653,6 +653,7 @@ def test_disk_full_while_the_trained_model_is_saved(tmp_path, recipe, plaudit, m
     file, run, finish = recipe(run={"max_steps": 2}), tmp_path / "run", Run.finish
 
     def finish_on_a_full_disk(self):
+        self.saver.wait()
         with file_size_limit(100_000):
             return finish(self)
 

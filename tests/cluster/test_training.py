@@ -138,6 +138,7 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, make_recipe
         (0, "open .step_000004.aside/state.json"),
         (0, "behind line 4"),
         (1, "before line 3"),
+        (1, "open trainer/rank1_00000.safetensors"),  # which it has just written
     ],
 )
 def test_kill_9_of_a_rank_and_resume(tmp_path, make_recipe, undisturbed, killed, moment):
