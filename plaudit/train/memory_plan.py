@@ -285,12 +285,12 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
         _reference(recipe, device, plan, processes, needs)
     _state("policy", plan, always, needs, device)
     here.append(Need("policy: activations, logits, gradients", ("training",), plan.passes, part="passes"))
-    if recipe.run.save_in_background:
-        # Elastic: without it, training waits for a save. So this setting cannot change how many layers are checkpointed.
-        needs["cpu"].append(Need("checkpoint: copy while it is written", always, 0.0, plan_checkpoint_copy(recipe, processes)))
     if isinstance(recipe, RLRecipe):
         _engine(recipe, lengths, device, plan, processes, here)
         _critic(recipe, lengths, device, processes, needs, policy_work=plan.work)
+    if recipe.run.save_in_background:
+        # Elastic: without it, training waits for a save. So this setting cannot change how many layers are checkpointed.
+        needs["cpu"].append(Need("checkpoint: copy while it is written", always, 0.0, plan_checkpoint_copy(recipe, processes)))
 
 
 def _engine(

@@ -119,7 +119,7 @@ def test_saving_in_the_background_changes_no_file(tmp_path, tiny_model, rows_fil
         reference = tmp_path / "reference"
     train_sft(recipe_for(tmp_path, "waiting", tiny_model, rows_file, VARIANTS[variant]), "run.save_in_background=false")
     files = {str(file.relative_to(reference)) for file in reference.glob("checkpoints/**/*") if file.is_file()}
-    assert len(files) > 20
+    assert sum(name.endswith(".safetensors") for name in files) == 4, "a model and a trainer's state, twice"
     for name in files:
         assert (tmp_path / "waiting" / name).read_bytes() == (reference / name).read_bytes(), name
     assert_same_result(tmp_path / "waiting", reference)
