@@ -17,17 +17,18 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from plaudit.errors import PlauditError, RunError
 from plaudit.files import atomic_folder, is_disk_error, remove_leftovers, syncing
 from plaudit.json_files import UnreadableJson, read_object
-from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
+from plaudit.manifest import FileEntry, describe_files, find_damage, write_manifest
 from plaudit.world import World
 
+T = TypeVar("T")
 DAMAGED = ".damaged"
 """Ends the name of a checkpoint that a run could not resume from."""
 
@@ -39,18 +40,29 @@ class Saveable(Protocol):
         """Size of this process's part of a checkpoint, roughly."""
         ...
 
-    def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write this process's part of models and optimiser states into `folder`; returns what goes into state.json."""
+    def snapshot(self, *, copy: bool) -> "Snapshot":
+        """Models and optimiser states as they are now. `copy`: in host memory, so that training can continue before it is
+        written; the one before must have been written by then. All processes take part."""
         ...
 
     def load_state(self, folder: Path, state: dict[str, Any]) -> None:
-        """Restore what `save_state` wrote and returned."""
+        """Restore what a snapshot wrote, and its state."""
         ...
 
     def models(self) -> Mapping[str, Callable[[Path | None], None]]:
         """The trained models, by the name of their folder: functions that save one into a folder. All processes call them, one of
         them with a folder: its weights may have to be gathered."""
         ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process has to save."""
+
+    state: dict[str, Any]
+    """Goes into state.json."""
+    write: Callable[[Path], list[Path]]
+    """Writes this process's files into a checkpoint's folder, in any thread; returns them."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +75,76 @@ class Checkpoint:
         return self.state["step"]
 
 
-def save_checkpoint(root: Path, step: int, owner: Saveable, world: World, **notes: Any) -> Checkpoint:
-    """Write a checkpoint of the state after `step`; `notes` go into its state.json. Each process of the world writes its part of
-    the tensors, the leading one everything else, and the manifest last."""
+def render_state(step: int, snapshot: Snapshot, **notes: Any) -> str:
+    """The content of state.json, with `notes`. It is fixed when the snapshot is taken: training changes what it was made from."""
+    return json.dumps({"step": step, **notes, **snapshot.state}, indent=1)
+
+
+def write_checkpoint(
+    root: Path, step: int, snapshot: Snapshot, state: str, size: int, world: World, then: Callable[[], None] = lambda: None
+) -> None:
+    """Write the checkpoint of the state after `step`. `state`: as rendered; `size`: about what this process writes.
+
+    Each process of the world writes, checksums and syncs its files; the leading one writes everything else, the manifest last, and
+    does `then` what may only happen once the checkpoint is in place. An error of one process is raised in all."""
     final = root / f"step_{step:06d}"
-    with clear_write_errors(final, root):
-        needed = sum(world.gather(owner.state_bytes(), "the size of a checkpoint"))
-        if world.leads:
-            root.mkdir(parents=True, exist_ok=True)
-            _require_space(final, needed)
-        with atomic_folder(final) if world.leads else nullcontext() as aside:
-            folder = world.agree(aside, "the folder of a checkpoint")
-            assert folder is not None
-            state: dict[str, Any] = {"step": step, **notes, **owner.save_state(folder)}
-            world.wait("the files of a checkpoint")
-            if world.leads:
-                (folder / "state.json").write_text(json.dumps(state, indent=1))
-                names = files_in(folder)
-                with syncing([folder / name for name in names]):  # the disk writes while we compute
-                    entries = describe_files(folder, names)
-                write_manifest(folder, entries)
-        world.wait("a checkpoint")
-    return Checkpoint(final, state)
+
+    def make_folder() -> Path:
+        root.mkdir(parents=True, exist_ok=True)
+        _require_space(final, needed)
+        return stack.enter_context(atomic_folder(final))
+
+    def write_files() -> dict[str, FileEntry]:
+        return _describe_synced(folder, [file.relative_to(folder).as_posix() for file in snapshot.write(folder)])
+
+    def complete() -> None:
+        for rank, theirs in enumerate(entries):
+            _require_visible(folder, theirs, rank)
+        (folder / "state.json").write_text(state)
+        files = {name: entry for theirs in entries for name, entry in theirs.items()}
+        write_manifest(folder, files | _describe_synced(folder, ["state.json"]))
+        stack.close()  # puts it in place
+        then()
+
+    with ExitStack() as stack:
+        needed = sum(world.gather(size, "the size of a checkpoint"))
+        folder = _lead(world, make_folder, final, "the folder of a checkpoint")
+        entries = _exchange(world, write_files, final, "the files of a checkpoint")
+        _lead(world, complete, final, "a checkpoint")
+
+
+def _describe_synced(folder: Path, names: list[str]) -> dict[str, FileEntry]:
+    with syncing([folder / name for name in names]):  # the disk writes while we compute
+        return describe_files(folder, names)
+
+
+def _require_visible(folder: Path, entries: Mapping[str, FileEntry], rank: int) -> None:
+    for name, entry in entries.items():
+        if not (folder / name).exists() or (folder / name).stat().st_size != entry["bytes"]:
+            raise RunError(
+                f"{folder / name}: rank {rank} has written this file, but the leading process does not see it; run.dir must be on "
+                "a file system that all machines share"
+            )
+
+
+def _exchange(world: World, work: Callable[[], T], path: Path, what: str) -> list[T]:
+    """Every process's result; an error while it writes to `path` is raised in all."""
+    result: T | RunError
+    try:
+        with clear_write_errors(path, path.parent):
+            result = work()
+    except RunError as error:
+        result = RunError(f"rank {world.rank}: {error}") if world.rank else error
+    results = world.gather(result, what)
+    for one in results:
+        if isinstance(one, RunError):
+            raise one
+    return results  # pyright: ignore[reportReturnType]
+
+
+def _lead(world: World, work: Callable[[], T], path: Path, what: str) -> T:
+    """The same, of the leading process alone."""
+    return _exchange(world, work if world.leads else lambda: None, path, what)[0]  # pyright: ignore[reportReturnType]
 
 
 def _require_space(final: Path, needed: int) -> None:

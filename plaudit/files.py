@@ -45,7 +45,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        readable = 0o666 & ~_umask()
+        readable = 0o666 & temporary.stat().st_mode  # as the user's umask says
         for path in temporary.rglob("*"):
             if path.is_file():
                 path.chmod(readable)  # safetensors creates files that only their owner can read
@@ -79,12 +79,6 @@ def syncing(files: Iterable[Path]) -> Iterator[None]:
         pending = pool.map(sync, files)
         yield
         list(pending)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from plaudit.errors import PlauditError
 
@@ -12,6 +13,11 @@ OPEN_FILES = 10240
 """Judges and workers take a few files each. Linux starts at 1,024, macOS at 256, and macOS allows no more than this."""
 RETURNED_BYTES = 2**21
 """Tensors of this size and more are returned to the system when they are freed. Most processors have huge pages of this size."""
+CONTAINER_MEMORY = [
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+]
+"""Limit, use and statistics, in version 2 and version 1 of Linux's control groups."""
 M_MMAP_THRESHOLD = -3
 """In glibc's malloc.h."""
 
@@ -59,6 +65,21 @@ def return_freed_memory() -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, RETURNED_BYTES)
+
+
+def available_memory() -> int:
+    """Bytes that processes can still take: of the machine, or of this container if it has less."""
+    import psutil
+
+    available = [psutil.virtual_memory().available]
+    for limit, used, inactive in CONTAINER_MEMORY:
+        with suppress(OSError, ValueError, StopIteration):  # "max" means none
+            stat = (line.split() for line in Path("/sys/fs/cgroup", inactive).read_text().splitlines())
+            # Cached files that the system would drop count as used.
+            dropped = next(int(size) for name, size in stat if name in ("inactive_file", "total_inactive_file"))
+            in_use = int(Path("/sys/fs/cgroup", used).read_text()) - dropped
+            available.append(int(Path("/sys/fs/cgroup", limit).read_text()) - in_use)
+    return max(0, min(available))
 
 
 def describe_exit(code: int) -> str:

@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -38,9 +38,6 @@ from plaudit.checkpoint import (
     checkpoint_folders,
     clear_write_errors,
     find_checkpoint,
-    point_to,
-    prune_checkpoints,
-    save_checkpoint,
 )
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
@@ -57,6 +54,7 @@ from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
 from plaudit.run_folder import read_metrics
 from plaudit.run_identity import Computing, advice, compare, describe_run, read_description
+from plaudit.saving import Saver
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
 from plaudit.types import ScoredGroup
@@ -74,8 +72,8 @@ class Stateful(Protocol):
 
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any], /) -> None: ...
-    def saved(self) -> None:
-        """The state is safe in a checkpoint."""
+    def saving(self) -> Callable[[], None] | None:
+        """Its state is being saved; returns what to do, in any thread, once that is safe in a checkpoint."""
 
 
 class Run:
@@ -100,6 +98,7 @@ class Run:
         assert not isinstance(loaded.recipe, ScoreRecipe), "scoring is not a training run"
         self.recipe, self.world = loaded.recipe, world
         self.folder = Path(self.recipe.run.dir)
+        self.saver = Saver(self.folder, self.recipe.run, world)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics_file = self.folder / "metrics.jsonl"
         self.interrupted = False
@@ -118,7 +117,7 @@ class Run:
         self._trackers: Trackers | None = None
         self._warned: set[str] = set()
         self._saved: tuple[Any, ...] | None = None
-        """Step, best and unvalidated metrics of the newest checkpoint."""
+        """Step, best and unvalidated metrics of the newest checkpoint, which may still be being written."""
         self._step_began = self._drawn_at = self._saved_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -166,6 +165,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._end_save(error)
         if not self.world.leads:
             return
         self.draw()
@@ -173,6 +173,16 @@ class Run:
             self._trackers.close()
         self._remove_unused(error)
         self._lock.close()
+
+    def _end_save(self, error: BaseException | None) -> None:
+        """No thread writes into the folder once it is unlocked. What ended the run is more important than a failed save."""
+        try:
+            self.saver.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            if isinstance(failure, PlauditError):
+                print_line(str(failure), "red")
 
     def _remove_unused(self, error: BaseException | None) -> None:
         """A mistake in data or settings that ends a new run before it has done anything leaves no folder."""
@@ -253,7 +263,7 @@ class Run:
         self._record_computing(resumed=step >= 0)
         kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
-            self._link_best()  # the previous process may have been killed between checkpoint and link
+            self.saver.link_best(self._best_step())  # the previous process may have been killed between checkpoint and link
             write_atomic(self.metrics_file, "".join(map(_line, kept)))
             self._drop_samples_after(step)
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.description["trackers"], max(step, 0))
@@ -276,7 +286,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Write a step's metrics; returns them with the time since the last."""
         now = time.monotonic()
-        row = {"step": step, **metrics, "time/step_s": now - self._step_began}
+        row = {"step": step, **metrics, **self.saver.take_times(), "time/step_s": now - self._step_began}
         self._step_began = now
         row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
         if self.world.leads:
@@ -337,34 +347,16 @@ class Run:
         assert self._owner is not None, "resume comes first"
         if self._saved == (step, self.best, unvalidated):
             return
-        if self.world.leads and self.metrics_file.exists():
-            with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a") as file:
-                os.fsync(file.fileno())  # a checkpoint must not outlive the metrics before it
-        notes: dict[str, Any] = {} if unvalidated is None else {"unvalidated": unvalidated}
+        notes: dict[str, Any] = {"best": self.best} | ({} if unvalidated is None else {"unvalidated": unvalidated})
         notes |= {name: state for name, each in self._stateful.items() if (state := each.state())}
-        self.world.heartbeat.begin_phase(f"saving step {step}")
-        save_checkpoint(self.checkpoints, step, self._owner, self.world, best=self.best, **notes)
-        self.world.heartbeat.end_phase()
+        once_saved = [] if mid_step else [each.saving() for each in self._stateful.values()]
+        self.saver.save(self._owner, step, notes, best_step=self._best_step(), once_saved=once_saved)
         self._saved, self._saved_at = (step, self.best, unvalidated), time.monotonic()
-        for each in () if mid_step else self._stateful.values():
-            each.saved()
-        if not self.world.leads:
-            return
-        with clear_write_errors(self.checkpoints, self.checkpoints):
-            self._link_best()
-            prune_checkpoints(self.checkpoints, keep_last=self.recipe.run.keep_last, keep_step=self._best_step())
-        if time.monotonic() - self._drawn_at > DRAW_EVERY_S:
+        if self.world.leads and time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
 
     def _best_step(self) -> int | None:
         return int(self.best["step"]) if self.best and self.recipe.run.keep_best else None
-
-    def _link_best(self) -> None:
-        best = self.checkpoints / f"step_{self._best_step() or 0:06d}"
-        if best.exists():
-            point_to(self.folder / "best", best)
-        else:
-            (self.folder / "best").unlink(missing_ok=True)
 
     def draw(self) -> None:
         try:
@@ -376,6 +368,7 @@ class Run:
     def finish(self) -> Path:
         """Save the trained models where the next stage looks for them; returns the main one's folder."""
         assert self._owner is not None, "resume comes first"
+        self.saver.wait()
         self.world.heartbeat.begin_phase("saving the trained model")
         for name, save in self._owner.models().items():
             if not self.world.leads:
@@ -397,6 +390,7 @@ class Run:
         except (TrainingStopped, StopRequested) as error:
             if done:
                 self.save(done, unvalidated, mid_step=True)
+                self.saver.wait()
             if isinstance(error, StopRequested):
                 saved = f"step {done} is saved" if done else "there is no step to save yet"
                 raise Interrupted(f"stopped during {what}; {saved}. {self._how_to_resume()}") from None
@@ -424,8 +418,13 @@ class Run:
             raise StopRequested
 
     def stop_if_interrupted(self, step: int, total: int) -> None:
-        if self.world.any(self.interrupted, "whether to stop"):
+        """Also if a checkpoint could not be written."""
+        reasons = self.world.gather((self.interrupted, self.saver.has_failed), "whether to stop")
+        if any(failed for _, failed in reasons):
+            self.saver.wait()
+        if any(interrupted for interrupted, _ in reasons):
             self.save(step)
+            self.saver.wait()
             raise Interrupted(f"stopped after step {step} of {total}, saved. {self._how_to_resume()}")
 
     def _how_to_resume(self) -> str:

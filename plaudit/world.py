@@ -10,7 +10,8 @@ only have to be summed, and the number of processes changes nothing but the orde
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from plaudit.errors import ProcessFailed
 T = TypeVar("T")
 # torch renames these, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 PHASE_BEAT_S = 1.0
@@ -86,6 +87,10 @@ class World:
     is_joined: bool = False
     """Whether there is a process group, of one process or more: torch.distributed's default group."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    group: dist.ProcessGroup | None = None
+    """Of the agreements below; None: the default group."""
+    background_group: dist.ProcessGroup | None = None
+    """Of `in_background`."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Self:
@@ -93,9 +98,21 @@ class World:
         return cls(rank=0, size=1, device=torch.device(device))
 
     @classmethod
-    def joined(cls, device: torch.device | str = "cpu", heartbeat: Heartbeat | None = None) -> Self:
-        """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs)."""
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), True, heartbeat or Heartbeat())
+    def joined(
+        cls, device: torch.device | str = "cpu", heartbeat: Heartbeat | None = None, timeout: timedelta | None = None
+    ) -> Self:
+        """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs).
+        `timeout`: for exchanges in the background."""
+        apart = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(apart, dist.ProcessGroup)
+        beats = heartbeat or Heartbeat()
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), True, beats, background_group=apart)
+
+    @property
+    def in_background(self) -> "World":
+        """The same processes, as another thread of each sees them: it agrees with the others' in a group of its own, since two
+        threads that use one group would take each other's messages. Its waits are not this process's, so it has no heartbeat."""
+        return replace(self, group=self.background_group, heartbeat=Heartbeat())
 
     @property
     def leads(self) -> bool:
@@ -127,7 +144,7 @@ class World:
             return value
         box: list[Any] = [(what, value) if self.leads else None]
         with self.waiting(what):
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         self._require_same([what, box[0][0]])
         return box[0][1]
 
@@ -137,7 +154,7 @@ class World:
             return [value]
         gathered: list[Any] = [None] * self.size
         with self.waiting(what):
-            dist.all_gather_object(gathered, (what, value))
+            dist.all_gather_object(gathered, (what, value), group=self.group)
         self._require_same([theirs for theirs, _ in gathered])
         return [value for _, value in gathered]
 
@@ -201,9 +218,9 @@ class World:
     def gather_parts(self, flat: Tensor, own: Tensor) -> PendingCollective:
         """Fills `flat` with every process's part, in the order of ranks."""
         if not self.through_host:
-            return _all_gather(flat, own, async_op=True) or _Done()
+            return all_gather(flat, own, async_op=True) or _Done()
         host = flat.cpu()
-        _all_gather(host, own.cpu())
+        all_gather(host, own.cpu())
         flat.copy_(host)
         return _Done()
 

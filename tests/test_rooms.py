@@ -38,6 +38,7 @@ LEVELS = [
     ["trackers"],
     ["run_identity"],
     ["run_folder"],
+    ["saving"],
     ["run"],
     ["inputs", "options"],
     ["scoring"],

@@ -33,6 +33,7 @@ from support.recipes import Stopped, sft_recipe, stop_before, train_sft, write_r
 from support.rows import arithmetic_rows, write_jsonl
 
 EXACT = {"step", "loss", "grad_norm", "lr", "skipped_steps", "tokens", "epoch"}
+SAVE_TIMES = {"time/save_s", "time/save_wait_s"}
 TIMES = {"time/update_s", "time/step_s", "time/tokens_per_s", "time/validate_s"}
 
 
@@ -123,7 +124,8 @@ def test_metrics_have_a_line_per_step(finished):
     assert [row["step"] for row in rows] == list(range(9))
     assert set(rows[0]) == {"step", "val/loss", "time/step_s", "time/validate_s"}
     for row in rows[1:]:
-        assert set(row) == EXACT | TIMES | {"val/loss"}
+        assert set(row) - SAVE_TIMES == EXACT | TIMES | {"val/loss"}
+        assert (set(row) >= SAVE_TIMES) == (row["step"] > 1), "with the first line after a save"
         assert all(type(value) in (int, float) for value in row.values())
         assert row["epoch"] == pytest.approx(row["step"] * 6 / 60)
 
@@ -585,7 +587,7 @@ def test_disk_full_while_a_checkpoint_is_saved(tmp_path, recipe):
     script = (
         "import resource, sys; from plaudit.run import Run; from plaudit.cli import main; save = Run.save\n"
         "def save_then_limit(self, step):\n"
-        "    save(self, step)\n"
+        "    save(self, step); self.saver.wait()\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\n"
         "Run.save = save_then_limit; main()"
     )
@@ -651,6 +653,7 @@ def test_disk_full_while_the_trained_model_is_saved(tmp_path, recipe, plaudit, m
     file, run, finish = recipe(run={"max_steps": 2}), tmp_path / "run", Run.finish
 
     def finish_on_a_full_disk(self):
+        self.saver.wait()
         with file_size_limit(100_000):
             return finish(self)
 

@@ -70,5 +70,5 @@ class RowStream:
     def load_state(self, state: dict[str, int]) -> None:
         self.taken = state.get("taken", 0)
 
-    def saved(self) -> None:
+    def saving(self) -> None:
         pass

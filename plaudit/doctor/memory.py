@@ -27,6 +27,7 @@ from plaudit.train.memory_plan import (
     Lengths,
     Processes,
     local_reward_models,
+    plan_checkpoint_copy,
     plan_critic,
     plan_policy,
     resolve_checkpointing,
@@ -85,6 +86,18 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
         host = processes.available("cpu", device.type)
         text = f"moments and master weights take {gigabytes(plan.state)}{_of(host)} host memory"
         yield ("✓" if plan.state < SAFE_SHARE * host else "!"), text
+    if recipe.run.save_in_background:
+        yield _check_copy(recipe, plan.total if device.type == "cpu" else plan.state if plan.streamed else 0.0, processes)
+
+
+def _check_copy(recipe: TrainingRecipe, others: float, processes: Processes) -> Finding:
+    """`others`: what training takes of the host's memory besides."""
+    trains_on = processes.device(recipe.run.device).type
+    copy, host = plan_checkpoint_copy(recipe, processes), processes.available("cpu", trains_on)
+    text = f"run.save_in_background: a checkpoint is written from a copy, which takes {gigabytes(copy)}{_of(host)} host memory"
+    if others + copy < SAFE_SHARE * host:
+        return "✓", text
+    return "!", f"{text}; if there is no room for it, training waits while checkpoints are written"
 
 
 def _of(available: float) -> str:
@@ -150,7 +163,10 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget], processes: Process
             case "too much":
                 yield "✗", f"{text}; {gigabytes(required)} is the minimum. {advice}"
             case "tight":
-                yield "!", f"{text}: tight; when memory runs short, sequences queue for cache space. {advice}"
+                yield (
+                    "!",
+                    f"{text}: tight; when memory runs short, sequences queue for cache space and saves are waited for. {advice}",
+                )
             case _:
                 yield "✓", text
     for name, reward in local_reward_models(recipe):

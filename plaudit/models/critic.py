@@ -8,7 +8,7 @@ policy's own layers, so that one pass gives both log-probs and values. A new hea
 noise, and an untrained head does not move the policy's layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from plaudit.data.templates import ChatTemplate
 from plaudit.models.classifier import load_classifier, scores_of, set_pad_token
 from plaudit.models.folder import require_same_tokens
+from plaudit.models.host_memory import HostMemory
 from plaudit.models.logprobs import target_states
 from plaudit.models.scalar import VALUE_HEAD, read_value_head
 from plaudit.models.sharded import in_forward_pass
@@ -75,9 +76,22 @@ class SharedCritic:
         hidden_ND = torch.lerp(hidden_ND.detach(), hidden_ND, coefficient) if coefficient else hidden_ND.detach()
         return self.model(hidden_ND)[:, 0]
 
+    def saved_bytes(self) -> int:
+        return self.model.weight.numel() * self.model.weight.element_size()
+
     def save(self, folder: Path | None) -> None:
         """In LLaMA-Factory's format: next to the policy's weights, it makes them a scalar reward model or a critic."""
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({"v_head.summary.weight": self.model.weight.detach().contiguous()}, folder / VALUE_HEAD)
+        if folder is not None:
+            self.snapshot(None, keep=True)(folder)
+
+    def snapshot(self, memory: HostMemory | None, *, keep: bool) -> Callable[[Path], None]:
+        """As that of a model; its weight is not sharded."""
+        weight = self.model.weight.detach().contiguous()
+        if memory is not None and keep:
+            weight = memory.copies("model", {VALUE_HEAD: weight})[VALUE_HEAD]
+
+        def write(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({"v_head.summary.weight": weight}, folder / VALUE_HEAD)
+
+        return write

@@ -11,11 +11,15 @@ from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import LoraFolder
+from plaudit.models.host_memory import HostMemory
 from plaudit.models.sharded import iter_whole
 from plaudit.recipe import LoraSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+PEFT_PREFIX = "base_model.model."
+"""Of a model's names within peft's wrapper."""
 
 
 def attach_lora(
@@ -94,9 +98,23 @@ def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The same for saving; merged tensors are moved to the CPU, since a GPU may not have room for a second model."""
+def merged_weights(model: PreTrainedModel, memory: HostMemory | None = None) -> dict[str, Tensor]:
+    """The same for saving. Merged tensors are moved to the CPU, since a GPU may not have room for a second model; with `memory`,
+    all are copied there."""
     own = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    return {
-        name: (tensor if tensor.data_ptr() in own else tensor.cpu()).contiguous() for name, tensor in iter_merged_weights(model)
-    }
+    weights: dict[str, Tensor] = {}
+    for name, tensor in iter_merged_weights(model):
+        if tensor.data_ptr() in own:
+            weights[name] = tensor.contiguous() if memory is None else memory.copies("model", {name: tensor})[name]
+        else:
+            weights[name] = tensor.cpu().contiguous() if memory is None else memory.copy(f"model/{name}", tensor)
+    return weights
+
+
+def saved_by_peft(peft: "PeftModel") -> list[str]:
+    """Names of those weights of the model in it that peft saves: adapters, and what is trained in full."""
+    from peft import get_peft_model_state_dict
+
+    everything = peft.state_dict()
+    saved = {id(tensor) for tensor in get_peft_model_state_dict(peft, state_dict=everything).values()}
+    return [name.removeprefix(PEFT_PREFIX) for name, tensor in everything.items() if id(tensor) in saved]

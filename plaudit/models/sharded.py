@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from plaudit.models.host_memory import HostMemory
 from plaudit.models.weights import release_memory
-from plaudit.world import World
+from plaudit.world import World, all_gather
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -207,14 +208,38 @@ def iter_whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 unit.reshard()
 
 
-def gather_on_host(model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
-    """Copies of a sharded model's whole weights in host memory, tied ones still tied; `keep` says whether this process needs them,
-    and all must take part."""
+@torch.no_grad()
+def iter_some(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Some of a sharded model's weights, those that are trained in fp32, whole and in host memory; the others are not gathered."""
+    for name in names:
+        parameter = model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        own, size = parameter.to_local().detach().cpu(), dist.get_world_size()
+        rows = -(-len(parameter) // size)  # as torch.chunk divides them: the last ones may have fewer, or none
+        padded = torch.zeros(rows, *own.shape[1:], dtype=own.dtype)
+        padded[: len(own)] = own
+        whole = torch.empty(size * rows, *own.shape[1:], dtype=own.dtype)
+        all_gather(whole, padded)
+        yield name, whole[: len(parameter)]
+
+
+def gather_on_host(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], memory: HostMemory | None, *, keep: bool
+) -> dict[str, Tensor]:
+    """Copies of a sharded model's whole weights in host memory (in `memory`, if there is one), tied ones still tied; `keep` says
+    whether this process needs them, and all must take part."""
     first: dict[int, str] = {}
     ties = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     copies: dict[str, Tensor] = {}
     for name, tensor in weights:
-        if keep:
-            tied = copies.get(ties.get(name, name))
-            copies[name] = tensor.to("cpu", copy=True).contiguous() if tied is None else tied
+        if not keep:
+            continue
+        tied = copies.get(ties.get(name, name))
+        if tied is not None:
+            copies[name] = tied
+        elif memory is None:
+            copies[name] = tensor.to("cpu", copy=True).contiguous()
+        else:
+            copies[name] = memory.copy(f"model/{name}", tensor)
+            memory.settle()  # before the layer is freed
     return copies

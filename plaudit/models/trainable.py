@@ -4,14 +4,15 @@ Weights are loaded and saved as safetensors; a model with only pickled weights i
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -24,8 +25,9 @@ from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import config_to_load, count_labels
 from plaudit.models.fused import prepare_layers
-from plaudit.models.lora import attach_lora, iter_merged_weights, merge_lora, merged_weights
-from plaudit.models.sharded import gather_on_host, is_sharded, iter_whole
+from plaudit.models.host_memory import HostMemory
+from plaudit.models.lora import PEFT_PREFIX, attach_lora, iter_merged_weights, merge_lora, merged_weights, saved_by_peft
+from plaudit.models.sharded import gather_on_host, is_sharded, iter_some, iter_whole
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.redaction import redact
@@ -51,6 +53,8 @@ class TrainableModel:
     lora: LoraSettings | None = None
     peft: "PeftModel | None" = None
     """Wraps `model`, whose layers carry the adapters."""
+    _tokenizer: dict[str, bytes] | None = None
+    """The tokenizer's files, once they were needed."""
 
     @property
     def device(self) -> torch.device:
@@ -59,25 +63,68 @@ class TrainableModel:
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
+    def saved_bytes(self) -> int:
+        """Size of the saved weights, roughly."""
+        if self.peft is not None and not self._merges:
+            return sum(p.numel() * p.element_size() for _, p in self.trainable())
+        return sum(p.numel() for p in self.model.parameters()) * self.model.dtype.itemsize  # (a shard may be finer)
+
+    @property
+    def _merges(self) -> bool:
+        return self.lora is not None and self.lora.merge_on_save
+
     def save(self, folder: Path | None) -> None:
         """Write a folder that transformers and vLLM can load: weights, config, tokenizer, chat template, end-of-turn tokens.
         Without one, only help to gather a sharded model's weights."""
-        merge = self.peft is not None and self.lora is not None and self.lora.merge_on_save
-        weights = None
+        write = self.snapshot(None, keep=folder is not None)
+        if folder is not None:
+            write(folder)
+
+    def snapshot(self, memory: HostMemory | None, *, keep: bool) -> Callable[[Path], None]:
+        """What writes that folder, in any thread; from copies in `memory`, or without one from the model itself. `keep`: whether
+        this process needs it, or only helps to gather a sharded model's weights."""
+        merge = self.peft is not None and self._merges
+        weights = self._saved_weights(memory, merge=merge, keep=keep)
+        tokenizer = self._tokenizer_files() if keep else {}
+
+        def write(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.peft is None or merge:
+                self.model.save_pretrained(folder, state_dict=weights)
+            else:
+                self.peft.save_pretrained(str(folder), state_dict=weights)
+            for name, content in tokenizer.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+
+        return write
+
+    def _saved_weights(self, memory: HostMemory | None, *, merge: bool, keep: bool) -> dict[str, Tensor] | None:
+        """By the names that are saved; None for the model's own."""
+        adapters = saved_by_peft(self.peft) if self.peft is not None and not merge else None
         if is_sharded(self.model):
-            whole = iter_merged_weights(self.model) if merge else iter_whole(self.model)
-            weights = gather_on_host(self.model, whole, keep=folder is not None)
-        elif merge and folder is not None:
-            weights = merged_weights(self.model)
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.peft is None or merge:
-            self.model.save_pretrained(folder, state_dict=weights)
+            if adapters is not None:
+                whole = iter_some(self.model, adapters)
+            else:
+                whole = iter_merged_weights(self.model) if merge else iter_whole(self.model)
+            weights = gather_on_host(self.model, whole, memory, keep=keep)
+        elif merge and keep:
+            weights = merged_weights(self.model, memory)
+        elif memory is not None and keep:
+            state = self.model.state_dict()
+            weights = memory.copies("model", {name: state[name] for name in adapters or state})
         else:
-            adapter = weights and {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
-            self.peft.save_pretrained(str(folder), state_dict=adapter)
-        self.template.tokenizer.save_pretrained(folder)
+            return None
+        return weights if adapters is None else {f"{PEFT_PREFIX}{name}": tensor for name, tensor in weights.items()}
+
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        """They never change. A tokenizer must not be saved in one thread while it is used in another."""
+        if self._tokenizer is None:
+            with TemporaryDirectory() as folder:
+                self.template.tokenizer.save_pretrained(folder)
+                files = (file for file in Path(folder).rglob("*") if file.is_file())
+                self._tokenizer = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+        return self._tokenizer
 
 
 def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:

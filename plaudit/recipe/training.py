@@ -127,6 +127,9 @@ class RunSettings(Section):
     """Steps between checkpoints; the last step always saves one."""
     save_every_minutes: PositiveFloat | None = 30.0
     """Also save a checkpoint when the last one is this old; null for never. Does not affect the result."""
+    save_in_background: bool = True
+    """Write checkpoints while training continues, from a copy in host memory; if there is not enough of it, training waits. Does
+    not affect the result."""
     keep_last: PositiveInt = 2
     """Number of recent checkpoints to keep."""
     keep_best: bool = True
@@ -153,8 +156,8 @@ class ClusterSettings(Section):
 
 
 ANY_RESUME = (
-    "run.dir", "run.validate_first", "run.save_every", "run.save_every_minutes", "run.keep_last", "run.keep_best", "run.trackers",
-    "run.project", "train.max_skipped_steps", "optim.placement", "cluster.*",
+    "run.dir", "run.validate_first", "run.save_every", "run.save_every_minutes", "run.save_in_background", "run.keep_last",
+    "run.keep_best", "run.trackers", "run.project", "train.max_skipped_steps", "optim.placement", "cluster.*",
 )  # fmt: skip
 """Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything. (How many processes
 there are, and what they divide, changes rounding: a run records and reports what it finds, which may not be in the recipe.)"""

@@ -7,6 +7,7 @@ a checksum: one that a disk has damaged is not trained on but computed again, an
 import json
 import re
 import sqlite3
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -37,6 +38,8 @@ class ScoreCache:
 
     def __init__(self, file: Path):
         self.file, self._disabled = file, False
+        self._lock = threading.Lock()
+        self._clears, self._stored_since = False, set[str]()
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -80,16 +83,25 @@ class ScoreCache:
     def put(self, scores: Mapping[str, Score]) -> None:
         rows = [(key, _dumps(key, score)) for key, score in scores.items() if score.value is not None and not score.transient]
         if rows and not self._disabled:
-            with self._or_disable():
+            with self._lock, self._or_disable():
+                self._stored_since |= {key for key, _ in rows} if self._clears else set()
                 self._database.execute("begin")
                 self._database.executemany("insert or replace into scores values (?, ?)", rows)
                 self._database.execute("commit")
 
+    def begin_clear(self) -> None:
+        """Scores that are stored from now on are not deleted by the next `clear`."""
+        with self._lock:
+            self._clears, self._stored_since = True, set()
+
     def clear(self) -> None:
-        """Delete all scores."""
-        if not self._disabled:
-            with self._or_disable():
-                self._database.execute("delete from scores")
+        """Delete all scores from before `begin_clear`."""
+        with self._lock, self._or_disable():
+            if self._disabled:
+                return
+            kept = json.dumps(list(self._stored_since))
+            self._clears, self._stored_since = False, set()
+            self._database.execute("delete from scores where key not in (select value from json_each(?))", [kept])
 
     @contextmanager
     def _or_disable(self) -> Iterator[None]:
@@ -106,7 +118,9 @@ class ScoreCache:
             )
 
     def close(self) -> None:
-        self._database.close()
+        with self._lock:
+            self._disabled = True
+            self._database.close()
 
 
 def own_cache(folder: Path, world: "World") -> Path:

@@ -264,10 +264,12 @@ class RewardRunner:
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._running = {label: RunningMoments(**state[label]) if label in state else RunningMoments() for label in self._running}
 
-    def saved(self) -> None:
-        """A checkpoint is on disk: scores from before it will not be needed again."""
-        if self.cache is not None:
-            self.cache.clear()
+    def saving(self) -> Callable[[], None] | None:
+        """Once the checkpoint is on disk, scores from before it will not be needed again; those of the steps after it will."""
+        if self.cache is None:
+            return None
+        self.cache.begin_clear()
+        return self.cache.clear
 
     def model_calls(self) -> int:
         """Calls of all models since they were opened."""

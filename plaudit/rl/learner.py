@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from plaudit.checkpoint import Snapshot
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import TrainingStopped
 from plaudit.models.critic import SharedCritic, load_critic, target_values
@@ -275,13 +276,14 @@ class Learner:
     def state_bytes(self) -> int:
         return sum(trainer.state_bytes() for trainer in self._trainers)
 
-    def save_state(self, folder: Path) -> dict[str, Any]:
-        state = self.trainer.save_state(folder)
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        parts = [trainer.snapshot(copy=copy) for trainer in self._trainers]
+        state = dict(parts[0].state)
         if self.critic is not None:
-            state["critic"] = self.critic.save_state(folder)
+            state["critic"] = parts[1].state
         if self.penalty is not None:
             state["kl_penalty"] = self.penalty.state()
-        return state
+        return Snapshot(state, lambda folder: [file for part in parts for file in part.write(folder)])
 
     def load_state(self, folder: Path, state: dict[str, Any]) -> None:
         self.trainer.load_state(folder, state)

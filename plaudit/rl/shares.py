@@ -71,5 +71,5 @@ class PromptShares:
         saved = np.frombuffer(zlib.decompress(base64.b64decode(state.get("packed_lengths", EMPTY))), LENGTHS)
         self._lengths = saved.copy() if len(saved) == len(self._lengths) else np.zeros_like(self._lengths)
 
-    def saved(self) -> None:
+    def saving(self) -> None:
         pass

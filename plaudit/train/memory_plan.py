@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import chain
@@ -128,6 +129,24 @@ def plan_critic(recipe: RLRecipe, lengths: Lengths = None, processes: Processes 
         processes=processes.size,
         sharding=processes.sharding,
     )
+
+
+def plan_checkpoint_copy(recipe: TrainingRecipe, processes: Processes = ALONE) -> float:
+    """Each process's share of the host memory in which a checkpoint is copied before it is written (saving.py):
+
+    P' · 12 + P · b        masters and moments in fp32, and the model; not the latter where the masters are its own weights
+    """
+    device, models = processes.device(recipe.run.device), [(recipe.model, plan_policy(recipe, processes=processes))]
+    if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
+        with suppress(PlauditError, OSError, ValueError):  # reported by its own check
+            models.append((recipe.critic.model(recipe.model), plan_critic(recipe, processes=processes)))
+    total = 0.0
+    for model, plan in models:
+        size = resolve_dtype(model.dtype, device).itemsize
+        only_adapters = model.lora is not None and not model.lora.merge_on_save
+        own_masters = model.lora is None and size == 4 and processes.size == 1
+        total += 12 * plan.trainable + (0 if only_adapters or own_masters else plan.parameters * size)
+    return total / processes.size
 
 
 class UpdateSize(NamedTuple):
@@ -269,6 +288,9 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
     if isinstance(recipe, RLRecipe):
         _engine(recipe, lengths, device, plan, processes, here)
         _critic(recipe, lengths, device, processes, needs, policy_work=plan.work)
+    if recipe.run.save_in_background:
+        # Elastic: without it, training waits for a save. So this setting cannot change how many layers are checkpointed.
+        needs["cpu"].append(Need("checkpoint: copy while it is written", always, 0.0, plan_checkpoint_copy(recipe, processes)))
 
 
 def _engine(

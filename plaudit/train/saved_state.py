@@ -20,9 +20,13 @@ class SavedTensor:
     """Reads a range of the tensor's elements, flat."""
 
 
-def save_tensors(tensors: Mapping[str, Tensor], folder: Path, prefix: str = "") -> None:
+def save_tensors(tensors: Mapping[str, Tensor], folder: Path, prefix: str = "") -> list[Path]:
+    """Returns the files; none without tensors: a process that has none must not replace the file of one that has."""
+    files = []
     for number, chunk in enumerate(_chunks(tensors, FILE_BYTES)):
-        save_file({name: t.contiguous() for name, t in chunk.items()}, folder / f"{prefix}{number:05d}.safetensors")
+        files.append(folder / f"{prefix}{number:05d}.safetensors")
+        save_file({name: t.contiguous() for name, t in chunk.items()}, files[-1])
+    return files
 
 
 def saved_tensors(folder: Path) -> Iterator[SavedTensor]:
@@ -68,4 +72,5 @@ def _chunks(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
             chunk, size = {}, 0
         chunk[name] = tensor
         size += tensor_bytes
-    yield chunk
+    if chunk:
+        yield chunk

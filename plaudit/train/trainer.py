@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plaudit.checkpoint import Snapshot
 from plaudit.errors import TrainingStopped
+from plaudit.models.host_memory import HostMemory
 from plaudit.models.memory import Sharding
 from plaudit.models.sharded import PASS, run_in_pass
 from plaudit.recipe import OptimSettings
@@ -43,8 +45,13 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def saved_bytes(self) -> int: ...
     def save(self, folder: Path | None) -> None:
         """Called in all processes, of which one has a folder to write to: the weights may have to be gathered."""
+
+    def snapshot(self, memory: HostMemory | None, *, keep: bool) -> Callable[[Path], None]:
+        """What saves the model as it is now, or with `memory`, as it was now. Called in all processes, of which one keeps it."""
+        ...
 
 
 class Trainer:
@@ -71,6 +78,8 @@ class Trainer:
         self.seed, self.max_skipped_steps = seed, max_skipped_steps
         self.updates = 0
         self.skipped_steps = 0
+        self._memory: HostMemory | None = None
+        """For copies of what is being saved."""
 
     def sibling(self, trained: Trainable, optim: OptimSettings, name: str) -> "Trainer":
         """A trainer for another model of the same run."""
@@ -129,20 +138,29 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """Of this process's part of a checkpoint."""
-        model = self.trained.model
-        saved = (
-            sum(p.numel() for p in model.parameters()) * getattr(model, "dtype", torch.float32).itemsize
-        )  # (a shard may be finer)
         state = sum(tensor.numel() * tensor.element_size() for tensor in self._own_state().values())
-        return state + (saved if self.world.leads else 0)
+        return state + (self.trained.saved_bytes() if self.world.leads else 0)
 
-    def save_state(self, folder: Path) -> dict[str, Any]:
+    def snapshot(self, *, copy: bool) -> Snapshot:
         """This process's part."""
-        self.trained.save(folder / self.name if self.world.leads else None)
-        optimiser_folder = folder / self._optimiser_folder
-        optimiser_folder.mkdir(exist_ok=True)
-        save_tensors(self._own_state(), optimiser_folder, prefix=f"rank{self.world.rank}_" if self.sharded else "")
-        return {"updates": self.updates, "skipped_steps": self.skipped_steps}
+        self._memory = memory = (self._memory or HostMemory()) if copy else None
+        if memory is not None:
+            memory.begin()
+        write_model = self.trained.snapshot(memory, keep=self.world.leads)
+        state = self._own_state() if memory is None else memory.copies(self._optimiser_folder, self._own_state())
+        if memory is not None:
+            memory.settle()
+
+        def write(folder: Path) -> list[Path]:
+            written = []
+            if self.world.leads:
+                write_model(folder / self.name)
+                written = [file for file in (folder / self.name).rglob("*") if file.is_file()]
+            optimiser_folder = folder / self._optimiser_folder
+            optimiser_folder.mkdir(exist_ok=True)
+            return written + save_tensors(state, optimiser_folder, prefix=f"rank{self.world.rank}_" if self.sharded else "")
+
+        return Snapshot({"updates": self.updates, "skipped_steps": self.skipped_steps}, write)
 
     def _own_state(self) -> dict[str, Tensor]:
         """What only this process saves."""

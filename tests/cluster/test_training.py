@@ -122,7 +122,7 @@ def test_adapters_of_sharded_weights(tmp_path, make_recipe, undisturbed, stage):
 )
 def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, make_recipe, undisturbed, saved_by, sharding, loaded_by):
     recipe = make_recipe(tmp_path / "run", "rl")
-    killed = ["SIGKILL", "before line 3", "rl", recipe, SAVE, f"cluster.sharding={sharding}"]
+    killed = ["SIGKILL", "before line 5", "rl", recipe, SAVE, f"cluster.sharding={sharding}"]
     for rank in start_ranks(saved_by, *killed, scripts=dict.fromkeys(range(saved_by), SIGNAL_ITSELF)):
         assert rank.wait() == -signal.SIGKILL, rank.output
     parts = [*(tmp_path / "run/checkpoints/step_000002/trainer").iterdir()]
@@ -138,6 +138,7 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path, make_recipe
         (0, "open .step_000004.aside/state.json"),
         (0, "behind line 4"),
         (1, "before line 3"),
+        (1, "open trainer/rank1_00000.safetensors"),  # which it has just written
     ],
 )
 def test_kill_9_of_a_rank_and_resume(tmp_path, make_recipe, undisturbed, killed, moment):

@@ -73,11 +73,19 @@ def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("moment", ["open .step_000010.aside/state.json", "os.rename checkpoints/.step_000010.aside"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "open .step_000010.aside/state.json",
+        "open .step_000010.aside/manifest.json",
+        "os.rename checkpoints/.step_000010.aside",
+        "open trainer/00000.safetensors",  # of step 5, read for its checksum
+    ],
+)
 def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, rows_file, uninterrupted, moment):
     (tmp_path / "reference").symlink_to(uninterrupted)
     killed = recipe_for(tmp_path, "killed", tiny_model, rows_file, {})
-    aside = tmp_path / "killed/checkpoints/.step_000010.aside"
+    aside = tmp_path / f"killed/checkpoints/.step_{'000005' if 'trainer' in moment else '000010'}.aside"
     signalled(signal.SIGKILL, moment, "sft", killed)
     assert aside.exists()
     train_sft(killed)
@@ -101,6 +109,20 @@ def test_a_graceful_stop_saves_and_says_how_to_resume(tmp_path, tiny_model, rows
     assert json.loads((last / "state.json").read_text())["step"] == exact_metrics(tmp_path / "stopped")[-1]["step"]
     train_sft(stopped)
     assert_same_result(tmp_path / "stopped", tmp_path / "reference")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saving_in_the_background_changes_no_file(tmp_path, tiny_model, rows_file, uninterrupted, variant):
+    reference = uninterrupted
+    if VARIANTS[variant]:
+        train_sft(recipe_for(tmp_path, "reference", tiny_model, rows_file, VARIANTS[variant]))
+        reference = tmp_path / "reference"
+    train_sft(recipe_for(tmp_path, "waiting", tiny_model, rows_file, VARIANTS[variant]), "run.save_in_background=false")
+    files = {str(file.relative_to(reference)) for file in reference.glob("checkpoints/**/*") if file.is_file()}
+    assert sum(name.endswith(".safetensors") for name in files) == 4, "a model and a trainer's state, twice"
+    for name in files:
+        assert (tmp_path / "waiting" / name).read_bytes() == (reference / name).read_bytes(), name
+    assert_same_result(tmp_path / "waiting", reference)
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, tiny_model, rows_file, uninterrupted, capsys):

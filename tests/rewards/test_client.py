@@ -262,7 +262,9 @@ def test_an_unwritable_cache_only_turns_off_caching(tmp_path, capsys):
         other.execute("begin exclusive")
         assert [values(one) for one in runner.collect([group("a"), group("b")])] == [[1.0], [1.0]]
         other.execute("rollback")
-        runner.saved()
+        once_saved = runner.saving()
+        assert once_saved is not None
+        once_saved()
     other.close()
     assert capsys.readouterr().err.count("scores are no longer cached") == 1
 

@@ -76,9 +76,11 @@ def outcome(name: str, folders: Path, scratch: Path, world: World) -> dict[str, 
         case = Case(name, folders, world, sharding)
         case.model.save(folder / "untrained" if world.leads else None)
         results[sharding] = [case.update() for _ in range(UPDATES)]
-        states[sharding] = case.trainer.save_state(folder)
+        snapshot = case.trainer.snapshot(copy=True)
         results[f"{sharding}, sent"] = {weight: tensor.clone() for weight, tensor in Weights(case.model.model)}
         results[f"{sharding}, continued"] = case.update()
+        snapshot.write(folder)
+        states[sharding] = snapshot.state
     world.wait("the files")
     swapped: dict[Sharding, Sharding] = {"full": "optimiser", "optimiser": "full"}
     for saved, loading in swapped.items():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plaudit.checkpoint import find_checkpoint, save_checkpoint
+from plaudit.checkpoint import find_checkpoint, render_state, write_checkpoint
 from plaudit.config import load as load_recipe
 from plaudit.data.pack import micro_batches
 from plaudit.errors import RecipeError
@@ -83,7 +83,8 @@ def test_checkpoints_do_not_depend_on_offload(tiny_model, tmp_path, cpu_as_gpu, 
     batches = micro_batches(rows_of(policy), 64)
     trainer = make_trainer(policy, placement=PLACEMENT[first])
     trainer.update(batches, nll_of(policy, batches))
-    save_checkpoint(tmp_path, 1, trainer, trainer.world)
+    taken = trainer.snapshot(copy=first)
+    write_checkpoint(tmp_path, 1, taken, render_state(1, taken), trainer.state_bytes(), trainer.world)
     trainer.update(batches, nll_of(policy, batches))
 
     again = load(tiny_model, dtype="bfloat16")
