@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plaudit.balance import idle_share
 from plaudit.checkpoint import Snapshot
 from plaudit.errors import TrainingStopped
 from plaudit.models.host_memory import HostMemory
@@ -125,6 +126,11 @@ class Trainer:
                 f"update {self.updates}: the loss or gradient was not finite (loss {metrics['loss']}, gradient norm "
                 f"{norm.item()}), {self.skipped_steps} times so far; train.max_skipped_steps is {self.max_skipped_steps}. Check "
                 "the data of this update, lower optim.lr, or set model.dtype=float32."
+            )
+        if self.world.size > 1:
+            tokens = [batch.num_tokens for batch in micro_batches]
+            metrics["time/update_idle_share"] = idle_share(
+                [sum(tokens[rank :: self.world.size]) for rank in range(self.world.size)]
             )
         return {
             **metrics,

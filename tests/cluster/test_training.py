@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from plaudit.run_folder import read_metrics
 from support.processes import MAIN, SIGNAL_ITSELF
 from support.ranks import differences, samples, start_ranks, train_with, weight_difference
 from support.recipes import exact_metrics, pair_recipe, rl_recipe, sft_recipe, write_recipe
@@ -95,6 +96,8 @@ def assert_same_but_for_rounding(run: Path, reference: Path) -> None:
 def test_rl_by_several_processes(tmp_path, make_recipe, undisturbed, case, size, sharding):
     train_with(size, "rl", make_recipe(tmp_path / "run", "rl", case), f"cluster.sharding={sharding}")
     assert_same_but_for_rounding(tmp_path / "run", undisturbed("rl", case))
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert row["step"] == 0 or 0.0 <= row["time/update_idle_share"] < 1.0
 
 
 @pytest.mark.slow

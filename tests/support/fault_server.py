@@ -134,7 +134,7 @@ class FaultServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._locked(request):
-            return self._refusal("401")
+            return self._refusal("401", request)
         others = [{"id": name} for name in self.others]
         return web.json_response({"data": [{"id": self.model, "max_model_len": self.max_model_len}, *others]})
 
@@ -195,11 +195,12 @@ class FaultServer:
                 transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 transport.abort()
                 await asyncio.sleep(0)
-        return web.Response(text=BAD_ANSWERS[fault]) if fault in BAD_ANSWERS else self._refusal(fault)
+        return web.Response(text=BAD_ANSWERS[fault]) if fault in BAD_ANSWERS else self._refusal(fault, request)
 
-    def _refusal(self, fault: str) -> web.Response:
+    def _refusal(self, fault: str, request: web.Request) -> web.Response:
         headers = {"Retry-After": self.retry_after} if self.retry_after and fault in ("429", "503") else {}
-        message = STATUSES.get(fault, "") + (f" (got {self.key})" if fault == "401" else "")
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        message = STATUSES.get(fault, "") + (f" (got {key})" if fault == "401" else "")
         status = 400 if fault == "toolong" else int(fault) if fault.isdigit() else 500
         return web.json_response({"error": {"message": message}}, status=status, headers=headers)
 
