@@ -415,7 +415,9 @@ def test_the_memory_plan_accounts_for_offloading(ppo, tiny_model, monkeypatch):
     [engine] = [need.fixed for need in resident["cuda"].needs if need.name.startswith("engine")]
     assert resident["cuda"].at("sampling", fixed_only=True) == RUNTIME["cuda"] + engine + (2 + 2 + 12) * policy + (2 + 12) * critic
     assert offloaded["cuda"].at("sampling", fixed_only=True) == RUNTIME["cuda"] + engine + 2 * policy
-    assert [offloaded["cpu"].at(phase, fixed_only=True) for phase in ("sampling", "training")] == [(2 + 12) * policy + (2 + 12) * critic] * 2
+    assert [offloaded["cpu"].at(phase, fixed_only=True) for phase in ("sampling", "training")] == [
+        (2 + 12) * policy + (2 + 12) * critic
+    ] * 2
     # In training the critic is on device; the states of models this small are streamed in one chunk, one after the other.
     needs = {need.name: need for need in offloaded["cuda"].needs}
     assert needs["critic: weights"].phases == ("training",)
