@@ -289,8 +289,9 @@ def test_samples_of_a_validation_can_be_read(tmp_path, recipe, capsys, name):
     file, run = recipe(name), tmp_path / "run"
     run.mkdir()
     ids: dict[str, str] = {}
+    loaded = load_checked(file, [], "sft")[0].recipe
     for _ in range(2):
-        trackers = Trackers([name], run, load_checked(file, [], "sft")[0].recipe, ids, 0)
+        trackers = Trackers([name], run, loaded, ids, 0)
         trackers.log(1, {"step": 1, "val/reward": 0.25})
         trackers.log_samples(1, SAMPLES)
         trackers.close()

@@ -32,7 +32,7 @@ from plaudit.models.reference import Reference
 from plaudit.models.trainable import load_model, load_policy
 from plaudit.recipe import AlgorithmSettings, ModelSettings
 from plaudit.report.curves import draw_curves
-from plaudit.rewards.runner import RewardRunner
+from plaudit.rewards.handover import Handover
 from plaudit.rl.collect import Collector
 from plaudit.rl.experience import Update, make_update
 from plaudit.rl.learner import Learner
@@ -412,15 +412,15 @@ def test_sigterm_while_scoring_cancels_the_calls(tmp_path, recipe, monkeypatch):
     """A reward that hangs does not keep the run from stopping."""
     reward = write_function(tmp_path / "reward.py", REWARD_THAT_CAN_HALT)
     train_rl(recipe("reference", reward))
-    wait_for = RewardRunner._wait
+    wait_for = Handover.wait
 
-    def signal_and_wait(self, pending, report):
+    def signal_and_wait(self, every_s, report):
         if (tmp_path / "halt").exists():
             os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(self, pending, report)
+        wait_for(self, every_s, report)
 
     monkeypatch.setenv("HALT_SCORING", str(tmp_path / "halt"))
-    monkeypatch.setattr(RewardRunner, "_wait", signal_and_wait)
+    monkeypatch.setattr(Handover, "wait", signal_and_wait)
     (tmp_path / "halt").touch()
     file = recipe("run", reward)
     with pytest.raises(Interrupted, match=r"^stopped during step 1; there is no step to save yet\."):
