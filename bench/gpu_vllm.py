@@ -73,7 +73,7 @@ def push(size: str, model: Path, given: argparse.Namespace) -> None:
     template = load_model_template(settings)
     policy = load_policy(settings, template, device).model
     size_gb = sum(tensor.nbytes for _, tensor in Weights(policy)) / 1e9
-    for way in ("auto", "stream", "files"):
+    for way in given.ways:
         server: Any = {"program": given.program, "weights": way, "arguments": ["--enforce-eager"]}
         rollout = RolloutSettings(engine="vllm", server=server)
         engine = VllmEngine(EngineSetup(rollout, policy, template.tokenizer, World.alone(device)))
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--program", help="The Python that has vLLM; default: this one.")
     parser.add_argument("--sizes", nargs="*", default=["0.5B", "1.5B"])
     parser.add_argument("--push", nargs="*", default=["1.5B", "7B"])
+    parser.add_argument("--ways", nargs="+", default=["auto", "stream", "files"], help="rollout.server.weights")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
