@@ -121,18 +121,7 @@ def main() -> None:
     program = [f"rollout.server.program={given.program}"] if given.program else []
     if given.sizes:
         print(f"{given.prompts} prompts × 8 × {given.tokens} tokens, {given.steps} steps; median of all but the first")
-        head = [
-            "",
-            "s a step",
-            "sampling",
-            "update",
-            "rest",
-            "sampled tokens/s",
-            "mismatch",
-            "weights bounded",
-            "peak GB",
-            "start, s",
-        ]
+        head = ["", "s a step", "sampling", "update", "rest", "sampled tokens/s", "mismatch", "weights bounded", "start, s"]
         print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)
     for size in given.sizes:
         recipe = recipe_of(make_model(size, folder, "cuda"), folder, given)
