@@ -296,16 +296,16 @@ def test_mistakes_give_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sft"], "Missing argument 'R.yaml'"),
-        (["doctor", "r.yaml", "--rows", "-1"], "Invalid value for '--rows'"),
+        (["sft"], "missing argument 'R.yaml'"),
+        (["doctor", "r.yaml", "--rows", "-1"], "invalid value for '--rows'"),
         (
             ["prepare", "tiny-model", "r", "--out", "m", "--kind", "lama"],
             "'lama' is not one of 'llama', 'qwen2', 'qwen3', 'mistral'",
         ),
         (["prepare", "tiny-model", "r", "--out", "m", "--hidden-size", "12"], "12 is not a multiple of 8"),
-        (["prepare", "tiny-model", "r", "--out", "m", "--layers", "0"], "Invalid value for '--layers'"),
+        (["prepare", "tiny-model", "r", "--out", "m", "--layers", "0"], "invalid value for '--layers'"),
         (["prepare", "tiny-model", "r", "--out", "m", "--vocabulary", "100"], "greater than or equal to 259"),
-        (["prepare", "tiny-model", "r"], "Missing option '--out'"),
+        (["prepare", "tiny-model", "r"], "missing option '--out'"),
     ],
 )
 def test_wrong_usage_is_explained(tmp_path, monkeypatch, plaudit, arguments, message):
@@ -559,7 +559,12 @@ def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tin
         (USER_FIRST, ["data.train={folder}/no_user.jsonl"], None),
         (None, ["data.max_tokens=40"], "are longer than data.max_tokens = 40: filtered out"),
         (None, ["data.max_tokens=40", "data.too_long=cut_left"], "are longer than data.max_tokens = 40: cut on the left"),
-        (None, ["train.rows_per_step=100"], "train.rows_per_step = 100 exceeds the 60 rows in the data"),
+        (None, ["train.rows_per_step=100"], "exceeds the 60 rows in the data: there is one step, of all of them"),
+        (
+            None,
+            ["train.rows_per_step=100", "run.epochs=3"],
+            "60 rows in the data: a step has rows of several epochs",
+        ),
     ],
 )
 def test_doctor_only_warns_about_unusual_settings(tmp_path, plaudit, recipe, template, settings, warning):
@@ -657,6 +662,11 @@ def test_prepare_does_not_overwrite_files(tmp_path, plaudit, rows_file):
     assert plaudit("prepare", "tiny-model", rows_file, "--out", tmp_path).code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_a_file_is_no_folder_to_write_a_model_to(plaudit, rows_file):
+    code, _, err = plaudit("prepare", "tiny-model", rows_file, "--out", rows_file)
+    assert (code, err) == (2, f"--out: {rows_file} is a file; name a new folder\n")
 
 
 def test_help_lists_every_kind_of_tiny_model(plaudit):

@@ -143,7 +143,7 @@ def test_shipped_rollouts_show_what_an_audit_finds(plaudit, elsewhere):
     """A strict reward passes, one that accepts the right number anywhere fails; reports never go into the installation."""
     code, out, err = plaudit("audit", "recipes/arithmetic/rewards.yaml", ROLLOUTS)
     assert code == 0, out + err
-    assert (elsewhere / "runs/audit/audit.html").exists()
+    assert (elsewhere / "runs/audit/rewards/audit.html").exists()  # named after the recipe
     code, out, _ = plaudit("audit", "recipes/audit/any_number.yaml", ROLLOUTS, "--out", "any_number")
     assert code == 1
     checks = json.loads((elsewhere / "any_number/audit.json").read_text())["checks"]

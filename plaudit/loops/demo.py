@@ -42,7 +42,9 @@ def run_demo(out: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, f
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
     before = rl.evaluate(*load_checked(RL, [*prompts, f"model.path={base}", *overrides], "rl"))["val/reward"]
     demonstrations = [f"seed={seed}", f"model.path={base}", f"data.train={data / 'sft.jsonl'}", f"run.dir={out / 'sft'}"]
+    print_line("\nSFT: a cold start on careless demonstrations", "bold")
     cold_start = train(*load_checked(SFT, [*demonstrations, *overrides], "sft"))
+    print_line("\nRL: GRPO with a reward for right answers", "bold")
     train(*load_checked(RL, [*prompts, f"model.path={cold_start}", *overrides], "rl"))
 
     curve = _metrics(out / "rl")

@@ -61,7 +61,6 @@ def by_reward(scored: list[ScoredGroup]) -> dict[str, list[float | None]]:
 # Sharing a model -----------------------------------------------------------------------------------------------------
 
 
-
 def test_a_model_that_cannot_be_opened_is_reported_with_its_reward():
     with FaultServer() as server:
         server.others = ["embedder"]
