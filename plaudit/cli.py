@@ -14,7 +14,7 @@ from plaudit.command_help import UsageError, VerbGroup, examples, usage_problem
 from plaudit.config import load
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
-from plaudit.inputs import load_checked, require_causal_model, require_model
+from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
 from plaudit.lora_folder import is_lora_folder
 from plaudit.options import (
     ChatTemplateName,
@@ -34,6 +34,7 @@ from plaudit.options import (
     parse_object_option,
     split_overrides,
 )
+from plaudit.output_folder import DEMO_FILES, require_empty
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.redaction import redact
@@ -133,6 +134,7 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
     `plaudit config R.yaml --explain` lists every setting; see docs/rl.md.
     """
     loaded, sources = load_checked(recipe, overrides, "rl")
+    require_servers(loaded.recipe)
 
     from plaudit.loops.train import train
 
@@ -336,6 +338,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for all of it.")] = Path("runs/demo"),
 ) -> None:
     """A small model, from nothing to a trained policy in minutes on a CPU: SFT cold start, then GRPO, and a picture of it."""
+    require_empty(out, DEMO_FILES)  # before torch is imported
+
     from plaudit.loops.demo import run_demo
 
     run_demo(out, seed, overrides or ())

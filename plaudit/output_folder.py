@@ -11,6 +11,8 @@ from plaudit.errors import PlauditError, RunError
 
 LOGS = (".log", ".out", ".err")
 SHOWN = 3
+DEMO_FILES = ("data", "base", "sft", "rl", "demo.png")
+"""What `plaudit demo` writes."""
 
 
 def require_run_folder(folder: Path) -> None:

@@ -22,9 +22,10 @@ from plaudit.models.memory import MemoryPlan, plan_memory
 from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
 from plaudit.recipe import ModelSettings
+from support.fault_server import FaultServer
 from support.paths import REPOSITORY
 from support.processes import Command
-from support.recipes import sft_recipe, write_recipe
+from support.recipes import rl_recipe, sft_recipe, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
 
 
@@ -362,6 +363,28 @@ def test_exit_codes(monkeypatch, plaudit, recipe, error, code):
         assert got.err.startswith("out of GPU memory (reason). Lower train.tokens_per_micro_batch (now 128)")
     else:
         assert got.err == "reason\n"
+
+
+def test_a_demo_among_other_files_is_refused_before_torch_is_imported(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    code, _, err = real_command("demo", "--out", tmp_path, flags=("-X", "importtime"))
+    assert code == 2
+    assert f"--out: {tmp_path} is not empty (it has thesis.tex)" in err
+    assert "torch" not in {line.rpartition("|")[2].strip() for line in err.splitlines()}
+
+
+def test_a_judge_that_rejects_the_key_is_reported_before_anything_is_loaded(tmp_path, tiny_model, plaudit, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "velvet-hammer")
+    monkeypatch.setattr("plaudit.loops.train.train", None)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "What is 1 + 1?", "ground_truth": "2"}])
+    with FaultServer(key="another") as server:
+        judge = {"kind": "judge", "name": "helpful", "model": {"placement": "server", "url": server.url, "credential": "JUDGE_KEY"}}
+        recipe = write_recipe(tmp_path / "rl.yaml", rl_recipe(tiny_model, rows, tmp_path / "run", judge))
+        code, _, err = plaudit("rl", recipe)
+    assert code == 2
+    assert err.startswith(f"reward 'helpful': {server.url}/v1/models: HTTP 401")
+    assert "The key in JUDGE_KEY is not accepted" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_has_no_traceback(monkeypatch, plaudit, recipe):
