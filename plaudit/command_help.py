@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from plaudit.errors import PlauditError, nearest
+from plaudit.shipped import DOCS
 
 EXAMPLES = {
     "sft": ("plaudit sft recipes/first/sft.yaml", "plaudit sft recipes/first/sft.yaml optim.lr=1e-4 run.dir=runs/second"),
@@ -105,6 +106,8 @@ class VerbGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _without_types_of_flags(self, ctx)
         super().format_help(ctx, formatter)
+        if ctx.parent is None:
+            typer.echo(f" Pages that messages name, such as docs/rl.md, are in\n {DOCS}\n")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb = args[0] if args else ""
