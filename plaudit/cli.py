@@ -10,11 +10,11 @@ import typer
 
 from plaudit import __version__
 from plaudit.audit.cli import audit
-from plaudit.command_help import VerbGroup, examples
+from plaudit.command_help import UsageError, VerbGroup, examples, usage_problem
 from plaudit.config import load
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
-from plaudit.inputs import load_checked, require_causal_model, require_model
+from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
 from plaudit.lora_folder import is_lora_folder
 from plaudit.options import (
     ChatTemplateName,
@@ -34,10 +34,12 @@ from plaudit.options import (
     parse_object_option,
     split_overrides,
 )
+from plaudit.output_folder import DEMO_FILES, require_empty
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.redaction import redact
 from plaudit.serving.cli import serve
+from plaudit.wrapping import terminal_width, wrapped, wrapped_comments
 
 app = typer.Typer(
     name="plaudit",
@@ -56,7 +58,7 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="R.yaml", help="The recipe."
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[section.name=value]…", help="Settings that replace the recipe's own, such as optim.lr=1e-5.", show_default=False
+        metavar="section.name=value", help="Settings that replace the recipe's own, such as optim.lr=1e-5.", show_default=False
     ),
 ]
 
@@ -132,6 +134,7 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
     `plaudit config R.yaml --explain` lists every setting; see docs/rl.md.
     """
     loaded, sources = load_checked(recipe, overrides, "rl")
+    require_servers(loaded.recipe)
 
     from plaudit.loops.train import train
 
@@ -335,6 +338,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for all of it.")] = Path("runs/demo"),
 ) -> None:
     """A small model, from nothing to a trained policy in minutes on a CPU: SFT cold start, then GRPO, and a picture of it."""
+    require_empty(out, DEMO_FILES)  # before torch is imported
+
     from plaudit.loops.demo import run_demo
 
     run_demo(out, seed, overrides or ())
@@ -343,7 +348,7 @@ def demo(
 @app.command(epilog=examples("recipes"))
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A folder of them to copy, such as first.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="A folder of them to copy, such as first.", show_default=False)
     ] = None,
 ) -> None:
     """List the recipes that ship with plaudit, or copy some of them into the current folder to edit.
@@ -357,8 +362,10 @@ def recipes(
         return
     found = {shown: first_comment(file) for shown, file in shipped_recipes().items()}
     width = max(map(len, found))
-    print("\n".join(f"{shown:<{width}}  {comment}" for shown, comment in found.items()))
-    print("\nplaudit config NAME shows one; plaudit recipes first copies that folder here, to edit.")
+    for shown, comment in found.items():
+        print(wrapped(f"{shown:<{width}}  {comment}", sys.stdout, indent=width + 2))
+    print("\nTo see one:              plaudit config recipes/first/sft.yaml")
+    print("To copy a folder, to edit: plaudit recipes first")
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("config"))
@@ -370,12 +377,13 @@ def config(
     ] = False,
 ) -> None:
     """Print the resolved recipe and where each value comes from; with --explain, what each setting means and allows."""
+    from plaudit.explain import WIDTH, to_yaml
     from plaudit.explain import explain as explained
-    from plaudit.explain import to_yaml
 
     names = [argument for argument in overrides or () if explain and "=" not in argument]
     loaded = load(recipe, [argument for argument in overrides or () if argument not in names])
-    print(explained(loaded, names) if explain else to_yaml(loaded), end="")
+    width = min(WIDTH, terminal_width(sys.stdout))
+    print(wrapped_comments(explained(loaded, names, width) if explain else to_yaml(loaded), sys.stdout), end="")
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("doctor"))
@@ -420,10 +428,17 @@ def main() -> None:
     try:
         require_supported_system()
         raise_open_file_limit()
-        app()
+        sys.exit(app(standalone_mode=False))
     except PlauditError as error:
-        print(redact(str(error)), file=sys.stderr)
+        print(wrapped(redact(str(error)), sys.stderr), file=sys.stderr)
         sys.exit(error.exit_status)
+    except UsageError as error:
+        if problem := usage_problem(error):
+            print(wrapped(redact(problem), sys.stderr), file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        print("stopped", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

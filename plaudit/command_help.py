@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
 
 from plaudit.errors import PlauditError, nearest
+from plaudit.shipped import DOCS
 
 EXAMPLES = {
     "sft": ("plaudit sft recipes/first/sft.yaml", "plaudit sft recipes/first/sft.yaml optim.lr=1e-4 run.dir=runs/second"),
@@ -73,8 +75,39 @@ def examples(verb: str) -> str:
     return "\n\n".join(["Examples:", *(f"`{example}`" for example in EXAMPLES[verb])])
 
 
+UsageError: Any = typer.BadParameter.__base__
+"""Of click, or of the copy of it inside newer versions of typer."""
+
+
+def usage_problem(error: Any) -> str:
+    """A mistake in options or arguments as one line. Without arguments, the help that was printed says enough."""
+    message = error.format_message()
+    if error.ctx is None or not message:
+        return message
+    path = error.ctx.command_path.replace("python -m plaudit", "plaudit")
+    return f"{path}: {message[0].lower()}{message[1:].rstrip('.')}. See {path} --help"
+
+
+def _without_types_of_flags(command: Any, ctx: Any) -> Any:
+    """`--version`, not `--version <bool>`, in its help."""
+    for param in command.get_params(ctx):
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return command
+
+
 class VerbGroup(TyperGroup):
     """The verbs; one that does not exist is answered with the one that was probably meant."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        return command and _without_types_of_flags(command, ctx)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _without_types_of_flags(self, ctx)
+        super().format_help(ctx, formatter)
+        if ctx.parent is None:
+            typer.echo(f" Pages that messages name, such as docs/rl.md, are in\n {DOCS}\n")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb = args[0] if args else ""

@@ -107,6 +107,8 @@ def _with_shipped_files(value: Any) -> Any:
 
 def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: str) -> None:
     name, equals, text = override.partition("=")
+    if equals and name.startswith("-") and name.strip("- "):
+        raise RecipeError(f"{override!r} is not an override: write {override.lstrip('- ')}, without dashes")
     if not equals or not name.strip():
         dashes = ", without dashes and with =" if override.startswith("-") else ""
         raise RecipeError(f"{override!r} is not an override: write it as section.name=value{dashes}")
@@ -114,11 +116,13 @@ def _apply_override(tree: dict[str, Any], sources: dict[Place, str], override: s
     at: Any = tree
     place: Place = ()
     for part in sections:
-        key = _key(at, part, name)
+        key = _key(at, part, name, place)
+        place = (*place, key)
         if isinstance(at, dict) and not isinstance(at.get(key), dict | list):
             at[key] = {}  # a section that is absent, or null
-        at, place = at[key], (*place, key)
-    key = _key(at, last, name)
+            sources[place] = COMMAND_LINE
+        at = at[key]
+    key = _key(at, last, name, place)
     inside_list, place = isinstance(at, list), (*place, key)
     try:
         node = compose(text)
@@ -163,13 +167,18 @@ def _forget(place: Place, sources: dict[Place, str]) -> None:
         del sources[old]
 
 
-def _key(container: Any, part: str, name: str) -> str | int:
-    """One component of an override's name: the name of a setting, or the index of a list entry."""
+def _key(container: Any, part: str, name: str, place: Place) -> str | int:
+    """One component of an override's name: the name of a setting, or the index of a list entry. `place`: of the container."""
     if isinstance(container, dict):
         return part
     if isinstance(container, list) and part.isdecimal() and int(part) < len(container):
         return int(part)
-    raise RecipeError(f"command line: {name}: there is no entry {part} in what the recipe has there")
+    entries = "what the recipe has there is no list"
+    if isinstance(container, list):
+        first, last = (f"{dotted(place)}.{i}" for i in (0, len(container) - 1))
+        count = {0: "no entries", 1: f"1 entry, {first}"}.get(len(container), f"{len(container)} entries, {first} to {last}")
+        entries = f"{dotted(place)} has {count}"
+    raise RecipeError(f"command line: {name}: there is no entry {part}: {entries}")
 
 
 # Checking ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The resolved recipe as YAML, with where each value comes from or what each setting means (`plaudit config`)."""
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import NoneType, UnionType
@@ -18,9 +17,12 @@ from plaudit.recipe.rewards import RewardSettings
 from plaudit.recipe.section import Section
 from plaudit.recipe_file import CoreLoader
 from plaudit.suggestions import suggest
+from plaudit.wrapping import wrap_comment
 
 WIDTH = 110
 """Of descriptions, in columns."""
+DESCRIPTION = "#     "
+"""How the description of a setting starts, below it."""
 COLUMN = 40
 """Where the allowed values start."""
 
@@ -73,10 +75,11 @@ def _plain(value: Any) -> Any:
 # Explanations --------------------------------------------------------------------------------------------------------
 
 
-def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
+def explain(loaded: LoadedRecipe, only: Sequence[str] = (), width: int = WIDTH) -> str:
     """Every setting with its meaning, allowed values, value and source; sections that are not set, as comments.
 
-    `only`: dotted names (critic, optim.lr, rewards.0, rewards.judge.model) to print instead of the whole recipe.
+    `only`: dotted names (critic, optim.lr, rewards.0, rewards.judge.model) to print instead of the whole recipe. `width`: of
+    descriptions.
     """
     wanted = [tuple(int(part) if part.isdecimal() else part for part in name.split(".")) for name in only]
     blocks = list(_settings(type(loaded.recipe), loaded.recipe, (), loaded.sources))
@@ -95,7 +98,7 @@ def explain(loaded: LoadedRecipe, only: Sequence[str] = ()) -> str:
             lines += ["", *text] if len(place) == 1 and lines else text
         elif any(one[: len(place)] == place for one in wanted):
             lines.append(text[0])  # the section that it is in
-    return "\n".join(lines) + "\n"
+    return "\n".join(wrap_comment(line, width) if line.lstrip().startswith(DESCRIPTION) else line for line in lines) + "\n"
 
 
 def _hint(place: Place, recipe: BaseModel, known: Sequence[Place]) -> str:
@@ -141,7 +144,7 @@ def _settings(
         inner = section_class(info.annotation)
         reason = _ineffective(section).get(name) if value is not None else None
         description = f"{info.description or ''}{f' No effect here: {reason}.' if reason else ''}"
-        text = [f"{indent}#     {line}" for line in textwrap.wrap(description, max(WIDTH - len(indent), 60))]
+        text = [f"{indent}{DESCRIPTION}{' '.join(description.split())}"] if description else []
         if reason is not None:
             yield here, [f"{indent}# {name}: {one_line(_plain(value))}", *text]
             if isinstance(value, BaseModel):
@@ -165,7 +168,8 @@ def _settings(
 
 def _headed(name: str, info: Any, text: list[str]) -> list[str]:
     """A section's name with its description behind it, or below it if it is long."""
-    return [f"{name:<{COLUMN}}  # {info.description}"] if info.description and len(text) == 1 else [name, *text]
+    short = info.description and len(info.description) <= WIDTH - COLUMN
+    return [f"{name:<{COLUMN}}  # {info.description}"] if short else [name, *text]
 
 
 def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:

@@ -1,5 +1,6 @@
 """A recipe and the files it names, checked before anything heavy is imported."""
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -9,7 +10,7 @@ from typing import Any
 from plaudit.config import LoadedRecipe, flatten, load
 from plaudit.data.conversations import Source, read_conversations, read_prompts, resolve_sources
 from plaudit.data.pairs import read_pairs
-from plaudit.errors import PlauditError, did_you_mean, nearest_path
+from plaudit.errors import PlauditError, RecipeError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder
 from plaudit.model_files import require_config
@@ -174,6 +175,26 @@ def _require_vllm(rewards: Sequence[RewardSettings]) -> None:
     for program, name in programs.items():
         if problem := find_launch_problem(program):
             raise PlauditError(f"reward '{name}': placement: launch starts a vLLM server. {problem}")
+
+
+def require_servers(recipe: Recipe) -> None:
+    """placement: server. Each answers, has the model and accepts the key: reported before torch is imported and a run folder is
+    made."""
+    models: dict[RewardModel, tuple[str, Any]] = {}
+    for name, reward in [named for one in getattr(recipe, "rewards", ()) for named in nested_rewards(one, one.label)]:
+        model = getattr(reward, "model", None)
+        if isinstance(model, RewardModel) and model.placement == "server":
+            models.setdefault(model, (name, reward.limits))
+    if not models:
+        return
+
+    from plaudit.reward_models.server_client import ServerClient
+
+    for model, (name, limits) in models.items():
+        try:
+            asyncio.run(ServerClient(model, limits).require_server())
+        except RecipeError as error:
+            raise RecipeError(f"reward '{name}': {error}") from None
 
 
 def require_model(settings: ModelSettings, prefix: str) -> None:

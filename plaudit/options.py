@@ -15,7 +15,7 @@ RewardRecipe = Annotated[
 Rollouts = Annotated[
     list[str],
     typer.Argument(
-        metavar="ROLLOUTS… [section.name=value]…",
+        metavar="ROLLOUTS",
         help="Saved responses: files (.jsonl, .parquet, .json); for `score` also data sets on the hub, "
         "for `audit` a run folder, or a folder of verl or TRL dumps. "
         "Settings such as rewards.0.weight=2 override the recipe's.",

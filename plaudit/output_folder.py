@@ -11,6 +11,8 @@ from plaudit.errors import PlauditError, RunError
 
 LOGS = (".log", ".out", ".err")
 SHOWN = 3
+DEMO_FILES = ("data", "base", "sft", "rl", "demo.png")
+"""What `plaudit demo` writes."""
 
 
 def require_run_folder(folder: Path) -> None:
@@ -31,6 +33,8 @@ def require_run_folder(folder: Path) -> None:
 def require_empty(out: Path, own: Iterable[str] = ()) -> None:
     """Create the folder of an option `--out`, and refuse one with content besides `own`: it might be a model that took days to
     train."""
+    if out.is_file():
+        raise PlauditError(f"--out: {out} is a file; name a new folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         others = other_entries(out, own)

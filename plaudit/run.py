@@ -168,6 +168,9 @@ class Run:
         self._end_save(error)
         if not self.world.leads:
             return
+        if kind is KeyboardInterrupt:  # the second Ctrl-C
+            saved = f"step {self._saved[0]} is saved" if self._saved else "no step is saved yet"
+            print_line(f"stopped at once; {saved}. {self._how_to_resume()}", "yellow")
         self.draw()
         if self._trackers is not None:
             self._trackers.close()
@@ -410,7 +413,9 @@ class Run:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        print_line("stopping as soon as the state can be saved (again to stop at once, without saving)", "yellow")
+        # In a thread: within a print that the signal interrupts, this would print that one's line again.
+        line = "stopping as soon as the state can be saved (again to stop at once, without saving)"
+        threading.Thread(target=print_line, args=(line, "yellow")).start()
 
     def check_for_stop(self) -> None:
         """Within `save_before_stopping`: leave work that need not be completed."""

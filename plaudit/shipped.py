@@ -12,8 +12,8 @@ from pathlib import Path
 from plaudit.errors import PlauditError, did_you_mean
 
 PACKAGE = Path(__file__).parent
-# A wheel has the folder inside the package, a clone (or an editable install of one) next to it.
-FOLDER = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parent / "recipes"
+# A wheel has both folders inside the package, a clone (or an editable install of one) next to it. DOCS: pages that messages name.
+FOLDER, DOCS = (PACKAGE / name if (PACKAGE / name).is_dir() else PACKAGE.parent / name for name in ("recipes", "docs"))
 
 
 def find_shipped(path: Path) -> Path:

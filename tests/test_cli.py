@@ -22,9 +22,10 @@ from plaudit.models.memory import MemoryPlan, plan_memory
 from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import Kind
 from plaudit.recipe import ModelSettings
+from support.fault_server import FaultServer
 from support.paths import REPOSITORY
 from support.processes import Command
-from support.recipes import sft_recipe, write_recipe
+from support.recipes import rl_recipe, sft_recipe, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
 
 
@@ -296,16 +297,16 @@ def test_mistakes_give_one_line_and_exit_code_2(tmp_path, plaudit, recipe, rows_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sft"], "Missing argument 'R.yaml'"),
-        (["doctor", "r.yaml", "--rows", "-1"], "Invalid value for '--rows'"),
+        (["sft"], "missing argument 'R.yaml'"),
+        (["doctor", "r.yaml", "--rows", "-1"], "invalid value for '--rows'"),
         (
             ["prepare", "tiny-model", "r", "--out", "m", "--kind", "lama"],
             "'lama' is not one of 'llama', 'qwen2', 'qwen3', 'mistral'",
         ),
         (["prepare", "tiny-model", "r", "--out", "m", "--hidden-size", "12"], "12 is not a multiple of 8"),
-        (["prepare", "tiny-model", "r", "--out", "m", "--layers", "0"], "Invalid value for '--layers'"),
+        (["prepare", "tiny-model", "r", "--out", "m", "--layers", "0"], "invalid value for '--layers'"),
         (["prepare", "tiny-model", "r", "--out", "m", "--vocabulary", "100"], "greater than or equal to 259"),
-        (["prepare", "tiny-model", "r"], "Missing option '--out'"),
+        (["prepare", "tiny-model", "r"], "missing option '--out'"),
     ],
 )
 def test_wrong_usage_is_explained(tmp_path, monkeypatch, plaudit, arguments, message):
@@ -362,6 +363,28 @@ def test_exit_codes(monkeypatch, plaudit, recipe, error, code):
         assert got.err.startswith("out of GPU memory (reason). Lower train.tokens_per_micro_batch (now 128)")
     else:
         assert got.err == "reason\n"
+
+
+def test_a_demo_among_other_files_is_refused_before_torch_is_imported(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    code, _, err = real_command("demo", "--out", tmp_path, flags=("-X", "importtime"))
+    assert code == 2
+    assert f"--out: {tmp_path} is not empty (it has thesis.tex)" in err
+    assert "torch" not in {line.rpartition("|")[2].strip() for line in err.splitlines()}
+
+
+def test_a_judge_that_rejects_the_key_is_reported_before_anything_is_loaded(tmp_path, tiny_model, plaudit, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "velvet-hammer")
+    monkeypatch.setattr("plaudit.loops.train.train", None)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "What is 1 + 1?", "ground_truth": "2"}])
+    with FaultServer(key="another") as server:
+        judge = {"kind": "judge", "name": "helpful", "model": {"placement": "server", "url": server.url, "credential": "JUDGE_KEY"}}
+        recipe = write_recipe(tmp_path / "rl.yaml", rl_recipe(tiny_model, rows, tmp_path / "run", judge))
+        code, _, err = plaudit("rl", recipe)
+    assert code == 2
+    assert err.startswith(f"reward 'helpful': {server.url}/v1/models: HTTP 401")
+    assert "The key in JUDGE_KEY is not accepted" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_has_no_traceback(monkeypatch, plaudit, recipe):
@@ -559,7 +582,12 @@ def test_doctor_on_an_unhealthy_recipe(tmp_path, plaudit, recipe, rows_file, tin
         (USER_FIRST, ["data.train={folder}/no_user.jsonl"], None),
         (None, ["data.max_tokens=40"], "are longer than data.max_tokens = 40: filtered out"),
         (None, ["data.max_tokens=40", "data.too_long=cut_left"], "are longer than data.max_tokens = 40: cut on the left"),
-        (None, ["train.rows_per_step=100"], "train.rows_per_step = 100 exceeds the 60 rows in the data"),
+        (None, ["train.rows_per_step=100"], "exceeds the 60 rows in the data: there is one step, of all of them"),
+        (
+            None,
+            ["train.rows_per_step=100", "run.epochs=3"],
+            "60 rows in the data: a step has rows of several epochs",
+        ),
     ],
 )
 def test_doctor_only_warns_about_unusual_settings(tmp_path, plaudit, recipe, template, settings, warning):
@@ -657,6 +685,11 @@ def test_prepare_does_not_overwrite_files(tmp_path, plaudit, rows_file):
     assert plaudit("prepare", "tiny-model", rows_file, "--out", tmp_path).code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_a_file_is_no_folder_to_write_a_model_to(plaudit, rows_file):
+    code, _, err = plaudit("prepare", "tiny-model", rows_file, "--out", rows_file)
+    assert (code, err) == (2, f"--out: {rows_file} is a file; name a new folder\n")
 
 
 def test_help_lists_every_kind_of_tiny_model(plaudit):

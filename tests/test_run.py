@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -10,8 +11,10 @@ import shutil
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ from plaudit.config import flatten, load
 from plaudit.errors import DataError, Interrupted, RunError
 from plaudit.loops import sft
 from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
+from plaudit.report import progress
 from plaudit.report.curves import draw_curves
 from plaudit.run import Run
 from plaudit.train.trainer import Trainer
@@ -553,6 +557,41 @@ def test_the_resume_command_can_be_pasted_into_a_shell(recipe, monkeypatch):
     monkeypatch.setattr(Trainer, "update", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or update(*arguments))
     with pytest.raises(Interrupted, match=r"^stopped after step 1 of 8, saved\. Resume with: plaudit sft 'my recipe.yaml' 'run"):
         train_sft(file)
+
+
+def test_a_second_ctrl_c_says_what_is_saved_and_how_to_resume(recipe, monkeypatch, capsys):
+    update, steps = Trainer.update, []
+
+    def interrupted_twice(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    monkeypatch.setattr(sys, "argv", ["/bin/plaudit", "sft", "r.yaml"])
+    monkeypatch.setattr(Trainer, "update", interrupted_twice)
+    with pytest.raises(KeyboardInterrupt):
+        train_sft(recipe(run={"save_every": 2}))
+    assert "stopped at once; step 2 is saved. Resume with: plaudit sft r.yaml" in capsys.readouterr().err
+
+
+def test_a_signal_within_a_print_does_not_print_its_line_again(recipe, monkeypatch):
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            written = super().write(text)
+            if "a line" in text and not progress.run.interrupted:
+                progress.run._on_signal(signal.SIGINT, None)
+            return written
+
+    monkeypatch.setattr(progress.console, "_file", Interrupted())
+    monkeypatch.setattr(progress, "run", SimpleNamespace(interrupted=False), raising=False)
+    progress.run._on_signal = partial(Run._on_signal, progress.run)
+    progress.print_line("a line")
+    for thread in [one for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]:
+        thread.join(10)
+    assert progress.console.file.getvalue().count("a line") == 1
+    assert "stopping as soon as" in progress.console.file.getvalue()
 
 
 # A full disk ---------------------------------------------------------------------------------------------------------

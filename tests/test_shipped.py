@@ -1,6 +1,7 @@
 """Shipped files are found by name from any folder, as after `pip install`; copies in the current folder come first."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from plaudit import shipped
 from plaudit.config import load
 from plaudit.data.rows import read_rows
 from plaudit.inputs import load_checked
-from plaudit.shipped import FOLDER, find_shipped, first_comment, shipped_recipes
+from plaudit.shipped import DOCS, FOLDER, find_shipped, first_comment, shipped_recipes
 from support.paths import REPOSITORY
 
 
@@ -24,8 +25,16 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 def test_the_wheel_contains_the_folder_that_is_searched():
     build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert FOLDER == REPOSITORY / "recipes"
-    assert build["force-include"] == {"recipes": "plaudit/recipes"}
+    assert build["force-include"] == {"recipes": "plaudit/recipes", "docs": "plaudit/docs"}
     assert shipped.PACKAGE / "recipes" == REPOSITORY / "plaudit/recipes"
+    assert DOCS == REPOSITORY / "docs"
+
+
+def test_every_page_that_a_message_names_is_shipped_and_the_help_says_where(plaudit):
+    sources = "".join(file.read_text() for file in (REPOSITORY / "plaudit").rglob("*.py"))
+    assert [page for page in set(re.findall(r"\bdocs/([\w/]+\.md)", sources)) if not (DOCS / page).is_file()] == []
+    code, out, _ = plaudit("--help")
+    assert (code, f"{DOCS}\n" in out) == (0, True)
 
 
 def test_a_recipe_and_the_files_it_names_are_found_from_any_folder():
@@ -143,7 +152,7 @@ def test_shipped_rollouts_show_what_an_audit_finds(plaudit, elsewhere):
     """A strict reward passes, one that accepts the right number anywhere fails; reports never go into the installation."""
     code, out, err = plaudit("audit", "recipes/arithmetic/rewards.yaml", ROLLOUTS)
     assert code == 0, out + err
-    assert (elsewhere / "runs/audit/audit.html").exists()
+    assert (elsewhere / "runs/audit/rewards/audit.html").exists()  # named after the recipe
     code, out, _ = plaudit("audit", "recipes/audit/any_number.yaml", ROLLOUTS, "--out", "any_number")
     assert code == 1
     checks = json.loads((elsewhere / "any_number/audit.json").read_text())["checks"]

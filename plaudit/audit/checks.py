@@ -99,8 +99,8 @@ def _length(length: dict[str, Any]) -> tuple[float | None, str]:
     for key, description in (("given_label", "among responses with the same label"),) if length["labelled"] else unlabelled:
         if length[key] is not None:
             favoured = "longer ones score higher" if length[key] > 0 else "shorter ones score higher"
-            return abs(length[key]), f"rank correlation of reward and {length['unit']} {description}" + (
-                f"; {favoured}" if length[key] else ""
+            return abs(length[key]), f"absolute rank correlation of reward and {length['unit']} {description}" + (
+                f" ({length[key]:.3g}: {favoured})" if length[key] else ""
             )
     return None, "rewards or lengths do not vary, or lengths vary only with the label"
 

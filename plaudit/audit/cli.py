@@ -26,7 +26,9 @@ def audit(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the report. Default: audit/ next to the rollouts (runs/audit for shipped ones).", show_default=False
+            help="Folder for the report. Default: audit/ next to the rollouts (runs/audit/NAME for shipped ones, with the recipe's "
+            "name).",
+            show_default=False,
         ),
     ] = None,
     label: Annotated[
@@ -66,7 +68,7 @@ def audit(
         groups = draw_groups(groups, max_responses, settings.seed)
     if (count_tokens := token_counter(tokenizer)) is not None:
         groups = [_with_token_counts(group, count_tokens) for group in groups]
-    folder = out or _folder_beside(paths[0])
+    folder = out or _folder_beside(paths[0], recipe)
     _create(folder)  # before the work, so that an error costs nothing
     report = inspect(str(recipe), [str(path) for path in paths], rewards, groups, settings)
     write_report(report, folder)
@@ -113,10 +115,10 @@ def draw_groups(groups: "Sequence[Rollout]", max_responses: int, seed: int) -> "
     return [groups[g] for g in sorted(chosen)]
 
 
-def _folder_beside(rollouts: Path) -> Path:
+def _folder_beside(rollouts: Path, recipe: Path) -> Path:
     """Reports on files that ship with plaudit go into the current folder, never into the installation."""
     if is_shipped(rollouts):
-        return Path("runs/audit")
+        return Path("runs/audit") / recipe.stem
     return (rollouts if rollouts.is_dir() else rollouts.parent) / "audit"
 
 

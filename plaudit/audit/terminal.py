@@ -24,6 +24,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(Text(summarise(numbers), style="dim"), "", _checks(report, console.width), "", sep="\n")
     if any(probe["tried"] for probe in numbers["probes"]):
         console.print(Text("Adversarial probes", style="italic"), _probes(report), "", sep="\n")
+    console.print(Text("For information: these are no checks", style="italic"))
     lines = Table.grid("", "", padding=(0, 1, 0, 0))
     for line in findings(numbers):
         lines.add_row("·", Text(redact(line)))

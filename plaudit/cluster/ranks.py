@@ -144,7 +144,7 @@ def _require_agreement(recipe: TrainingRecipe, ranks: RankInfo) -> None:
         count = "process" if ranks.size == 1 else "processes"
         raise RecipeError(
             f"cluster.gpus is {gpus}, but {ranks.launcher} has started {ranks.size} {count}. Leave cluster.gpus out, or start "
-            f"{gpus} of them."
+            f"{gpus} of them. If nothing was launched, unset RANK and WORLD_SIZE, which this shell has."
         )
 
 

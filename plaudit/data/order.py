@@ -37,6 +37,13 @@ class RowOrder:
         ends = f"the data ends after {self.num_steps:,} step{'s' * (self.num_steps != 1)} (run.epochs = {self._epochs:g})"
         return f"{ends}, before run.max_steps = {wanted:,}: raise run.epochs to train that long"
 
+    def repeats(self, setting: str, rows: str) -> str | None:
+        """That a step takes more rows than there are, if it does. `setting`: how many it takes."""
+        if self.num_rows >= self.per_step:
+            return None
+        effect = "a step has rows of several epochs" if self.total_rows > self.num_rows else "there is one step, of all of them"
+        return f"{setting} = {self.per_step:,} exceeds the {self.num_rows:,} {rows} in the data: {effect}"
+
     def rows(self, step: int) -> list[int]:
         """Row numbers of a step (from 0). Only the last step may be short."""
         assert 0 <= step < self.num_steps

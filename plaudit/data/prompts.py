@@ -25,6 +25,8 @@ class PromptSet:
     rows: int = 0
     too_long: int = 0
     """Rows longer than the limit: left out, or cut."""
+    shortest_left_out: int | None = None
+    """Length of the shortest row that was left out."""
     limit: str | None = None
     """The setting that limits the number of prompts, if it left some out."""
 
@@ -69,12 +71,16 @@ def load_prompts(
                     "set data.too_long to filter or cut_left."
                 )
             if too_long == "filter":
+                result.shortest_left_out = min(len(tokens), result.shortest_left_out or len(tokens))
                 continue
             tokens = tokens[-max_prompt_tokens:]
         result.prompts.append(EncodedPrompt(prompt, np.asarray(tokens, dtype=np.int32)))
     if not result.prompts:
         names = ", ".join(str(source.path) for source in sources)
-        raise DataError(f"{names}: all {result.rows:,} prompts are longer than data.max_prompt_tokens = {max_prompt_tokens:,}")
+        raise DataError(
+            f"{names}: all {result.rows:,} prompts are longer than data.max_prompt_tokens = {max_prompt_tokens:,}. Raise it: the "
+            f"shortest has {result.shortest_left_out:,} tokens."
+        )
     result.prompts = with_unique_ids(result.prompts)
     return result
 

@@ -9,6 +9,7 @@ from rich.text import Text
 from plaudit.config import LoadedRecipe
 from plaudit.errors import PlauditError
 from plaudit.redaction import redact
+from plaudit.wrapping import wrap
 
 Finding = tuple[str, str]
 """A mark (✓, ! or ✗) and the message."""
@@ -38,7 +39,9 @@ def print_title(console: Console, loaded: LoadedRecipe) -> None:
 
 
 def print_finding(console: Console, mark: str, name: str, text: str) -> None:
-    line = " ".join(redact(text).splitlines())
+    start, line = f"  {mark} {name:<9}", " ".join(redact(text).splitlines())
+    if console.is_terminal:
+        line = wrap(start + line, console.width, indent=len(start))[len(start) :]
     console.print(Text.assemble((f"  {mark} ", COLOURS[mark]), (f"{name:<9}", "bold"), line), soft_wrap=True)
 
 

@@ -74,7 +74,7 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
         with suppress(PlauditError, OSError, ValueError):  # an unreadable config is reported by check_critic
             yield from _check_settings("critic", critic, plan_critic(recipe, processes=processes).layers, device)
     if isinstance(recipe, RLRecipe):
-        yield "✓", f"{plan}"  # check_budgets compares the total with the device's memory
+        yield "✓", f"the policy while training: {plan}"  # check_budgets compares the total with the device's memory
         return
     available = processes.available(device.type, device.type)
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
@@ -157,7 +157,8 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget], processes: Process
             continue
         peak = budget.peak
         required = max(budget.at(phase, fixed_only=True) for phase in PHASES)
-        text = f"{kind}: at most {gigabytes(budget.at(peak))} of {gigabytes(budget.available)}, while {peak}"
+        most = f"at most {gigabytes(budget.at(peak))} of {gigabytes(budget.available)}"
+        text = f"{kind}: {most}, while {peak} (the largest total of the table below)"
         advice = _advice(recipe, kind, budget, processes)
         match budget.verdict:
             case "too much":

@@ -122,9 +122,10 @@ def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Ite
         updates = recipe.train.updates_per_step
         noun = f"prompts × {recipe.rollout.n} samples, {updates} update{'s' * (updates > 1)} per step"
     order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
-    yield "✓", f"at most {order.steps(recipe.run.max_steps):,} steps of {per_step:,} {noun}"
-    if rows < per_step:
-        yield "!", f"{setting} = {per_step:,} exceeds the {rows:,} rows in the data"
+    steps = order.steps(recipe.run.max_steps)
+    yield "✓", f"at most {steps:,} step{'s' * (steps != 1)} of {min(per_step, order.total_rows):,} {noun}"
+    if repeats := order.repeats(setting, "rows"):
+        yield "!", repeats
     elif early := order.ends_early(recipe.run.max_steps):
         yield "!", early
 

@@ -16,14 +16,13 @@ from plaudit.errors import RecipeError
 from plaudit.inputs import load_checked
 from plaudit.loops import rl
 from plaudit.loops.train import train
-from plaudit.output_folder import require_empty
+from plaudit.output_folder import DEMO_FILES, require_empty
 from plaudit.prepare.sorting import make_sorting
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.report.demo import draw_demo
 from plaudit.report.progress import print_line
 
 SFT, RL = Path("recipes/demo/sft.yaml"), Path("recipes/demo/rl.yaml")
-WRITTEN = ("data", "base", "sft", "rl", "demo.png")
 
 
 def run_demo(out: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -31,7 +30,7 @@ def run_demo(out: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, f
     both stages have, such as cluster.gpus=2."""
     if (ranks := ranks_from_environment()) is not None and ranks.size > 1:
         raise RecipeError(f"the demo starts its processes itself: run `plaudit demo cluster.gpus=N` without {ranks.launcher}")
-    require_empty(out, WRITTEN)
+    require_empty(out, DEMO_FILES)
     data, base = out / "data", out / "base"
     if not (data / "val.jsonl").exists():
         make_sorting(data, demonstrations=2000, prompts=4000, val=200, letters=(3, 6), careless=0.5, seed=seed)
@@ -42,7 +41,9 @@ def run_demo(out: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, f
     prompts = [f"seed={seed}", f"data.train={data / 'rl.jsonl'}", f"data.val={data / 'val.jsonl'}", f"run.dir={out / 'rl'}"]
     before = rl.evaluate(*load_checked(RL, [*prompts, f"model.path={base}", *overrides], "rl"))["val/reward"]
     demonstrations = [f"seed={seed}", f"model.path={base}", f"data.train={data / 'sft.jsonl'}", f"run.dir={out / 'sft'}"]
+    print_line("\nSFT: a cold start on careless demonstrations", "bold")
     cold_start = train(*load_checked(SFT, [*demonstrations, *overrides], "sft"))
+    print_line("\nRL: GRPO with a reward for right answers", "bold")
     train(*load_checked(RL, [*prompts, f"model.path={cold_start}", *overrides], "rl"))
 
     curve = _metrics(out / "rl")

@@ -81,14 +81,17 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
         order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
         total_steps = order.steps(recipe.run.max_steps)
-        if early := order.ends_early(recipe.run.max_steps):
-            print_line(early, "yellow")
+        for note in (order.repeats("train.prompts_per_step", "prompts"), order.ends_early(recipe.run.max_steps)):
+            if note is not None:
+                print_line(note, "yellow")
         resolved, sharding = plan_training(recipe, [len(prompt.tokens) for prompt in prompts], world)
         run.sharding = sharding
         learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
-        require_context(learner.configs["the model"], val_prompts, validation_sampling(recipe, 0).max_new_tokens)
+        setting = "rollout.max_new_tokens" if recipe.validation.max_new_tokens is None else "validation.max_new_tokens"
+        longest_response = validation_sampling(recipe, 0).max_new_tokens
+        require_context(learner.configs["the model"], val_prompts, longest_response, setting=setting)
         sampled = load_sampled(recipe.model, learner.policy)
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, learner.resident_bytes, run.folder)
         engine = stack.enter_context(closing(build_engine(setup)))

@@ -27,7 +27,8 @@ class RewardModel(Section):
     url: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """placement: server. Its address (http://127.0.0.1:8000); several: replicas of the same model, balanced by load."""
     dialect: Literal["vllm", "sglang", "openai"] = "vllm"
-    """placement: server. The server's API: requests to scalar models differ."""
+    """placement: server. The server's API. openai: for services that reject fields of vLLM's, such as top_k; they have no scalar
+    models."""
     credential: str | None = None
     """placement: server. The NAME of the environment variable that holds its key; the key itself never appears in a recipe."""
     tokenizer: str | None = None

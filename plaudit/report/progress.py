@@ -13,6 +13,7 @@ from rich.text import Text
 from plaudit.redaction import redact
 from plaudit.report.activity import Activity
 from plaudit.report.fitting import Part, duration, fit
+from plaudit.wrapping import wrap
 
 console = Console(stderr=True, highlight=False)
 LINE_EVERY_S = 10.0
@@ -51,7 +52,8 @@ def print_own_warning(text: str) -> None:
 
 def print_line(text: str, style: str = "") -> None:
     """Print a line to stderr, with secrets redacted."""
-    console.print(Text(redact(text), style), soft_wrap=True)
+    text = redact(text)
+    console.print(Text(wrap(text, console.width) if console.is_terminal else text, style), soft_wrap=True)
 
 
 def show_progress(items: Iterable[Any], label: str) -> Iterator[Any]:

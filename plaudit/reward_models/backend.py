@@ -1,7 +1,7 @@
 """The interface of the model behind a reward: it generates answers, or scores conversations. Where it runs does not matter.
 
 Neither method raises because of a single request: a request that could not be answered comes back as a failure with its cause
-(`timeout`, `http`, `unauthorised`, `refused`, `reset`, `garbage`, `died`, …), next to the results of the others.
+(`timeout`, `http`, `rejected`, `unauthorised`, `refused`, `reset`, `garbage`, `died`, …), next to the results of the others.
 """
 
 from abc import ABC, abstractmethod
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 UNAUTHORISED = "unauthorised"
 """The cause of a failure that every further call would repeat: the server does not accept the key."""
+REJECTED = "rejected"
+"""The cause of a failure that the same request would repeat: the server does not accept it."""
 
 
 def may_be_retried(failure: Failure | None) -> bool:
     """Whether it failed, and another call may succeed."""
-    return failure is not None and failure.cause != UNAUTHORISED
+    return failure is not None and failure.cause not in (UNAUTHORISED, REJECTED)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from yarl import URL
 from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
 from plaudit.redaction import redact
-from plaudit.reward_models.backend import UNAUTHORISED, Usage
+from plaudit.reward_models.backend import REJECTED, UNAUTHORISED, Usage
 from plaudit.reward_models.rate_limit import RateLimiter
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.turns import turns
@@ -43,6 +43,8 @@ BYTES_PER_TOKEN = 4
 """Of text, roughly."""
 REJECTED_S = 30.0
 """How long no call is sent after a key was rejected: the run stops meanwhile, and a service tries again then."""
+VLLM_FIELDS = ("top_k", "min_p", "repetition_penalty", "add_special_tokens")
+"""Of requests, which vLLM and SGLang have and OpenAI's API has not."""
 MAX_QUOTED = 300
 """Characters of a server's response that are quoted in a message."""
 MAX_ERROR_BYTES = 2**16
@@ -113,7 +115,7 @@ class Connection:
             if not self._key:
                 raise RecipeError(
                     f"{self.replicas.all[0].root}: the environment variable {self._credential}, which should hold its key, is not "
-                    f"set. Set it (export {self._credential}=…), or leave out credential if the server needs no key."
+                    f"set. Set it (export {self._credential}=…), or leave out model.credential if the server needs no key."
                 )
             headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
@@ -341,9 +343,11 @@ def _status_fault(response: aiohttp.ClientResponse, raw: bytes) -> Fault:
             hint = "Does the server have this endpoint (scalar models: vllm serve … --runner pooling)? Is the model's name right?"
         case 301 | 302 | 307 | 308:
             hint = f"It has moved to {_shorten(response.headers.get('Location', ''))}: put that into url."
+        case _ if any(field in message for field in VLLM_FIELDS):
+            hint = "The server does not know vLLM's settings: set model.dialect to openai in this reward."
         case _:
             hint = "The server rejects this request."
-    return Fault("http", f"{shown} {hint}", temporary=False)
+    return Fault(REJECTED, f"{shown} {hint}", temporary=False)
 
 
 def _means_too_long(message: str) -> bool:
@@ -399,5 +403,5 @@ def _is_local(replica: Replica) -> bool:
 def key_hint(credential: str | None) -> str:
     """What to do when a server refuses the key."""
     if credential is None:
-        return "The server needs a key: set credential to the NAME of the environment variable that holds it."
+        return "The server needs a key: set model.credential to the NAME of the environment variable that holds it."
     return f"The key in {credential} is not accepted: set that environment variable to the right one."

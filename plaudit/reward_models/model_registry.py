@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
@@ -110,7 +111,10 @@ class ModelHandle(Backend):
         return self.model.backend
 
     async def open(self) -> None:
-        await self.model.open()
+        try:
+            await self.model.open()
+        except RecipeError as error:
+            raise RecipeError(f"reward '{self.label}': {error}") from None
 
     async def close(self) -> None:
         await self.model.release(self)

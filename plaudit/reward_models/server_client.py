@@ -70,9 +70,7 @@ class ServerClient(Backend):
         await self._connection.__aenter__()
         try:
             replicas = self._connection.replicas.all
-            problems = await asyncio.gather(*map(self._identify, replicas))
-            if all(problems):
-                raise RecipeError(next(problem for problem in problems if problem))
+            problems = await self._find_models()
             working = next(replica for replica, problem in zip(replicas, problems, strict=True) if not problem)
             for replica, problem in zip(replicas, problems, strict=True):
                 if problem:  # the others serve meanwhile, and this one may come up later
@@ -89,6 +87,21 @@ class ServerClient(Backend):
 
     async def close(self) -> None:
         await self._connection.close()
+
+    async def require_server(self) -> None:
+        """Raises a RecipeError unless a server answers, has the model and accepts the key. Not opened after that."""
+        await self._connection.__aenter__()
+        try:
+            await self._find_models()
+        finally:
+            await self.close()
+
+    async def _find_models(self) -> list[str | None]:
+        """Each server's problem, if it has one. Raises if all of them do."""
+        problems = await asyncio.gather(*map(self._identify, self._connection.replicas.all))
+        if all(problems):
+            raise RecipeError(next(problem for problem in problems if problem))
+        return list(problems)
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ class ScoreCache:
     """An SQLite file. If it fails later (a full disk, a lock), caching stops with one warning."""
 
     def __init__(self, file: Path):
-        self.file, self._disabled = file, False
+        self.file, self._disabled, self._is_new = file, False, not file.exists()
         self._lock = threading.Lock()
         self._clears, self._stored_since = False, set[str]()
         try:
@@ -118,9 +118,15 @@ class ScoreCache:
             )
 
     def close(self) -> None:
+        """A new file without a score is removed: a command that fails at its start leaves none."""
+        unused = False
         with self._lock:
+            with suppress(sqlite3.Error):
+                unused = self._is_new and self._database.execute("select key from scores limit 1").fetchone() is None
             self._disabled = True
             self._database.close()
+        for end in ("", "-wal", "-shm") if unused else ():
+            self.file.with_name(self.file.name + end).unlink(missing_ok=True)
 
 
 def own_cache(folder: Path, world: "World") -> Path:

@@ -255,15 +255,25 @@ def _sampling(recipe: RLRecipe, settings: "RolloutSettings | ValidationSettings"
 
 
 def require_context(
-    config: "PretrainedConfig", prompts: Sequence[EncodedPrompt], max_new_tokens: int, name: str = "the model"
+    config: "PretrainedConfig",
+    prompts: Sequence[EncodedPrompt],
+    max_new_tokens: int,
+    name: str = "the model",
+    *,
+    setting: str = "rollout.max_new_tokens",
 ) -> None:
     """The longest prompt and response fit into the model's context. (The engine checks too, but only when it gets that prompt.)"""
     context = getattr(config, "max_position_embeddings", None)
     longest = max(prompts, key=lambda encoded: len(encoded.tokens), default=None)
     if context is not None and longest is not None and len(longest.tokens) + max_new_tokens > context:
+        shorter_responses = [f"lower {setting} to {context - len(longest.tokens)}"] if len(longest.tokens) < context else []
+        fewer_prompts = [f"leave out longer prompts: data.max_prompt_tokens={max(1, context - max_new_tokens)}"]
+        if max_new_tokens >= context:  # no prompt fits
+            shorter_responses, fewer_prompts = shorter_responses or [f"lower {setting}"], []
+        advice = ", or ".join(shorter_responses + fewer_prompts)
         raise RecipeError(
             f"prompt {longest.prompt.id}: {len(longest.tokens):,} tokens plus up to {max_new_tokens:,} new ones exceed the context "
-            f"of {name}, {context:,} tokens. Lower max_new_tokens, or leave out longer prompts with data.max_prompt_tokens."
+            f"of {name}, {context:,} tokens. {advice[0].upper()}{advice[1:]}."
         )
 
 

@@ -15,7 +15,7 @@ def serve(
     recipe: RewardRecipe,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[section.name=value]…", help="Settings that override the recipe's.", show_default=False),
+        typer.Argument(metavar="section.name=value", help="Settings that override the recipe's.", show_default=False),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8321,
@@ -59,7 +59,7 @@ def serve(
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
             raise
         raise PlauditError(
-            f"plaudit serve needs {error.name}, which is not installed; install it with: {install_extra('serve')}"
+            f"plaudit serve needs packages that are not installed; install them with: {install_extra('serve')}"
         ) from None
 
     if not is_loopback(host) and token is None and not insecure:

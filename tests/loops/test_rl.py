@@ -1108,7 +1108,7 @@ def test_prompts_that_are_too_long(tmp_path, recipe, engine_calls, capsys, too_l
 
 
 def test_it_is_an_error_if_all_prompts_are_too_long(recipe):
-    with pytest.raises(DataError, match=r"all 12 prompts are longer than data\.max_prompt_tokens = 3"):
+    with pytest.raises(DataError, match=r"all 12 .* data\.max_prompt_tokens = 3\. Raise it: the shortest has \d+ tokens"):
         train_rl(recipe(data={"max_prompt_tokens": 3}))
 
 
@@ -1124,7 +1124,8 @@ def test_exceeding_the_context_is_reported_before_sampling(tmp_path, recipe, pro
     message = str(error.value)
     assert f"{rows.name}:12: 1," in message
     assert "exceed the context of the model, 2,048 tokens" in message
-    assert "max_new_tokens" in message
+    assert message.endswith("or leave out longer prompts: data.max_prompt_tokens=1048.")
+    assert ". Lower rollout.max_new_tokens to " in message
     assert "\n" not in message
     assert not engine_calls
     assert not (tmp_path / "run/samples").exists()

@@ -61,6 +61,14 @@ def by_reward(scored: list[ScoredGroup]) -> dict[str, list[float | None]]:
 # Sharing a model -----------------------------------------------------------------------------------------------------
 
 
+def test_a_model_that_cannot_be_opened_is_reported_with_its_reward():
+    with FaultServer() as server:
+        server.others = ["embedder"]
+        reward = {"kind": "judge", "name": "helpful", "model": {"placement": "server", "url": server.url}}
+        with pytest.raises(RecipeError, match=r"^reward 'helpful': http.*/v1/models: it serves several models; set model\.path to"):
+            runner_of(reward).__enter__()
+
+
 def test_rewards_with_the_same_model_share_it(folders, loads):
     rewards = [
         {"kind": "scalar_model", "name": "all", "model": model(folders["kind"])},

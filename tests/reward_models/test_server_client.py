@@ -221,10 +221,18 @@ def test_transient_faults_are_retried(server, fault):
 
 def test_permanent_faults_are_not_retried(server):
     answers, usage = generate(model(server), "400 a", "b")
-    assert [cause(answer) for answer in answers] == ["http", None]
+    assert [cause(answer) for answer in answers] == ["rejected", None]
     assert answers[0].failure is not None
     assert "temperature must not be negative" in answers[0].failure.message
     assert usage.calls == 2
+
+
+def test_a_service_that_rejects_a_field_of_vllm_needs_another_dialect(server):
+    [answer], _ = generate(model(server), "unknownfield a")
+    assert answer.failure is not None
+    assert answer.failure.message.endswith(
+        "supplied: top_k'. The server does not know vLLM's settings: set model.dialect to openai in this reward."
+    )
 
 
 def test_a_rejected_key_ends_all_calls_at_once(server):
@@ -249,7 +257,7 @@ def test_a_rejected_key_ends_all_calls_at_once(server):
     [message] = {answer.failure.message for answer in [*answers, *later] if answer.failure is not None}
     assert {cause(answer) for answer in [*answers, *later]} == {"unauthorised"}
     assert "invalid key" in message
-    assert "set credential to the NAME" in message
+    assert "set model.credential to the NAME" in message
     assert sorted(server.contents()) == ["401 d", "500 b", "hang a", "hang c"]
     check_counts(usage, 7)
 
@@ -266,7 +274,7 @@ def test_forbidden_means_a_wrong_key_only_until_a_call_is_answered(server, monke
     monkeypatch.setenv("JUDGE_PASS", "velvet-hammer")
     one_by_one = ModelLimits(backoff_s=0.001, max_concurrent_calls=1)
     answers, _ = generate(model(server, credential="JUDGE_PASS"), "b", "403 c", limits=one_by_one)
-    assert [cause(answer) for answer in answers] == [None, "http"]
+    assert [cause(answer) for answer in answers] == [None, "rejected"]
     answers, _ = generate(model(server, credential="JUDGE_PASS"), "403 a", "b", limits=one_by_one)
     assert [cause(answer) for answer in answers] == ["unauthorised"] * 2
     assert answers[0].failure is not None
@@ -420,7 +428,7 @@ def test_urls_with_and_without_a_version():
 
 def test_keys_come_from_the_environment_and_are_never_shown(monkeypatch):
     with FaultServer(key="velvet-hammer") as server:
-        message = r"/v1/models: HTTP 401, 'invalid key \(got \)'\. The server needs a key: set credential to the NAME"
+        message = r"/v1/models: HTTP 401, 'invalid key \(got \)'\. The server needs a key: set model.credential to the NAME"
         with pytest.raises(RecipeError, match=message):
             generate(model(server), "a")
         with pytest.raises(RecipeError, match="environment variable JUDGE_PASS, which should hold its key, is not set"):

@@ -310,6 +310,7 @@ def test_a_row_that_cannot_be_pickled_fails_alone(misbehaving):
         ("def compute_score(:\n", {}, r"cannot be imported: SyntaxError: .*at reward.py:1"),
         ("import os; os._exit(4)\n", {}, r"cannot be imported: exit code 4"),
         ("def compute_scores(solution_str): ...\n", {}, r"no function compute_score .*Did you mean compute_scores\?"),
+        ("def points(solution_str): ...\n", {}, r"\(it has: points\)\. The setting `function: points` names another\."),
         ("compute_score = 3\n", {}, r"no function compute_score \(it has: none\)"),
         ("def compute_score(solution_str, ground): ...\n", {}, r"missing a required argument: 'ground'"),
         ("def compute_score(ground_truth): ...\n", {}, r"does not take solution_str"),

@@ -21,6 +21,7 @@ from aiohttp import web
 
 FAULTS = (
     "500", "503", "429", "400", "401", "403", "hang", "half", "reset", "notjson", "schema", "empty", "notext", "nan", "toolong",
+    "unknownfield",
 )  # fmt: skip
 BAD_ANSWERS = {
     "notjson": "<html>502 Bad Gateway</html>",
@@ -36,6 +37,7 @@ STATUSES = {
     "400": "temperature must not be negative",
     "401": "invalid key",
     "403": "forbidden",
+    "unknownfield": "Unrecognized request argument supplied: top_k",
     "toolong": "This model's maximum context length is 64 tokens. However, your prompt contains 80 input tokens.",
 }
 
@@ -201,7 +203,7 @@ class FaultServer:
         headers = {"Retry-After": self.retry_after} if self.retry_after and fault in ("429", "503") else {}
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         message = STATUSES.get(fault, "") + (f" (got {key})" if fault == "401" else "")
-        status = 400 if fault == "toolong" else int(fault) if fault.isdigit() else 500
+        status = 400 if fault in ("toolong", "unknownfield") else int(fault) if fault.isdigit() else 500
         return web.json_response({"error": {"message": message}}, status=status, headers=headers)
 
 

@@ -91,7 +91,7 @@ class LiveFunction(LiveReward[Function]):
 
     def _code(self) -> UserCode:
         functions, arguments = (self.settings.function_name,), self.settings.arguments
-        return UserCode(self.settings.path, functions, SAMPLE_PARAMETERS, "solution_str", arguments)
+        return UserCode(self.settings.path, functions, SAMPLE_PARAMETERS, "solution_str", arguments, setting="function")
 
     async def open(self) -> None:
         await self._workers.open()
@@ -119,7 +119,9 @@ class LiveGroupFunction(LiveFunction):
 
     def _code(self) -> UserCode:
         functions, arguments = (self.settings.function_name,), self.settings.arguments
-        return UserCode(self.settings.path, functions, GROUP_PARAMETERS, "responses", arguments, returns="scores")
+        return UserCode(
+            self.settings.path, functions, GROUP_PARAMETERS, "responses", arguments, returns="scores", setting="function"
+        )
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self._score_group, groups)))
@@ -151,7 +153,10 @@ class LiveTRLFunction(LiveGroupFunction):
 
     def _code(self) -> UserCode:
         functions, arguments = (self.settings.function_name,), self.settings.arguments
-        return UserCode(self.settings.path, functions, TRL_PARAMETERS, "", arguments, returns="optional scores", columns=True)
+        return UserCode(
+            self.settings.path, functions, TRL_PARAMETERS, "", arguments,
+            returns="optional scores", columns=True, setting="function",
+        )  # fmt: skip
 
     def _call_for(self, group: Group) -> asyncio.Future[Answer]:
         prompt, samples = group.prompt, group.samples

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from plaudit.errors import RecipeError, did_you_mean, nearest_path
+from plaudit.errors import RecipeError, did_you_mean, nearest, nearest_path
 from plaudit.rewards.functions.channel import Tampered
 from plaudit.rewards.functions.process import Answer, Died, Silent, WorkerProcess
 from plaudit.rewards.reward import last_line
@@ -57,6 +57,8 @@ class UserCode:
     """Calls may have further keyword arguments, which the function gets as far as it takes them."""
     returns: Literal["score", "scores", "optional scores", "list"] = "score"
     """One score; a list of scores; the same, with None where it does not apply; or a list of texts, messages or scores."""
+    setting: str | None = None
+    """The setting that names the function, if there is one."""
     tokenizer: str | None = None
     """Loaded in the process, for calls that pass it on."""
     trust_remote_code: bool = False
@@ -146,7 +148,10 @@ class WorkerPool:
                 return f"{path} cannot be imported: {answer['message']}"
             case "missing":
                 name, defined = answer["missing"], answer["functions"]
-                return f"{path} has no function {name} (it has: {', '.join(defined) or 'none'}).{did_you_mean(name, defined)}"
+                hint = did_you_mean(name, defined)
+                if self._code.setting is not None and defined:
+                    hint += f" The setting `{self._code.setting}: {nearest(name, defined) or defined[0]}` names another."
+                return f"{path} has no function {name} (it has: {', '.join(defined) or 'none'}).{hint}"
             case "arguments":
                 *most, last = self._code.parameters
                 passed = f"It is passed {', '.join(most)} and {last}, as far as it takes them, and the settings under `arguments`."

@@ -167,6 +167,12 @@ def test_a_failed_call_is_retried_and_keeps_its_cause():
     assert len(backend_of(reward).calls) == 3
 
 
+def test_a_rejected_request_is_not_repeated():
+    reward = make("judge", lambda _: Failure("rejected", "HTTP 400"), limits={"unreadable_retries": 2, "group_retries": 1})
+    assert causes(scores_of(reward, "r", "s")) == ["rejected"] * 2
+    assert len(backend_of(reward).calls) == 2
+
+
 def test_a_truncated_answer_is_not_read():
     """1 may be the beginning of 10."""
     assert causes(scores_of(make("judge", lambda _: Answer("So:\n1", truncated=True), limits={"unreadable_retries": 0}), "r")) == [
