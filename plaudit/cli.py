@@ -364,7 +364,7 @@ def recipes(
     width = max(map(len, found))
     for shown, comment in found.items():
         print(wrapped(f"{shown:<{width}}  {comment}", sys.stdout, indent=width + 2))
-    print("\nTo see one:              plaudit config recipes/first/sft.yaml")
+    print("\nTo see one:                plaudit config recipes/first/sft.yaml")
     print("To copy a folder, to edit: plaudit recipes first")
 
 

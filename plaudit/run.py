@@ -38,6 +38,7 @@ from plaudit.checkpoint import (
     checkpoint_folders,
     clear_write_errors,
     find_checkpoint,
+    newest_intact,
 )
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
@@ -169,8 +170,7 @@ class Run:
         if not self.world.leads:
             return
         if kind is KeyboardInterrupt:  # the second Ctrl-C
-            saved = f"step {self._saved[0]} is saved" if self._saved else "no step is saved yet"
-            print_line(f"stopped at once; {saved}. {self._how_to_resume()}", "yellow")
+            print_line(f"stopped at once; {newest_intact(self.checkpoints)}. {self._how_to_resume()}", "yellow")
         self.draw()
         if self._trackers is not None:
             self._trackers.close()

@@ -573,7 +573,7 @@ def test_a_second_ctrl_c_says_what_is_saved_and_how_to_resume(recipe, monkeypatc
     monkeypatch.setattr(Trainer, "update", interrupted_twice)
     with pytest.raises(KeyboardInterrupt):
         train_sft(recipe(run={"save_every": 2}))
-    assert "stopped at once; step 2 is saved. Resume with: plaudit sft r.yaml" in capsys.readouterr().err
+    assert "stopped at once; step_000002 is intact. Resume with: plaudit sft r.yaml" in capsys.readouterr().err
 
 
 def test_a_signal_within_a_print_does_not_print_its_line_again(recipe, monkeypatch):

@@ -42,7 +42,8 @@ class RowOrder:
         if self.num_rows >= self.per_step:
             return None
         effect = "a step has rows of several epochs" if self.total_rows > self.num_rows else "there is one step, of all of them"
-        return f"{setting} = {self.per_step:,} exceeds the {self.num_rows:,} {rows} in the data: {effect}"
+        present = f"{self.num_rows:,} {rows.removesuffix('s' * (self.num_rows == 1))}"
+        return f"{setting} = {self.per_step:,} exceeds the {present} in the data: {effect}"
 
     def rows(self, step: int) -> list[int]:
         """Row numbers of a step (from 0). Only the last step may be short."""
