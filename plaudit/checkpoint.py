@@ -81,15 +81,25 @@ def render_state(step: int, snapshot: Snapshot, **notes: Any) -> str:
 
 
 def write_checkpoint(
-    root: Path, step: int, snapshot: Snapshot, state: str, size: int, world: World, then: Callable[[], None] = lambda: None
+    root: Path,
+    step: int,
+    snapshot: Snapshot,
+    state: str,
+    size: int,
+    world: World,
+    *,
+    first: Callable[[], None] = lambda: None,
+    then: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the checkpoint of the state after `step`. `state`: as rendered; `size`: about what this process writes.
 
-    Each process of the world writes, checksums and syncs its files; the leading one writes everything else, the manifest last, and
-    does `then` what may only happen once the checkpoint is in place. An error of one process is raised in all."""
+    Each process of the world writes, checksums and syncs its files; the leading one writes everything else, the manifest last. It
+    does `first` what a checkpoint must not outlive, and `then` what may only happen once it is in place. An error of one process is
+    raised in all."""
     final = root / f"step_{step:06d}"
 
     def make_folder() -> Path:
+        first()
         root.mkdir(parents=True, exist_ok=True)
         _require_space(final, needed)
         return stack.enter_context(atomic_folder(final))
@@ -133,8 +143,9 @@ def _exchange(world: World, work: Callable[[], T], path: Path, what: str) -> lis
     try:
         with clear_write_errors(path, path.parent):
             result = work()
-    except RunError as error:
-        result = RunError(f"rank {world.rank}: {error}") if world.rank else error
+    except Exception as error:  # whatever it is, the others must not wait for this process
+        text = str(error) if isinstance(error, PlauditError) else f"{path}: {type(error).__name__}: {error}"
+        result = RunError(f"rank {world.rank}: {text}" if world.rank else text)
     results = world.gather(result, what)
     for one in results:
         if isinstance(one, RunError):

@@ -184,8 +184,8 @@ class Run:
         except Exception as failure:
             if error is None:
                 raise
-            if isinstance(failure, PlauditError):
-                print_line(str(failure), "red")
+            self._saved = None  # it is not, after all
+            print_line(str(failure) or type(failure).__name__, "red")
 
     def _remove_unused(self, error: BaseException | None) -> None:
         """A mistake in data or settings that ends a new run before it has done anything leaves no folder."""
@@ -352,8 +352,8 @@ class Run:
             return
         notes: dict[str, Any] = {"best": self.best} | ({} if unvalidated is None else {"unvalidated": unvalidated})
         notes |= {name: state for name, each in self._stateful.items() if (state := each.state())}
-        once_saved = [] if mid_step else [each.saving() for each in self._stateful.values()]
-        self.saver.save(self._owner, step, notes, best_step=self._best_step(), once_saved=once_saved)
+        begin_saving = [] if mid_step else [each.saving for each in self._stateful.values()]
+        self.saver.save(self._owner, step, notes, best_step=self._best_step(), begin_saving=begin_saving)
         self._saved, self._saved_at = (step, self.best, unvalidated), time.monotonic()
         if self.world.leads and time.monotonic() - self._drawn_at > DRAW_EVERY_S:
             self.draw()
@@ -392,8 +392,13 @@ class Run:
             yield
         except (TrainingStopped, StopRequested) as error:
             if done:
-                self.save(done, unvalidated, mid_step=True)
-                self.saver.wait()
+                try:
+                    self.save(done, unvalidated, mid_step=True)
+                    self.saver.wait()
+                except RunError:
+                    if isinstance(error, TrainingStopped):  # what cannot be saved must not hide it
+                        print_line(f"{what}: {error}", "red")
+                    raise
             if isinstance(error, StopRequested):
                 saved = f"step {done} is saved" if done else "there is no step to save yet"
                 raise Interrupted(f"stopped during {what}; {saved}. {self._how_to_resume()}") from None

@@ -45,12 +45,14 @@ class Saver:
         notes: dict[str, Any],
         *,
         best_step: int | None,
-        once_saved: Iterable[Callable[[], None] | None] = (),
+        begin_saving: Iterable[Callable[[], Callable[[], None] | None]] = (),
     ) -> None:
-        """Begin to save a checkpoint, or save it if there is no memory for a copy. `once_saved` is called in the saving thread."""
+        """Begin to save a checkpoint, or save it if there is no memory for a copy. `begin_saving` is called now, after the last
+        save has ended; what it returns, in the saving thread, once this one is on disk."""
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
+        once_saved = [begin() for begin in begin_saving]
         self._world.heartbeat.begin_phase(f"saving step {step}")
         size = owner.state_bytes()
         if self._copies is None:
@@ -60,9 +62,10 @@ class Saver:
         state = render_state(step, snapshot, **notes)
 
         def write() -> None:
-            self._sync_metrics()
             world = self._world.in_background
-            write_checkpoint(self._checkpoints, step, snapshot, state, size, world, then=lambda: self._tidy(best_step))
+            write_checkpoint(
+                self._checkpoints, step, snapshot, state, size, world, first=self._sync_metrics, then=lambda: self._tidy(best_step)
+            )
             for callback in once_saved:
                 if callback is not None:
                     callback()

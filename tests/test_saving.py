@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def newest(folder: Path) -> tuple[int, list[float]] | None:
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path, saver, owner):
     notes, events = {"lengths": {"a": 1}}, []
-    saver.save(owner, 1, notes, best_step=None, once_saved=[lambda: events.append(newest(tmp_path)), None])
+    saver.save(owner, 1, notes, best_step=None, begin_saving=[lambda: lambda: events.append(newest(tmp_path)), lambda: None])
     owner.tensor += 1
     notes["lengths"]["b"] = 2
     assert events == []
@@ -93,7 +94,7 @@ def test_a_failed_write_is_raised_in_the_training_thread(tmp_path, saver, owner,
     saver.save(owner, 1, {}, best_step=None)
     saver.wait()
     owner.error, called = OSError(28, "No space left on device"), []
-    saver.save(owner, 2, {}, best_step=None, once_saved=[lambda: called.append(2)])
+    saver.save(owner, 2, {}, best_step=None, begin_saving=[lambda: lambda: called.append(2)])
     with pytest.raises(RunError, match=r"step_000002: could not be written \(.*No space left.*; step_000001 is intact\. Fix"):
         saver.save(owner, 3, {}, best_step=None) if noticed == "at the next save" else saver.wait()
     assert called == []
@@ -150,3 +151,22 @@ def test_scores_stored_while_a_checkpoint_is_written_are_kept(tmp_path):
     cache.begin_clear()
     cache.close()
     cache.clear()  # a save may end after the rewards have
+
+
+def test_a_save_begins_when_the_one_before_has_ended(tmp_path, owner, saver):
+    """Whoever is told that its state is being saved has not been told yet that the state before is safe: scores kept in between
+    would be taken for old ones."""
+    events: list[str] = []
+
+    def begin(name: str) -> Callable[[], Callable[[], None]]:
+        def begin_saving() -> Callable[[], None]:
+            events.append(f"{name} begins")
+            return lambda: events.append(f"{name} is safe")
+
+        return begin_saving
+
+    threading.Timer(0.2, owner.may_write.set).start()  # while the second save waits
+    for step, name in ((1, "first"), (2, "second")):
+        saver.save(owner, step, {}, best_step=None, begin_saving=[begin(name)])
+    saver.wait()
+    assert events == ["first begins", "first is safe", "second begins", "second is safe"]

@@ -25,11 +25,13 @@ from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
+from plaudit.errors import RecipeError
 from plaudit.files import weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.devices import resolve_device
 from plaudit.models.trainable import load_policy, load_sampled
 from plaudit.recipe import RLDataSettings, RLRecipe
+from plaudit.recipe.rollout import SERVED_ENGINES
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
 from plaudit.report.samples import best_and_worst
@@ -86,6 +88,11 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 print_line(note, "yellow")
         resolved, sharding = plan_training(recipe, [len(prompt.tokens) for prompt in prompts], world)
         run.sharding = sharding
+        if sharding == "full" and recipe.rollout.engine in SERVED_ENGINES:
+            raise RecipeError(
+                f"rollout.engine {recipe.rollout.engine} needs whole weights in every process, and cluster.sharding is full: set "
+                "it to optimiser, or use the native engine"
+            )
         learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)

@@ -57,8 +57,13 @@ class VllmEngine(Engine):
         settings = setup.rollout.server
         if problem := find_launch_problem(settings.program):
             raise RecipeError(f"rollout.engine vllm: {problem.replace('model.program', 'rollout.server.program')}")
+        if settings.tensor_parallel > 1 and setup.world.size > 1:
+            raise RecipeError(
+                "rollout.server.tensor_parallel: with cluster.gpus each process has a server on its own GPU; set it to 1"
+            )
         self._settings, self._model, self._tokenizer = settings, setup.model, setup.tokenizer
-        self._device = setup.world.device
+        self._world, self._device = setup.world, setup.world.device
+        self._may_stop = True
         self._end_tokens = end_tokens_of(setup.model)
         self._weights: Weights | None = None
         self._asleep, self._restarts = False, 0
@@ -83,9 +88,9 @@ class VllmEngine(Engine):
             settings,
             lambda port: [*vllm_command(settings.program), *command(port), *words],
             self._gpu_environment(),
-            shares_gpu=on_gpu and settings.weights == "auto",
+            shares_gpu=on_gpu and settings.weights == "auto" and settings.tensor_parallel == 1,
             log=setup.folder and setup.folder / f"engine_{setup.world.rank}.log",
-            check=lambda: self.on_step(0),
+            check=self._check,
         )
         try:
             self._server.start()
@@ -94,8 +99,8 @@ class VllmEngine(Engine):
             raise
 
     def _gpu_environment(self) -> dict[str, str]:
-        """The server's GPU is ours, unless the user says otherwise."""
-        if self._device.type != "cuda":
+        """The server's GPU is ours. With several, it takes the first of those that we see."""
+        if self._device.type != "cuda" or self._settings.tensor_parallel > 1:
             return {}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         index = self._device.index or 0
@@ -153,13 +158,27 @@ class VllmEngine(Engine):
                 future.cancel()  # closes its connection, which ends its request
 
     def rest(self) -> None:
-        if self._sleeps and not self._asleep:
+        """A stop that was asked for waits until the step is complete."""
+        if not self._sleeps or self._asleep:
+            return
+        self._may_stop = False
+        try:
             self._server.sleep()
             self._asleep = True
+        except ServerLost:
+            self._server.kill()  # the next sync starts it again
+        finally:
+            self._may_stop = True
 
     def close(self) -> None:
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check(self) -> None:
+        """While we wait for the server."""
+        self._world.heartbeat.beat()
+        if self._may_stop:
+            self.on_step(0)
 
     # Weights -----------------------------------------------------------------------------------------------------------
 
@@ -199,7 +218,10 @@ class VllmEngine(Engine):
         while time.monotonic() < pause_until:
             self.on_step(0)
             time.sleep(POLL_S)
-        self._server.restart(why)
+        try:
+            self._server.restart(why)
+        except RecipeError as error:  # it did start before, so this is no mistake in the recipe
+            raise TrainingStopped(f"{error}. Fix it, then run the same command to resume.") from None
         self._asleep = False
 
     # Samples -----------------------------------------------------------------------------------------------------------

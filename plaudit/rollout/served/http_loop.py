@@ -34,7 +34,8 @@ class HttpLoop:
         self._loop.close()
 
     async def _open(self, headers: dict[str, str]) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)
+        # Servers close idle connections after some seconds; one that we use at that moment would look like a dead server.
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=2.0)
         return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
 
     async def _end(self) -> None:

@@ -99,10 +99,14 @@ class PolicyServer:
     def restart(self, why: str) -> None:
         print_own_warning(f"the vLLM server is lost ({why}): starting it again")
         self._failed = True
-        if self._process is not None:
-            self._process.stop(grace_s=0.0)
+        self.kill()
         self._weights_checked = False
         self.start()
+
+    def kill(self) -> None:
+        """End it at once, so that its GPU memory is free."""
+        if self._process is not None:
+            self._process.stop(grace_s=0.0)
 
     def close(self) -> None:
         self._http.close()
@@ -193,7 +197,8 @@ class PolicyServer:
 
     def _send_stream(self, weights: Iterator[Named]) -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
-        sender = WeightSender(token, shared=self._shares_gpu, bucket_bytes=BUCKET_BYTES)
+        limit = self._settings.call_timeout_s
+        sender = WeightSender(token, shared=self._shares_gpu, bucket_bytes=BUCKET_BYTES, timeout_s=limit)
         workers = self._settings.tensor_parallel
         body = {"method": "plaudit_load", "args": [sender.address, token.hex()]}
         loading = self._http.submit(self._post("/collective_rpc", body))
@@ -208,8 +213,8 @@ class PolicyServer:
             count, size = sender.send(weights, workers, check)
             self._require_all(self._await(loading, "new weights")["results"], count, size)
         except OSError as error:
-            with suppress(Exception):
-                loading.result(10.0)  # its own account of what went wrong is better
+            with suppress(TimeoutError):
+                loading.result(10.0)  # raises the server's own account of what went wrong, which is better
             raise ServerLost(f"while weights were sent: {error}") from error
         finally:
             sender.close()

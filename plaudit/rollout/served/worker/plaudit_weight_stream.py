@@ -16,6 +16,7 @@ import json
 import re
 import socket
 import struct
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -54,9 +55,11 @@ def add_sums(sums: Sums, name: str, tensor: Tensor) -> None:
 class WeightSender:
     """Sends weights to each of a server's workers, which connect to it."""
 
-    def __init__(self, token: bytes, *, shared: bool, bucket_bytes: int, host: str = "127.0.0.1"):
-        """`token`: proves that a worker is ours. `shared`: the workers' GPU is ours. `bucket_bytes`: of a frame, about."""
+    def __init__(self, token: bytes, *, shared: bool, bucket_bytes: int, timeout_s: float, host: str = "127.0.0.1"):
+        """`token`: proves that a worker is ours. `shared`: the workers' GPU is ours. `bucket_bytes`: of a frame, about.
+        `timeout_s`: how long a worker may take to connect, and to take a frame."""
         assert len(token) == TOKEN_BYTES
+        self._timeout_s = timeout_s
         self._token, self._shared, self._bucket_bytes = token, shared, bucket_bytes
         self._listener = socket.create_server((host, 0))
         self._listener.settimeout(0.2)
@@ -68,11 +71,11 @@ class WeightSender:
     def send(self, weights: Iterable[Named], workers: int, check: Callable[[], None]) -> tuple[int, int]:
         """Numbers of tensors and bytes sent. `check` is called while we wait, and raises to end it. Raises OSError if a worker is
         gone."""
+        deadline = time.monotonic() + self._timeout_s
         while len(self._workers) < workers:
             check()
             self._accept()
-        for worker in self._workers:
-            worker.settimeout(None)
+            _require_time(deadline)
         count = sent = 0
         for frame in _frames(weights, self._bucket_bytes):
             sent += self._send_frame(frame, check)
@@ -100,6 +103,7 @@ class WeightSender:
             worker.close()
             return
         worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        worker.settimeout(self._timeout_s)
         self._workers.append(worker)
 
     def _send_frame(self, frame: list[Named], check: Callable[[], None]) -> int:
@@ -139,6 +143,7 @@ class WeightSender:
 
     def _await_answer(self, check: Callable[[], None]) -> None:
         """That of the oldest frame, from every worker."""
+        deadline = time.monotonic() + self._timeout_s
         for worker in self._workers:
             worker.settimeout(0.2)
             while True:
@@ -147,10 +152,16 @@ class WeightSender:
                     break
                 except TimeoutError:
                     check()
-            worker.settimeout(None)
+                    _require_time(deadline)
+            worker.settimeout(self._timeout_s)
             if answer != TAKEN:
                 raise ConnectionResetError("the server's worker closed its connection")
         self._unanswered -= 1
+
+
+def _require_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError("the server's worker takes no weights")
 
 
 def _frames(weights: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
