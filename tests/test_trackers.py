@@ -89,7 +89,8 @@ def tensorboard_series(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 def assert_same_series(found: dict, expected: dict, rel: float = 1e-6) -> None:
     assert found.keys() == expected.keys()
-    for name in expected:
+    # A step that is repeated after a resume may have had the times of a save before.
+    for name in expected.keys() - {"time/save_s", "time/save_wait_s"}:
         assert [step for step, _ in found[name]] == [step for step, _ in expected[name]], name
         assert [value for _, value in found[name]] == pytest.approx([value for _, value in expected[name]], rel=rel, abs=1e-6), name
 
