@@ -144,14 +144,20 @@ def test_wandb_resumes_under_the_same_id(tmp_path, recipe, monkeypatch):
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["optim.lr"] == 1e-3
 
-    logged: dict[str, dict[int, float]] = {}  # if a step is logged twice, the later values count
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            for name in row.keys() - {"step"}:
-                if not name.startswith("_"):
-                    logged.setdefault(name, {})[row["step"]] = row[name]
-    assert_same_series({name: sorted(points.items()) for name, points in logged.items()}, series(tmp_path / "run"))
+    def logged() -> dict[str, dict[int, float]]:
+        found: dict[str, dict[int, float]] = {}  # if a step is logged twice, the later values count
+        for record in (record for file in files for record in wandb_records(file)):
+            if record.WhichOneof("record_type") == "history":
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                for name in row.keys() - {"step"}:
+                    if not name.startswith("_"):
+                        found.setdefault(name, {})[row["step"]] = row[name]
+        return found
+
+    deadline = time.monotonic() + 60.0  # a process of wandb's own writes the files, on a busy machine seconds later
+    while 6 not in logged()["loss"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert_same_series({name: sorted(points.items()) for name, points in logged().items()}, series(tmp_path / "run"))
 
 
 # MLflow --------------------------------------------------------------------------------------------------------------
