@@ -6,7 +6,7 @@
 
 Against accidents (a flipped bit, a file copied halfway), not against forgery. CRC-32 finds every change within 32 bits of a block
 and every pair of flipped bits; of other damage it misses one in four billion. It is five to eight times as fast as hashlib's.
-Whoever writes some of the files computes their entries (`describe_files`); one process collects them and writes the manifest.
+A process that writes some of the files computes their entries (`describe_files`); one collects them and writes the manifest.
 """
 
 import json

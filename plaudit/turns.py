@@ -1,7 +1,7 @@
 """Turns on an event loop: those who compute on it do so for a few milliseconds at a time.
 
 An event loop runs everything that is ready before it looks at its sockets again, so a thousand short computations block judge calls
-and `/health` just as one long computation does. Whoever computes therefore takes a turn first. Turns are given in order until an
+and `/health` just as one long computation does. Every computation therefore takes a turn first. Turns are given in order until an
 iteration's `SLICE_S` are used up; the others wait until the loop has looked at its sockets.
 
 Rules stay on the loop because most of them take microseconds: handing a group to another thread costs more than scoring it, and as

@@ -154,8 +154,8 @@ def test_scores_stored_while_a_checkpoint_is_written_are_kept(tmp_path):
 
 
 def test_a_save_begins_when_the_one_before_has_ended(tmp_path, owner, saver):
-    """Whoever is told that its state is being saved has not been told yet that the state before is safe: scores kept in between
-    would be taken for old ones."""
+    """Otherwise an owner would begin a second save before it knows that the first is on disk, and scores kept in between would
+    be taken for old ones."""
     events: list[str] = []
 
     def begin(name: str) -> Callable[[], Callable[[], None]]:

@@ -25,13 +25,12 @@ from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line, print_own_warning
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.server_client import ServerClient
-from plaudit.servers.process import HOST, STOP_S, ServerProcess, free_port
+from plaudit.servers.process import HOST, STOP_S, ServerProcess, Startup, free_port
 from plaudit.servers.vllm_command import vllm_command
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
 Result = TypeVar("Result", Answer, ScalarScore)
-REPORT_EVERY_S = 10.0
 RESTARTS = 1
 DEATH_CAUSES = ("refused", "reset", "half", "http")
 """How calls fail whose server dies (vLLM answers 500 before it exits)."""
@@ -138,7 +137,6 @@ class LaunchedServer(Backend):
 
     async def _start(self) -> None:
         """Start the server and wait until it answers."""
-        began = time.monotonic()
         if self._log is None:
             self._log = Path(mkdtemp(prefix="plaudit-server-")) / "server.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -147,30 +145,23 @@ class LaunchedServer(Backend):
             self._server = ServerProcess(self.command, self._log, self._environment)
         except OSError as error:
             raise RecipeError(f"{self._program[0]} cannot be started: {error.strerror}") from None
-        await self._wait(self._server, began)
-        print_line(f"the server for {self.model.path} is ready after {time.monotonic() - began:.0f} s")
+        await self._wait(self._server)
 
-    async def _wait(self, server: ServerProcess, began: float) -> None:
-        reported, limit = began, self._limits.start_timeout_s
+    async def _wait(self, server: ServerProcess) -> None:
+        name = f"the server for {self.model.path}"
+        startup = Startup(server, name, self._limits.start_timeout_s, "limits.start_timeout_s")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
             while True:
-                if not server.alive:
-                    how = server.epitaph()
-                    hint = " Install it, or set program to a vllm installed elsewhere." if "No module named 'vllm'" in how else ""
-                    raise self._failure(f"the server for {self.model.path} ended before it was ready ({how}).{hint}")
+                try:
+                    startup.check()
+                except RecipeError as error:
+                    absent = "No module named 'vllm'" in str(error)
+                    hint = " Install it, or set program to a vllm installed elsewhere." if absent else ""
+                    raise self._failure(f"{error}{hint}") from None
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with session.get(f"http://{HOST}:{self.port}/health") as response:
                         if response.status == 200:
-                            return
-                now = time.monotonic()
-                if now - began > limit:
-                    raise self._failure(
-                        f"the server for {self.model.path} was not ready within limits.start_timeout_s, {limit:g} s (its last "
-                        f"line: '{server.last_line()}')."
-                    )
-                if now - reported > REPORT_EVERY_S:
-                    reported = now
-                    print_line(f"waiting for the server, {now - began:.0f} of {limit:g} s: {server.last_line()}")
+                            return startup.ready()
                 await asyncio.sleep(0.2)
 
     async def close(self) -> None:

@@ -32,6 +32,13 @@ class Stopping:
         self._reach = max((len(s.encode()) for s in stop), default=0) + 8
         self._may_complete: dict[int, bool] = {}
 
+    def end_of(self, tokens: list[int]) -> int | None:
+        """The index of the token that ends a response: an end token, or the one that completes a stop string."""
+        for i, token in enumerate(tokens):
+            if token in self.end_tokens or (self.stop and self.stops(tokens[max(0, i + 1 - self._reach) : i + 1])):
+                return i
+        return None
+
     def stops(self, tokens: list[int]) -> bool:
         """Whether the newest token completes a stop string."""
         if not self.stop:

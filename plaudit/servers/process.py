@@ -6,15 +6,19 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from plaudit.errors import RecipeError
 from plaudit.host import describe_exit
 from plaudit.redaction import redact
+from plaudit.report.progress import print_line
 
 HOST = "127.0.0.1"
 ERROR = re.compile(r"\b(?!EngineDeadError)\w+Error: .+")
 """vLLM's EngineDeadError only says that there was another."""
+REPORT_EVERY_S = 10.0
 STOP_S = 15.0
 """Time a server has to stop gracefully before it is killed."""
 
@@ -85,6 +89,33 @@ class ServerProcess:
         self._guard.kill()
         self._guard.stdin.close()
         self._guard.wait()
+
+
+class Startup:
+    """The time between a server's start and its first answer: reported, and limited."""
+
+    def __init__(self, server: ServerProcess, name: str, limit_s: float, limit_setting: str):
+        """`name`: of the server, at the beginning of messages."""
+        self._server, self._name = server, name
+        self._limit_s, self._limit_setting = limit_s, limit_setting
+        self._began = self._reported = time.monotonic()
+
+    def check(self) -> None:
+        """Called while it does not answer yet. Raises if it is dead or has taken too long."""
+        now = time.monotonic()
+        if not self._server.alive:
+            raise RecipeError(f"{self._name} ended before it was ready ({self._server.epitaph()}).")
+        if now - self._began > self._limit_s:
+            raise RecipeError(
+                f"{self._name} was not ready within {self._limit_setting}, {self._limit_s:g} s (its last line: "
+                f"'{self._server.last_line()}')."
+            )
+        if now - self._reported > REPORT_EVERY_S:
+            self._reported = now
+            print_line(f"waiting for the server, {now - self._began:.0f} of {self._limit_s:g} s: {self._server.last_line()}")
+
+    def ready(self) -> None:
+        print_line(f"{self._name} is ready after {time.monotonic() - self._began:.0f} s")
 
 
 def free_port(port: int = 0) -> int:

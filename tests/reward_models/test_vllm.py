@@ -38,19 +38,13 @@ from support.paths import REPOSITORY
 from support.processes import gone
 from support.recipes import pair_recipe, sft_recipe, train_reward_model, train_sft, write_recipe
 from support.rows import write_jsonl
+from support.vllm import ARGUMENTS as FAST_START
+from support.vllm import ENVIRONMENT, PYTHON, needs_vllm
 
-PYTHON = Path(os.environ.get("PLAUDIT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": "",
-}  # fmt: skip
-ARGUMENTS = ["--enforce-eager", "--dtype float32", "--max-model-len 256", "--distributed-executor-backend uni"]
+ARGUMENTS = [*FAST_START, "--max-model-len 256"]
 LONG = "1 + " * 300
 KEY = "a-key-that-nobody-may-read"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"needs vLLM in {PYTHON} (or set PLAUDIT_VLLM_PYTHON)"),
-]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 
 # Models --------------------------------------------------------------------------------------------------------------

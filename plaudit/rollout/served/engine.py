@@ -55,8 +55,8 @@ class VllmEngine(Engine):
 
     def __init__(self, setup: EngineSetup):
         settings = setup.rollout.server
-        if problem := find_launch_problem(settings.program):
-            raise RecipeError(f"rollout.engine vllm: {problem.replace('model.program', 'rollout.server.program')}")
+        if problem := find_launch_problem(settings.program, "rollout.server.program"):
+            raise RecipeError(f"rollout.engine vllm: {problem}")
         if settings.tensor_parallel > 1 and setup.world.size > 1:
             raise RecipeError(
                 "rollout.server.tensor_parallel: with cluster.gpus each process has a server on its own GPU; set it to 1"
@@ -247,7 +247,7 @@ class VllmEngine(Engine):
     def _sample(self, job: _Job, tokens: list[int], logprobs: list[float], stopping: Stopping) -> Sample:
         """The server may see a stop string later than we do: what follows it is cut off."""
         limit = job.body["max_tokens"]
-        end = next((i for i in range(len(tokens)) if tokens[i] in stopping.end_tokens or stopping.stops(tokens[: i + 1])), None)
+        end = stopping.end_of(tokens)
         if end is None and len(tokens) < limit:
             raise TrainingStopped(
                 f"rollout.engine vllm: prompt {job.request.prompt_id}, sample {job.index}: its server ended it after {len(tokens)} "

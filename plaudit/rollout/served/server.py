@@ -20,12 +20,11 @@ from plaudit.rollout.engine import Weights
 from plaudit.rollout.served import vllm
 from plaudit.rollout.served.http_loop import HttpLoop
 from plaudit.rollout.served.worker.plaudit_weight_stream import TOKEN_BYTES, Named, Sums, WeightSender, add_sums
-from plaudit.servers.process import HOST, ServerProcess, free_port
+from plaudit.servers.process import HOST, ServerProcess, Startup, free_port
 
 if TYPE_CHECKING:
     from plaudit.recipe.rollout import EngineServerSettings
 
-REPORT_EVERY_S = 10.0
 POLL_S = 0.2
 BUCKET_BYTES = 256 << 20
 """Weights sent together: enough to make the round trip cheap, few enough not to take memory that is needed."""
@@ -66,8 +65,7 @@ class PolicyServer:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        began = reported = time.monotonic()
-        self._port, limit = free_port(), self._settings.start_timeout_s
+        self._port = free_port()
         environment = {**os.environ, **vllm.environment(self._token, os.environ), **self._environment}
         print_line(f"starting a vLLM server on port {self._port} for sampling; its output: {self.log}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -76,25 +74,17 @@ class PolicyServer:
             self._process = ServerProcess(command, self.log, environment)
         except OSError as error:
             raise RecipeError(f"rollout.server.program: {command[0]} cannot be started: {error.strerror}") from None
+        limit_s = self._settings.start_timeout_s
+        startup = Startup(self._process, "the vLLM server for sampling", limit_s, "rollout.server.start_timeout_s")
         while not self._answers():
-            waited = time.monotonic() - began
-            if not self._process.alive:
+            try:
+                startup.check()
+            except RecipeError as error:
                 self._failed = True
-                raise RecipeError(
-                    f"rollout.engine vllm: its server ended before it was ready ({self._process.epitaph()}). Its output: {self.log}"
-                )
-            if waited > limit:
-                self._failed = True
-                raise RecipeError(
-                    f"rollout.engine vllm: its server was not ready within rollout.server.start_timeout_s, {limit:g} s (its last "
-                    f"line: '{self._process.last_line()}'). Its output: {self.log}"
-                )
-            if time.monotonic() - reported > REPORT_EVERY_S:
-                reported = time.monotonic()
-                print_line(f"waiting for the server, {waited:.0f} of {limit:g} s: {self._process.last_line()}")
+                raise RecipeError(f"rollout.engine vllm: {error} Its output: {self.log}") from None
             self._check()
             time.sleep(POLL_S)
-        print_line(f"the vLLM server is ready after {time.monotonic() - began:.0f} s")
+        startup.ready()
 
     def restart(self, why: str) -> None:
         print_own_warning(f"the vLLM server is lost ({why}): starting it again")

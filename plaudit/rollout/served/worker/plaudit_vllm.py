@@ -2,7 +2,7 @@
 
 `--worker-extension-cls plaudit_vllm.PolicyWeights` adds methods to vLLM's worker, which plaudit calls through `/collective_rpc`.
 `--middleware plaudit_vllm.VersionGate` stands before vLLM's own routes: a server that was just started, or is being given weights,
-has no version, and refuses to sample until plaudit has told it the version of what it has loaded.
+has no version, and refuses to sample until plaudit has set the version of what it has loaded.
 
 Loaded in the server's environment, in which plaudit is not: only the standard library, torch and vLLM are imported.
 """
