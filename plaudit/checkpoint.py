@@ -14,7 +14,6 @@ written and read by their owner (`Saveable`); this module only handles files.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from plaudit.errors import PlauditError, RunError
 from plaudit.files import atomic_folder, is_disk_error, remove_leftovers, syncing
 from plaudit.json_files import UnreadableJson, read_object
 from plaudit.manifest import FileEntry, describe_files, find_damage, write_manifest
+from plaudit.run_progress import checkpoint_folders
 from plaudit.world import World
 
 T = TypeVar("T")
@@ -234,9 +234,3 @@ def point_to(link: Path, target: Path) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(target.relative_to(link.parent))
     aside.rename(link)
-
-
-def checkpoint_folders(root: Path) -> list[Path]:
-    """In step order. A copy that a user keeps as step_000040_good is not one of ours."""
-    found = [path for path in root.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

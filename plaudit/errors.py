@@ -20,6 +20,8 @@ class PlauditError(ValueError):
     """Of a command that it ends."""
     blames_peer = False
     """Whether all it says is that another process of the run is gone or has failed."""
+    restart_helps = False
+    """Whether all processes of the run may be started again with nothing changed: it need not happen again."""
 
     def __init__(self, message: str):
         super().__init__(redact(message))  # messages end up in logs and bug reports
@@ -46,6 +48,12 @@ class TrainingStopped(PlauditError):
         """The samples that a reward failed on, for inspection."""
 
 
+class ServerGone(TrainingStopped):
+    """A server that the run has started was lost, and starting it again has not helped."""
+
+    restart_helps = True
+
+
 class Interrupted(PlauditError):
     """Ctrl-C or SIGTERM: everything is saved, and the message explains how to resume."""
 
@@ -56,12 +64,20 @@ class ProcessFailed(PlauditError):
     """One of the processes that train together died, hung, or has a bug."""
 
     exit_status = 1
+    restart_helps = True
+
+
+class OutOfMemory(PlauditError):
+    """A GPU's memory was not enough."""
+
+    restart_helps = True
 
 
 class PeerLost(TrainingStopped):
     """Another process of the run has closed the connection, or is gone."""
 
     blames_peer = True
+    restart_helps = True
 
 
 class PeerFailed(ProcessFailed):

@@ -35,7 +35,6 @@ from plaudit import __version__
 from plaudit.checkpoint import (
     Checkpoint,
     Saveable,
-    checkpoint_folders,
     clear_write_errors,
     find_checkpoint,
     newest_intact,
@@ -55,6 +54,7 @@ from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
 from plaudit.run_folder import read_metrics
 from plaudit.run_identity import Computing, advice, compare, describe_run, read_description
+from plaudit.run_progress import checkpoint_folders
 from plaudit.saving import Saver
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
@@ -402,7 +402,7 @@ class Run:
             if isinstance(error, StopRequested):
                 saved = f"step {done} is saved" if done else "there is no step to save yet"
                 raise Interrupted(f"stopped during {what}; {saved}. {self._how_to_resume()}") from None
-            raise TrainingStopped(f"{what}: {error}{self._write_failures(what, error.failed)}") from None
+            raise type(error)(f"{what}: {error}{self._write_failures(what, error.failed)}") from None
 
     def _write_failures(self, what: str, failed: Sequence[Mapping[str, Any]]) -> str:
         if not failed or not self.world.leads:

@@ -18,7 +18,7 @@ LEVELS = [
     ["lora_folder", "manifest", "model_files"],
     ["types", "files", "seeding", "plugins", "command_help"],
     ["world", "balance"],
-    ["input_files", "output_folder"],
+    ["input_files", "output_folder", "run_progress"],
     ["objectives"],
     ["recipe"],
     ["suggestions"],

@@ -44,12 +44,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
-def launch(job: RankJob, count: int, recipe: TrainingRecipe) -> str | None:
-    """Run the job in `count` processes; returns rank 0's result as text. Raises what a rank raised, or why it failed."""
-    with RankGroup(job, count, recipe) as group, group.forwarded_signals():
-        return group.wait()
-
-
 class RankProcess:
     """One process, and its pipes."""
 
@@ -159,8 +153,13 @@ class RankGroup:
         self._guard.wait()
         self._selector.close()
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether Ctrl-C or SIGTERM has come."""
+        return self._signals > 0
+
     def wait(self) -> str | None:
-        """Until all ranks are done, or one has failed."""
+        """Until all ranks are done; returns rank 0's result as text. Raises what a rank raised, or why it failed."""
         while (verdict := self._watch.verdict()) is None:
             if self._watch.all_done:
                 self._wait_for_exits(GRACE_S)

@@ -118,7 +118,7 @@ class Watch:
         rank = (culprits or self._order)[0]
         state = self.ranks[rank]
         if state.failure is None:
-            return Verdict(rank, ProcessFailed(f"{self._name(rank)} {self._exit(state)}. {STOPPED}"))
+            return Verdict(rank, ProcessFailed(f"{self._name(rank)} {self._exit(state)}."))
         failure = state.failure
         if failure.kind == "KeyboardInterrupt":
             return Verdict(rank, KeyboardInterrupt())
@@ -130,7 +130,7 @@ class Watch:
         if not failure.trace:
             return Verdict(rank, failure.error(f"{self._name(rank)}: {failure.message}"))
         what = "lost its connection to the others" if failure.lost_peer else "failed"
-        message = f"{self._name(rank)} {what}: {failure.kind}: {failure.message.strip()}\n{STOPPED}"
+        message = f"{self._name(rank)} {what}: {failure.kind}: {failure.message.strip()}"
         return Verdict(rank, failure.error(message), failure.trace)
 
     def _patience_s(self, culprits: list[int]) -> float:
@@ -159,7 +159,7 @@ class Watch:
             where = ", ".join(f"{self._name(rank)} for '{state.waiting}'" for rank, state in alive.items())
             done = [str(rank) for rank, state in enumerate(self.ranks) if state.done]
             over = f"; rank {' and '.join(done)} has finished" if done else ""
-            message = f"all processes have waited for each other for {self._timeout_s:g} s: {where}{over}. {RAISE} {STOPPED}"
+            message = f"all processes have waited for each other for {self._timeout_s:g} s: {where}{over}. {RAISE}"
             return Verdict(None, ProcessFailed(message), silent=tuple(alive))
         return None
 
@@ -174,7 +174,7 @@ class Watch:
         """Those that were heard of first come first: the others may hang because they do."""
         first, *others = silent
         also = f", nor have {' and '.join(map(self._name, others))}" if others else ""
-        return f"{self._name(first)} has made no progress for {self._limit_s(first):g} s{also}. {RAISE} {STOPPED}"
+        return f"{self._name(first)} has made no progress for {self._limit_s(first):g} s{also}. {RAISE}"
 
     @staticmethod
     def _exit(state: RankState) -> str:
@@ -186,7 +186,6 @@ class Watch:
 
 
 RAISE = "If it was still at work, raise cluster.timeout_s."
-STOPPED = "All processes were stopped; start the run again to resume it."
 
 
 def hanging_frames(dump: str, count: int = 3) -> str:

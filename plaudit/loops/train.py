@@ -6,12 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plaudit.cluster.launch import launch
+from plaudit.cluster.launch import RankGroup
 from plaudit.cluster.ranks import launched_ranks, process_count
-from plaudit.config import LoadedRecipe
+from plaudit.cluster.restarts import run_ranks
+from plaudit.config import LoadedRecipe, flatten
 from plaudit.data.conversations import Source
-from plaudit.errors import PlauditError
+from plaudit.errors import OutOfMemory
 from plaudit.recipe import RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.run_progress import RunProgress
 
 if TYPE_CHECKING:
     from plaudit.world import World
@@ -27,7 +29,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         with join(ranks, recipe) as world:
             return train_in(world, loaded, sources)
     if (count := _processes(recipe)) > 1:
-        return Path(launch(partial(train_in, loaded=loaded, sources=sources), count, recipe) or "")
+        start = partial(RankGroup, partial(train_in, loaded=loaded, sources=sources), count, recipe)
+        progress = RunProgress(Path(recipe.run.dir), flatten(recipe))
+        return Path(run_ranks(start, recipe.cluster.restarts, progress) or "")
 
     from plaudit.models.devices import resolve_device
     from plaudit.world import World
@@ -66,7 +70,7 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         assert not isinstance(loaded.recipe, ScoreRecipe)
         train = loaded.recipe.train
         rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
-        raise PlauditError(
+        raise OutOfMemory(
             f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
             f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
             "train a LoRA with model.lora.rank=16. `plaudit doctor` estimates the memory needed; see docs/memory.md."

@@ -152,7 +152,10 @@ class ClusterSettings(Section):
     """What the processes divide among themselves. none: nothing. optimiser: AdamW's moments and fp32 master weights. full: the
     weights too (FSDP). auto: optimiser if that fits into a GPU's memory, else full."""
     timeout_s: PositiveFloat = 600.0
-    """Stop the run when a process has made no progress for this long."""
+    """Stop all processes when one has made no progress for this long."""
+    restarts: NonNegativeInt = 3
+    """How often all processes are started again, from the newest checkpoint, after one of them was lost: killed, silent for
+    timeout_s, out of memory, or a server of its own gone. 0: never. Not with one process, nor under torchrun and srun."""
 
 
 ANY_RESUME = (

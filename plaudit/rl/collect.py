@@ -204,7 +204,7 @@ def exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
     results = world.gather(result, what)
     stopped = {rank: one for rank, one in enumerate(results) if isinstance(one, TrainingStopped)}
     for rank, one in stopped.items():
-        raise one if len(stopped) == world.size else TrainingStopped(f"rank {rank}: {one}", one.failed)
+        raise one if len(stopped) == world.size else type(one)(f"rank {rank}: {one}", one.failed)
     if any(isinstance(one, StopRequested) for one in results):
         raise StopRequested
     return results  # pyright: ignore

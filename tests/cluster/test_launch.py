@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from plaudit.cluster import launch as launching
-from plaudit.cluster.launch import launch
 from plaudit.errors import Interrupted, PlauditError, ProcessFailed, TrainingStopped
 from support import rank_jobs
 from support.processes import gone
-from support.rank_jobs import recipe
+from support.rank_jobs import launch, recipe
 
 STOPPED = "All processes were stopped; start the run again to resume it."
 KINDS = pytest.mark.parametrize("kind", ["plain", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)

@@ -147,7 +147,7 @@ def test_a_silent_rank_is_blamed_and_not_those_that_wait_for_it(ranks):
     assert verdict is not None
     assert (verdict.rank, verdict.silent) == (1, (1,))
     assert str(verdict.error).startswith(
-        "rank 1 (step 3, sampling) has made no progress for 60 s. If it was still at work, raise cluster.timeout_s. All processes"
+        "rank 1 (step 3, sampling) has made no progress for 60 s. If it was still at work, raise cluster.timeout_s."
     )
 
 

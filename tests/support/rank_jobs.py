@@ -1,4 +1,4 @@
-"""Jobs of ranks, which `plaudit.cluster.launch` runs in processes of their own; and ranks that need no torch to run them."""
+"""Jobs of ranks, which `plaudit.cluster` runs in processes of their own; and ranks that need no torch to run them."""
 
 import io
 import os
@@ -14,17 +14,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from plaudit.cluster.launch import launch
-from plaudit.cluster.rank import Assignment, Lifeline
+from plaudit.cluster.launch import RankGroup
+from plaudit.cluster.rank import Assignment, Lifeline, RankJob
+from plaudit.cluster.restarts import run_ranks
 from plaudit.cluster.status import StatusPipe
 from plaudit.errors import Interrupted, PlauditError, TrainingStopped
 from plaudit.recipe import SFTRecipe
 from plaudit.report.progress import print_line, print_own_warning
+from plaudit.run_progress import RunProgress
 
 
 def recipe(**cluster: Any) -> SFTRecipe:
     sections = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"dir": "r", "device": "cpu"}}
-    return SFTRecipe.model_validate({**sections, "cluster": cluster})
+    return SFTRecipe.model_validate({**sections, "cluster": {"restarts": 0, **cluster}})
+
+
+def launch(job: RankJob, count: int, recipe: SFTRecipe, folder: Path = Path("no run")) -> str | None:
+    """Run the job in this number of processes, as a command does. `folder`: where the run's progress is to be seen."""
+    return run_ranks(partial(RankGroup, job, count, recipe), recipe.cluster.restarts, RunProgress(folder, {}))
 
 
 # Jobs ----------------------------------------------------------------------------------------------------------------
