@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -57,27 +58,32 @@ def _blames_peer(error: BaseException | None) -> bool:
 
 
 class StatusPipe:
-    """A rank's end of the pipe."""
+    """A rank's end of the pipe. Its threads share it: none writes into the line of another."""
 
     def __init__(self, fd: int):
         self._fd = fd
+        self._writing = threading.Lock()
         self._last: tuple[str, bool] | None = None
         self._sent_at = 0.0
         os.set_inheritable(fd, False)
 
     def beat(self, doing: str, waiting: bool) -> None:
-        """Never waits: while the watching process is suspended, heartbeats are dropped."""
+        """Never waits: while the watching process is suspended, or another thread writes, heartbeats are dropped."""
         now = time.monotonic()
         if self._last == (doing, waiting) and now - self._sent_at < SAME_AGAIN_S:
             return
-        self._last, self._sent_at = (doing, waiting), now
-        os.set_blocking(self._fd, False)
+        if not self._writing.acquire(blocking=False):
+            return
         try:
+            self._last, self._sent_at = (doing, waiting), now
+            os.set_blocking(self._fd, False)
             self._write({"doing": doing[:SHOWN], "waiting": waiting})
         except BlockingIOError:
             pass
         except BrokenPipeError:  # then the lifeline ends this process
             pass
+        finally:
+            self._writing.release()
 
     def port(self, port: int) -> None:
         self._send({"port": port})
@@ -89,8 +95,9 @@ class StatusPipe:
         self._send({"failure": asdict(failure)})
 
     def _send(self, message: dict[str, Any]) -> None:
-        os.set_blocking(self._fd, True)
-        self._write(message)
+        with self._writing:
+            os.set_blocking(self._fd, True)
+            self._write(message)
 
     def _write(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
