@@ -25,7 +25,7 @@ def write_atomic(path: Path, text: str) -> None:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. It is renamed to `path` when the block succeeds, and deleted when it raises."""
-    temporary = path.with_name(f".{path.name}.aside")
+    temporary = _aside(path)
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -39,8 +39,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill. It replaces `final` when the block succeeds, and is deleted when it raises."""
-    temporary = final.with_name(f".{final.name}.aside")
+    """Yield an empty folder to fill. It replaces `final` when the block succeeds, and is deleted when it raises.
+
+    To replace a folder takes two renames. A process that is killed in between leaves the old one as `.NAME.old`, which
+    `remove_leftovers` puts back."""
+    temporary, old, replaces = _aside(final), _old(final), False
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -54,17 +57,27 @@ def atomic_folder(final: Path) -> Iterator[Path]:
             else:
                 _sync_folder(path)
         _sync_folder(temporary)
-        if final.exists():
-            old = final.with_name(f".{final.name}.old")
+        if replaces := final.exists():
             final.rename(old)
-            temporary.rename(final)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(final)
+        temporary.rename(final)
         _sync_folder(final.parent)
     except BaseException:
+        if replaces and not final.exists():
+            old.rename(final)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    if replaces:
+        shutil.rmtree(old)
+
+
+def _aside(path: Path) -> Path:
+    """Where something is written before it gets its name."""
+    return path.with_name(f".{path.name}.aside")
+
+
+def _old(folder: Path) -> Path:
+    """A folder while another one takes its name."""
+    return folder.with_name(f".{folder.name}.old")
 
 
 @contextmanager
@@ -82,8 +95,13 @@ def syncing(files: Iterable[Path]) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporaries that a killed process left for these names (or patterns). Others stay: a user may own a `.x.old`."""
+    """Remove what a killed process left for these names (or patterns), and put back a folder that it was about to replace. Others
+    stay: a user may own a `.x.old`."""
     for name in names:
+        for old in folder.glob(f".{name}.old"):
+            final = folder / old.name.removeprefix(".").removesuffix(".old")
+            if not os.path.lexists(final):
+                old.rename(final)
         for path in [*folder.glob(f".{name}.aside"), *folder.glob(f".{name}.old")]:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

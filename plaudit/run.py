@@ -178,7 +178,10 @@ class Run:
         self._lock.close()
 
     def _end_save(self, error: BaseException | None) -> None:
-        """No thread writes into the folder once it is unlocked. What ended the run is more important than a failed save."""
+        """No thread writes into the folder once it is unlocked. What ended the run is more important than a failed save. Ctrl-C,
+        which this object no longer handles, ends the wait."""
+        if (step := self.saver.writing) is not None:
+            print_line(f"waiting for the checkpoint of step {step} to be written (Ctrl-C to leave at once, without it)", "yellow")
         try:
             self.saver.wait()
         except Exception as failure:

@@ -35,6 +35,7 @@ class Saver:
         self._copies: bool | None = None
         """Whether what is saved is copied first; None: not decided yet."""
         self._thread: threading.Thread | None = None
+        self._step = 0
         self._error: BaseException | None = None
         self._times: dict[str, float] = {}
 
@@ -70,14 +71,15 @@ class Saver:
                 if callback is not None:
                     callback()
 
-        self._start(write)
+        self._start(step, write)
         if not self._copies:
             self.wait()
         self._world.heartbeat.end_phase()
         self._times = {"time/save_s": time.monotonic() - began, "time/save_wait_s": waited_s}
 
-    def _start(self, write: Callable[[], None]) -> None:
+    def _start(self, step: int, write: Callable[[], None]) -> None:
         assert self._thread is None
+        self._step = step
 
         def run() -> None:
             try:
@@ -88,6 +90,11 @@ class Saver:
         # A daemon: when the process has to end at once, a half-written folder is left behind, which is no checkpoint.
         self._thread = threading.Thread(target=run, name="saving", daemon=True)
         self._thread.start()
+
+    @property
+    def writing(self) -> int | None:
+        """The step whose checkpoint is being written, if there is one."""
+        return self._step if self._thread is not None and self._thread.is_alive() else None
 
     @property
     def has_failed(self) -> bool:

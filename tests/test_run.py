@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,8 +25,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from plaudit import run as run_module
+from plaudit import saving
 from plaudit.config import flatten, load
-from plaudit.errors import DataError, Interrupted, RunError
+from plaudit.errors import DataError, Interrupted, PeerLost, RunError, ServerGone, TrainingStopped
+from plaudit.files import remove_leftovers
 from plaudit.loops import sft
 from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
 from plaudit.report import progress
@@ -432,6 +436,49 @@ def test_unrelated_files_in_the_folder_are_kept(tmp_path, recipe):
     assert (tmp_path / "run/.backup.old").is_dir()
 
 
+REPLACE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from plaudit.files import atomic_folder
+
+def replace_and_die_before(event, folder):
+    counts = iter(range(1000))
+
+    def die(name, arguments):
+        if name in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree") and next(counts) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    with atomic_folder(folder) as new:
+        (new / "content").write_text("new")
+    os._exit(0)
+
+for event in range(100):
+    folder = Path(sys.argv[1]) / str(event) / "step_000001"
+    folder.mkdir(parents=True)
+    (folder / "content").write_text("old")
+    pid = os.fork()
+    if pid == 0:
+        replace_and_die_before(event, folder)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+        print(event)
+        break
+"""
+
+
+def test_a_folder_that_is_being_replaced_survives_kill_9(tmp_path):
+    """At any moment: the old one or the new one is found, complete."""
+    done = subprocess.run([sys.executable, "-c", REPLACE_AND_DIE, tmp_path], capture_output=True, text=True, timeout=60)
+    moments = int(done.stdout)
+    found = []
+    for moment in range(moments + 1):
+        remove_leftovers(tmp_path / str(moment), ["step_*"])
+        assert [path.name for path in (tmp_path / str(moment)).iterdir()] == ["step_000001"]
+        found.append((tmp_path / str(moment) / "step_000001/content").read_text())
+    assert found == sorted(found, reverse=True), "old until it is replaced"
+    assert set(found[:-1]) == {"old", "new"}, "it was killed before and after that"
+
+
 def test_leftovers_of_a_killed_process_are_removed(copy_of_finished):
     run, command = copy_of_finished
     for name in (
@@ -574,6 +621,46 @@ def test_a_second_ctrl_c_says_what_is_saved_and_how_to_resume(recipe, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         train_sft(recipe(run={"save_every": 2}))
     assert "stopped at once; step_000002 is intact. Resume with: plaudit sft r.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [TrainingStopped, ServerGone, PeerLost])
+def test_what_stops_a_step_keeps_its_class(kind):
+    """It decides whether all processes are restarted."""
+    run = SimpleNamespace(_write_failures=lambda what, failed: " The failed samples are in x")
+    with pytest.raises(TrainingStopped) as raised, Run.save_before_stopping(run, "step 1", 0):  # pyright: ignore
+        raise kind("it failed.")
+    assert type(raised.value) is kind
+    assert str(raised.value) == "step 1: it failed. The failed samples are in x"
+
+
+def test_a_third_ctrl_c_does_not_wait_for_a_checkpoint(recipe, monkeypatch):
+    """The second one does, and says so."""
+    update, waits, may_write, steps = Trainer.update, threading.Event(), threading.Event(), []
+
+    def write_slowly(*arguments, **more) -> None:
+        assert waits.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        may_write.wait(60)
+
+    def interrupted_twice(*arguments):
+        steps.append(1)
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    def note_wait(text: str, style: str = "") -> None:
+        if text == "waiting for the checkpoint of step 1 to be written (Ctrl-C to leave at once, without it)":
+            waits.set()
+
+    monkeypatch.setattr(saving, "write_checkpoint", write_slowly)
+    monkeypatch.setattr(run_module, "print_line", note_wait)
+    monkeypatch.setattr(Trainer, "update", interrupted_twice)
+    with pytest.raises(KeyboardInterrupt):
+        train_sft(recipe(run={"save_every": 1}))
+    assert waits.is_set()
+    assert not may_write.is_set(), "it is still being written"
+    may_write.set()
 
 
 def test_a_signal_within_a_print_does_not_print_its_line_again(recipe, monkeypatch):
