@@ -19,10 +19,13 @@ UNAUTHORISED = "unauthorised"
 REJECTED = "rejected"
 """The cause of a failure that the same request would repeat: the server does not accept it."""
 
+SERVER_DIED = "server_died"
+"""The cause of a failure that every further call would repeat: the server that was started for the model died, and did so again."""
+
 
 def may_be_retried(failure: Failure | None) -> bool:
     """Whether it failed, and another call may succeed."""
-    return failure is not None and failure.cause not in (UNAUTHORISED, REJECTED)
+    return failure is not None and failure.cause not in (UNAUTHORISED, REJECTED, SERVER_DIED)
 
 
 @dataclass(frozen=True)

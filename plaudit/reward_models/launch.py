@@ -23,7 +23,16 @@ from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.report.progress import print_line, print_own_warning
-from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.backend import (
+    SERVER_DIED,
+    Answer,
+    Backend,
+    GenerationRequest,
+    ModelInfo,
+    SamplingParams,
+    ScalarScore,
+    Usage,
+)
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.servers.process import HOST, STOP_S, ServerProcess, Startup, free_port
 from plaudit.servers.vllm_command import vllm_command
@@ -243,7 +252,7 @@ class LaunchedServer(Backend):
             await asyncio.to_thread(server.stop, 0.0)  # and any children it left
             await self._start()
         except RecipeError as error:
-            self._given_up = Failure("died", str(error))
+            self._given_up = Failure(SERVER_DIED, str(error))
         finally:
             self._restarting = None
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plaudit.errors import TrainingStopped
-from plaudit.reward_models.backend import UNAUTHORISED
+from plaudit.errors import ServerGone, TrainingStopped
+from plaudit.reward_models.backend import SERVER_DIED, UNAUTHORISED
 from plaudit.rewards.reward import Reward
 from plaudit.types import Failure, Group, Score
 
@@ -57,11 +57,16 @@ class StepCounts:
                 message = f"reward '{reward.label}': {rejected.message} Then run the same command to resume."
                 raise TrainingStopped(message, self._failed)
             if failures and reward.on_failure == "stop":
-                raise TrainingStopped(f"{self._describe(reward, failures)}; on_failure is stop. {_RESUME}", self._failed)
+                raise self._error(reward, failures, "on_failure is stop")
             samples = self._expected or (self.samples if self.all_sampled else 0)
             if samples and reward.weight and not self._tolerant and len(failures) > reward.max_failure_rate * samples:
-                message = f"{self._describe(reward, failures)}; max_failure_rate is {reward.max_failure_rate:g}. {_RESUME}"
-                raise TrainingStopped(message, self._failed)
+                raise self._error(reward, failures, f"max_failure_rate is {reward.max_failure_rate:g}")
+
+    def _error(self, reward: Reward, failures: Sequence[Failure], limit: str) -> TrainingStopped:
+        message = f"{self._describe(reward, failures)}; {limit}."
+        if any(failure.cause == SERVER_DIED for failure in failures):  # it may live longer if the run is restarted
+            return ServerGone(f"{message} If that happens again, fix the cause, then run the same command to resume.", self._failed)
+        return TrainingStopped(f"{message} {_RESUME}", self._failed)
 
     def _describe(self, reward: Reward, failures: Sequence[Failure]) -> str:
         """37 of 64 samples (33 timeout: after 10 s, 4 exception: …): each cause with its commonest message."""

@@ -118,6 +118,36 @@ def test_the_last_words_of_a_rank_are_shown(kind, capfd):
     assert lines[-1] == "rank 1: the end"
 
 
+# Restarts ------------------------------------------------------------------------------------------------------------
+
+
+def pids_of_attempts(folder: Path, attempts: int) -> list[int]:
+    pids = [int(file.read_text()) for file in folder.glob("*.attempt*")]
+    assert len(set(pids)) == 2 * attempts
+    return pids
+
+
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_all_ranks_are_started_again(kind, tmp_path, capfd):
+    job = partial(rank_jobs.be_killed, folder=tmp_path, attempts=1)
+    assert launch(job, 2, recipe(restarts=3), tmp_path) == "result of attempt 2"
+    assert "rank 1 (step 1, sampling) was killed by SIGKILL" in (err := capfd.readouterr().err)
+    assert "Restart 1 of 3" in err
+    assert gone(*pids_of_attempts(tmp_path, 2))
+
+
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_one_message_names_all_failures(kind, tmp_path):
+    with pytest.raises(ProcessFailed) as raised:
+        launch(partial(rank_jobs.be_killed, folder=tmp_path, attempts=5), 2, recipe(restarts=1), tmp_path)
+    header, first, second, advice = str(raised.value).splitlines()
+    assert header == "the run failed 2 times, and cluster.restarts is 1:"
+    assert first.startswith("  1. after step 0: rank 1 (step 1, sampling) was killed by SIGKILL")
+    assert second.startswith("  2. after step 1: rank 1 (step 2, sampling) was killed by SIGKILL")
+    assert "start the run again" in advice
+    assert gone(*pids_of_attempts(tmp_path, 2))
+
+
 # Signals -------------------------------------------------------------------------------------------------------------
 
 

@@ -246,11 +246,11 @@ def test_a_server_that_dies_is_restarted_once(program, capsys):
     assert "died (exit code 7, after printing 'out of memory'): restarting it" in " ".join(capsys.readouterr().err.split())
     for answer in answers[6:]:
         assert answer.failure is not None
-        assert answer.failure.cause == "died"
+        assert answer.failure.cause == "server_died"
         assert "again after a restart" in answer.failure.message
     usage = server.usage
     assert usage.calls == 8 + usage.retries
-    assert {cause: count for cause, count in usage.failures.items() if count} == {"died": 2}
+    assert {cause: count for cause, count in usage.failures.items() if count} == {"server_died": 2}
     assert sum(usage.faults.values()) == usage.retries + 2
     assert gone(*(start[name] for start in (first, second) for name in ("pid", "child")))
 

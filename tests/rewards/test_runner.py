@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 
 from plaudit import plugins
-from plaudit.errors import RecipeError, StopRequested, TrainingStopped
+from plaudit.errors import RecipeError, ServerGone, StopRequested, TrainingStopped
 from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
 from plaudit.rewards.functions.function import Function, FunctionLimits
@@ -592,6 +592,19 @@ def test_too_many_failures_stop_without_waiting_for_other_groups():
 
     with pytest.raises(TrainingStopped, match="failed on at least 1 of 2 samples"):
         collect(Awaiting(handler=handler), group("a", id="hangs"), group("b"))
+
+
+@pytest.mark.parametrize(("cause", "error"), [("server_died", ServerGone), ("died", TrainingStopped)])
+@pytest.mark.parametrize("settings", [{"on_failure": "stop"}, {"max_failure_rate": 0.1}])
+def test_a_server_that_is_gone_is_told_from_a_reward_that_has_to_be_fixed(cause, error, settings):
+    """All processes of a run may be restarted because of it."""
+
+    async def handler(of: Group):
+        return [[Score(None, failure=Failure(cause, "the server for judge died again after a restart")) for _ in of.samples]]
+
+    with pytest.raises(TrainingStopped, match="died again after a restart") as raised:
+        collect(Awaiting(handler=handler, **settings), group("a"))
+    assert type(raised.value) is error
 
 
 def test_on_failure_stop_ends_sampling_at_the_first_failure():

@@ -30,8 +30,9 @@ def recipe(**cluster: Any) -> SFTRecipe:
 
 
 def launch(job: RankJob, count: int, recipe: SFTRecipe, folder: Path = Path("no run")) -> str | None:
-    """Run the job in this number of processes, as a command does. `folder`: where the run's progress is to be seen."""
-    return run_ranks(partial(RankGroup, job, count, recipe), recipe.cluster.restarts, RunProgress(folder, {}))
+    """Run the job in this number of processes, as a command does, but without pauses. `folder`: shows the run's progress."""
+    start = partial(RankGroup, job, count, recipe)
+    return run_ranks(start, recipe.cluster.restarts, RunProgress(folder, {}), sleep=lambda seconds: None)
 
 
 # Jobs ----------------------------------------------------------------------------------------------------------------
@@ -55,6 +56,21 @@ def misbehave(world: Any, folder: Path, how: str) -> None:
     if world.rank == 1 or how.endswith("all"):
         _misbehave(how.removesuffix(" all"), world)
     world.wait("scored groups")
+
+
+def be_killed(world: Any, folder: Path, attempts: int) -> str:
+    """Rank 1 is killed in this number of attempts, each time in a later step, of which the metrics tell; the others wait for it."""
+    number = len(list(folder.glob(f"{world.rank}.attempt*")))
+    (folder / f"{world.rank}.attempt{number}").write_text(str(os.getpid()))
+    if number == attempts:
+        return f"result of attempt {number + 1}"
+    world.heartbeat.beat(f"step {number + 1}, sampling")
+    if world.rank == 1:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {number}}}\n')
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.wait("scored groups")
+    raise AssertionError("rank 1 is gone")
 
 
 def stop_when_asked(world: Any, folder: Path, how: str) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.errors import PlauditError, RecipeError, TrainingStopped
+from plaudit.errors import PlauditError, RecipeError, ServerGone, TrainingStopped
 from plaudit.rollout.engine import Capabilities, Engine, EngineSetup, Request, Sampling, Weights
 from plaudit.rollout.lengths import require_lengths
 from plaudit.rollout.served import vllm
@@ -39,6 +39,8 @@ from plaudit.types import Sample
 POLL_S = 0.1
 PAUSE_S = 2.0
 """Before the first restart; twice as long before each further one."""
+IF_AGAIN = "If that happens again, fix the cause, then run the same command to resume."
+"""Several processes start again by themselves first (`cluster.restarts`)."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +210,8 @@ class VllmEngine(Engine):
         elif not self._has_sampled:
             problem = "again, without a sample since it was started again"
         if problem is not None:
-            raise TrainingStopped(
-                f"rollout.engine vllm: its server is lost ({why}), {problem}. Its output: {self._server.log}. Fix it, then run the "
-                "same command to resume."
+            raise ServerGone(
+                f"rollout.engine vllm: its server is lost ({why}), {problem}. Its output: {self._server.log}. {IF_AGAIN}"
             )
         self._has_sampled = False
         pause_until = time.monotonic() + PAUSE_S * 2**self._restarts
@@ -221,7 +222,7 @@ class VllmEngine(Engine):
         try:
             self._server.restart(why)
         except RecipeError as error:  # it did start before, so this is no mistake in the recipe
-            raise TrainingStopped(f"{error}. Fix it, then run the same command to resume.") from None
+            raise ServerGone(f"{error} {IF_AGAIN}") from None
         self._asleep = False
 
     # Samples -----------------------------------------------------------------------------------------------------------
