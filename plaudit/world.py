@@ -8,6 +8,7 @@ only have to be summed, and the number of processes changes nothing but the orde
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 PHASE_BEAT_S = 1.0
+WITHOUT_PROGRESS_S = 7200.0
+"""How long a process is believed to be at work though no progress is visible: in a phase, or while it waits for answers."""
 
 
 class PendingCollective(Protocol):
@@ -48,20 +51,31 @@ class Heartbeat:
         self._send = send
         self._waits = False
         self._end_of_phase: threading.Event | None = None
+        self._progress_at = time.monotonic()
         self.doing = "starting"
 
     def beat(self, doing: str | None = None, *, waiting: bool = False) -> None:
         """Called with every micro-batch and every engine step. What is done next ends a phase."""
-        self._waits = waiting
+        self._waits, self._progress_at = waiting, time.monotonic()
         if doing is not None and not waiting:
             self.end_phase()
             self.doing = doing
         if self._send is not None:
             self._send(doing or self.doing, waiting)
 
+    def beat_while_waiting(self) -> None:
+        """Called again and again while there is nothing to do until an answer comes, from a reward or a model. Answers that do not
+        come at all must not go unnoticed, so these heartbeats end."""
+        if self._send is not None and self._is_believed:
+            self._send(self.doing, False)
+
+    @property
+    def _is_believed(self) -> bool:
+        return time.monotonic() - self._progress_at < WITHOUT_PROGRESS_S
+
     def begin_phase(self, doing: str) -> None:
-        """From here until something else is done, work of any length and without visible progress: to import libraries, read data,
-        load models, write files."""
+        """From here until something else is done, long work without visible progress: to import libraries, read data, load models,
+        write files."""
         self.beat(doing)
         if self._send is not None:
             self._end_of_phase = threading.Event()
@@ -74,8 +88,8 @@ class Heartbeat:
 
     def _beat_until(self, end: threading.Event) -> None:
         while not end.wait(PHASE_BEAT_S):
-            if not self._waits and self._send is not None:
-                self._send(self.doing, False)
+            if not self._waits:
+                self.beat_while_waiting()
 
 
 @dataclass(frozen=True)

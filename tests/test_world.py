@@ -110,3 +110,22 @@ def test_a_long_phase_beats_by_itself(monkeypatch):
     heartbeat.beat()
     assert [beats.get(timeout=60) for _ in range(2)] == 2 * [("loading", False)]
     heartbeat.end_phase()
+
+
+def test_heartbeats_without_progress_end(monkeypatch):
+    """Or a process whose disk or reward model hangs would never be noticed."""
+    beats = []
+    heartbeat = Heartbeat(lambda doing, waiting: beats.append(doing))
+    heartbeat.beat("step 1, sampling")
+    heartbeat.beat_while_waiting()
+    assert len(beats) == 2
+    monkeypatch.setattr("plaudit.world.WITHOUT_PROGRESS_S", 0.0)
+    heartbeat.beat_while_waiting()
+    assert len(beats) == 2
+    monkeypatch.setattr("plaudit.world.PHASE_BEAT_S", 0.001)
+    heartbeat.begin_phase("saving step 1")
+    time.sleep(0.02)
+    heartbeat.end_phase()
+    assert beats[2:] == ["saving step 1"], "the phase itself is news, its heartbeats are not"
+    heartbeat.beat("step 2, sampling")
+    assert len(beats) == 4

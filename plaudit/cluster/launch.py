@@ -27,6 +27,7 @@ from typing import IO, Any, Self
 from plaudit.cluster.rank import SHOW_STACK, Assignment, RankJob
 from plaudit.cluster.ranks import TORCHRUN, RankInfo
 from plaudit.cluster.watch import Verdict, Watch, hanging_frames
+from plaudit.errors import PlauditError
 from plaudit.recipe import TrainingRecipe
 from plaudit.redaction import redact
 from plaudit.report.progress import console
@@ -40,6 +41,8 @@ GRACE_S = 5.0
 """How long ranks may take to stop after one has failed, or after the second Ctrl-C."""
 DUMP_S = 3.0
 """How long a hanging rank may take to write down where it is."""
+KILLED_S = 60.0
+"""How long a process may take to end after SIGKILL: with a large memory it is not a matter of milliseconds."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
@@ -99,6 +102,13 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
+    def ends_before(self, deadline: float) -> bool:
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def where(self) -> str:
         """Where it was when it crashed, or when it was asked."""
         return hanging_frames(os.pread(self.stack.fileno(), 1 << 20, 0).decode(errors="replace"))
@@ -139,19 +149,27 @@ class RankGroup:
                 self._selector.register(fd, selectors.EVENT_READ, (rank, pipe))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object = None, error: BaseException | None = None, _trace: object = None) -> None:
         """Nothing is left, however it ended."""
         # The guard has not been reaped, so the group's id cannot belong to another one.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._guard.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILLED_S
+        stuck = [rank for rank in self._ranks if not rank.ends_before(deadline)]
         for rank in self._ranks:
-            rank.process.wait()
             rank.close()
         assert self._guard.stdin is not None
         self._guard.kill()
         self._guard.stdin.close()
         self._guard.wait()
         self._selector.close()
+        if stuck:
+            names = " and ".join(f"rank {rank.rank} (process {rank.process.pid})" for rank in stuck)
+            why = f"{error}\n" if isinstance(error, PlauditError) else ""
+            raise PlauditError(
+                f"{why}{names} did not end within {KILLED_S:g} s of SIGKILL: the system waits for a disk or a GPU that does not "
+                "answer. It may still hold GPU memory and the run folder. Fix that, then start the run again to resume it."
+            )
 
     @property
     def stop_requested(self) -> bool:

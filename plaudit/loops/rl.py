@@ -135,7 +135,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
 def _check(run: Run) -> None:
     """Many times per second, while prompts are sampled and scored."""
     run.check_for_stop()
-    run.world.heartbeat.beat()
+    run.world.heartbeat.beat_while_waiting()
 
 
 def _sync(engine: Engine, version: int, learner: Learner) -> None:

@@ -278,12 +278,7 @@ class RewardRunner:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _wait(self, handed: Handover[Any, T], step: StepCounts, report: Callable[[], None]) -> list[T]:
-        def report_and_beat() -> None:
-            report()
-            if self._world is not None:
-                self._world.heartbeat.beat()
-
-        handed.wait(REPORT_EVERY_S, report_and_beat)
+        handed.wait(REPORT_EVERY_S, report)
         step.check()
         return handed.results()
 

@@ -178,11 +178,15 @@ def _sample_and_score(
                 world.heartbeat.beat()
                 phase.engine_step(new_tokens)
 
+            def report(sampled: int, scored: int) -> None:
+                calls = rewards.model_calls() - calls_before
+                if (sampled, scored, calls) != (phase.sampled, phase.scored, phase.judge_calls):
+                    world.heartbeat.beat()
+                phase.update(sampled, scored, calls)
+
             engine.on_step = on_step
-            scored = rewards.score_all(
-                sample(engine, own, n, sampling, version=version, on_sample=phase.sample_done), expected,
-                report=lambda sampled, scored: phase.update(sampled, scored, rewards.model_calls() - calls_before),
-            )  # fmt: skip
+            groups = sample(engine, own, n, sampling, version=version, on_sample=phase.sample_done)
+            scored = rewards.score_all(groups, expected, report=report)
         return scored, Seconds(time.perf_counter() - began, rewards.waited_s)
 
     parts = exchange(world, sample_and_score, f"groups of {label}")

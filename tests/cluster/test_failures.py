@@ -1,7 +1,8 @@
-"""Real runs of two processes that fail: one message names the rank, the step and the cause; nothing is left; and what was killed,
-started again, ends with the bits of a run that was not disturbed."""
+"""Real runs of two processes that fail: one message names the rank, the step and the cause; nothing is left; and what is started
+again, by itself or by the user, ends with the bits of a run that was not disturbed."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from plaudit.checkpoint import find_checkpoint
+from plaudit.run_progress import RunProgress
 from support.processes import gone
 from support.ranks import samples, train_with, weight_difference
 from support.recipes import exact_metrics, rl_recipe, write_recipe
@@ -74,18 +76,18 @@ class Launched:
         self.seen |= {child.pid for child in children}
         return [child.pid for child in children if any(word.startswith("rank=") for word in command_of(child))]
 
-    def wait_for(self, metrics: Path, more_lines: int | None) -> None:
-        """Until metrics have this many more lines than when it began to train; None: until its ranks have started."""
-        began, at_first = time.time(), None
+    def ranks_at_work(self, run: Path, steps: int) -> list[int]:
+        """Once they have resumed, and this number of steps is done."""
+        ranks, began = [], 0.0
         while self.process.poll() is None:
-            if len(self.ranks()) == 2 and more_lines is None:
-                return
-            if metrics.exists() and metrics.stat().st_mtime > began:  # what is left of earlier ones is written when it resumes
-                lines = metrics.read_bytes().count(b"\n")
-                at_first = lines if at_first is None else at_first
-                if more_lines is not None and lines >= at_first + more_lines:
-                    return
+            if (now := self.ranks()) != ranks:
+                ranks, began = now, time.time()
+            metrics = run / "metrics.jsonl"
+            resumed = metrics.exists() and metrics.stat().st_mtime > began  # by what is left of earlier ones
+            if len(ranks) == 2 and resumed and RunProgress(run, {}).steps_done() >= steps:
+                return ranks
             time.sleep(0.02)
+        raise AssertionError(self.output.read_text(errors="replace"))
 
     def wait(self) -> tuple[int, str]:
         code = self.process.wait(LIMIT_S)
@@ -173,11 +175,11 @@ def test_a_rank_of_a_training_run(tmp_path, tiny_model, prompts_file, launch, ho
     assert how == "is killed" or (checkpoint is not None and checkpoint.step == 1), "the run can be resumed"
 
 
-# kill -9 --------------------------------------------------------------------------------------------------------------
+# Restarts -------------------------------------------------------------------------------------------------------------
 
 
-def test_kill_9_at_random_moments(tmp_path, tiny_model, prompts_file, reward_file, launch):
-    """Of one rank, of all, and of the command itself, in any order."""
+def test_lost_ranks_and_a_killed_command_leave_no_trace_in_the_result(tmp_path, tiny_model, prompts_file, reward_file, launch):
+    """The command starts its ranks again when one or all were killed, or one hangs, at random moments; then it is killed itself."""
     seed = int.from_bytes(os.urandom(4))
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -186,23 +188,34 @@ def test_kill_9_at_random_moments(tmp_path, tiny_model, prompts_file, reward_fil
         sections = {"run": {"max_steps": STEPS, "save_every": 2, "validate_every": 3}, "data": {"val": str(prompts_file)}}
         tree = rl_recipe(tiny_model, prompts_file, tmp_path / name, reward_file, validation={"max_prompts": 4}, **sections)
         tree["rewards"].append({"kind": "length", "weight": 0.1, "at_most": 4, "slack": 8, "normalise": "running"})
-        return write_recipe(tmp_path / f"{name}.yaml", {**tree, "cluster": {"gpus": 2}})
+        return write_recipe(tmp_path / f"{name}.yaml", {**tree, "cluster": {"gpus": 2, "timeout_s": 20}})
 
     run = tmp_path / "run"
-    for victim in chance.sample(["a rank", "all ranks", "the command"], 3):
-        command = launch(recipe("run"))
-        lines = chance.choice([None, 0, 1, 2])
-        delay_s = chance.uniform(0.0, 5.0 if lines is None else 0.3)
-        print(f"{victim}, {delay_s:.2f} s after {'its start' if lines is None else f'{lines} more lines of metrics'}")
-        command.wait_for(run / "metrics.jsonl", lines)
+    command = launch(recipe("run"))
+    moments = sorted(chance.sample(range(STEPS - 1), 3))  # steps: each further than the one before, or it would be the same failure
+    for victim, steps in zip([*chance.sample(["a rank", "all ranks", "hangs"], 2), "the command"], moments, strict=True):
+        delay_s = chance.uniform(0.0, 0.5)
+        print(f"{victim}, {delay_s:.2f} s after step {steps}")
+        ranks = command.ranks_at_work(run, steps)
         time.sleep(delay_s)
-        ranks = command.ranks()
-        for pid in {"a rank": ranks and [chance.choice(ranks)], "all ranks": ranks, "the command": [command.process.pid]}[victim]:
-            kill(pid)
-        code, output = command.wait()
-        print(output)
-        assert code == (-signal.SIGKILL if victim == "the command" else 1) or (run / "model").exists()
-        assert command.left() == []
+        match victim:
+            case "a rank":
+                kill(chance.choice(ranks))
+            case "all ranks":
+                for pid in ranks:
+                    kill(pid)
+            case "hangs":
+                os.kill(chance.choice(ranks), signal.SIGSTOP)
+            case _:
+                kill(command.process.pid)
+        if victim != "the command":
+            assert gone(*ranks, within_s=LIMIT_S), "all of them"
+    code, output = command.wait()
+    print(output)
+    assert code == -signal.SIGKILL
+    assert output.count("(cluster.restarts)") == 2
+    assert command.left() == []
+    assert len(json.loads((run / "run.json").read_text())["restarts"]) == 2
     code, output = launch(recipe("run")).wait()
     assert code == 0, output
 

@@ -34,12 +34,13 @@ def test_one_process_by_default(recipe_file, worlds, tmp_path):
 
 def test_several_processes_are_started_with_all_they_need(recipe_file, monkeypatch):
     """The recipe with its rewards, and the data files, as they arrive in another process."""
-    loaded, sources = load_checked(recipe_file, ["cluster.gpus=3"], "rl")
-    jobs = []
-    monkeypatch.setattr(training, "launch", lambda job, count, recipe: jobs.append((pickle.loads(pickle.dumps(job)), count)) or "m")
+    loaded, sources = load_checked(recipe_file, ["cluster.gpus=3", "cluster.restarts=2"], "rl")
+    started = []
+    monkeypatch.setattr(training, "run_ranks", lambda start, restarts, progress: started.append((start.args, restarts)) or "m")
     assert str(train(loaded, sources)) == "m"
-    [(job, count)] = jobs
-    assert count == 3
+    [((job, count, recipe), restarts)] = started
+    job = pickle.loads(pickle.dumps(job))
+    assert (count, restarts, recipe) == (3, 2, loaded.recipe)
     assert job.func is train_in
     assert job.keywords == {"loaded": loaded, "sources": sources}
 
