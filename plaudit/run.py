@@ -2,7 +2,7 @@
 
     recipe.yaml       the resolved recipe, each value with where it came from
     inputs/           rows and functions that a call from Python brought along
-    run.json          versions, git state, threads and processes, the recipe, data, model and template it belongs to, trackers' ids
+    run.json          versions, git state, threads and processes, the recipe, data, model and template, trackers' ids, restarts
     metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
     curves.png        the same, drawn
     reference.safetensors    DPO: the reference's log-probs of every pair
@@ -32,13 +32,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from plaudit import __version__
-from plaudit.checkpoint import (
-    Checkpoint,
-    Saveable,
-    clear_write_errors,
-    find_checkpoint,
-    newest_intact,
-)
+from plaudit.checkpoint import Checkpoint, Saveable, clear_write_errors, find_checkpoint, newest_intact
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate

@@ -30,7 +30,7 @@ from plaudit.cluster.watch import Verdict, Watch, hanging_frames
 from plaudit.errors import PlauditError
 from plaudit.recipe import TrainingRecipe
 from plaudit.redaction import redact
-from plaudit.report.progress import console
+from plaudit.report.progress import console, restore_terminal
 
 PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from plaudit.cluster.rank import main; main()"
 GUARD = "trap '' TERM INT HUP; read line; kill -KILL 0"
@@ -163,6 +163,7 @@ class RankGroup:
         self._guard.stdin.close()
         self._guard.wait()
         self._selector.close()
+        restore_terminal()
         if stuck:
             names = " and ".join(f"rank {rank.rank} (process {rank.process.pid})" for rank in stuck)
             why = f"{error}\n" if isinstance(error, PlauditError) else ""

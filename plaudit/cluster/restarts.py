@@ -6,8 +6,8 @@
                      ▼
                    a line says what failed and where the run resumes ──▶ pause ──▶ all ranks start again
 
-Errors say by their class whether a fresh start may help (`PlauditError.restart_helps`). One lost rank cannot be replaced alone: a
-process group has no way to take it in. What resumes is exact, so that a restarted run ends with the bits of an undisturbed one.
+Errors say by their class whether a fresh start may help (`PlauditError.restart_helps`). One lost rank cannot be replaced alone: no
+process can join a process group later. Resuming is exact, so a restarted run ends with the bits of an undisturbed one.
 """
 
 import signal

@@ -56,6 +56,13 @@ def print_line(text: str, style: str = "") -> None:
     console.print(Text(wrap(text, console.width) if console.is_terminal else text, style), soft_wrap=True)
 
 
+def restore_terminal() -> None:
+    """After a process that may have drawn a progress bar was killed: clear the bar's line, show the cursor."""
+    if console.is_terminal:
+        console.file.write("\r\x1b[2K")
+        console.show_cursor()
+
+
 def show_progress(items: Iterable[Any], label: str) -> Iterator[Any]:
     """Yield the items, with a running count on a terminal."""
     if not _is_live():

@@ -215,9 +215,9 @@ def test_lost_ranks_and_a_killed_command_leave_no_trace_in_the_result(tmp_path, 
     assert code == -signal.SIGKILL
     assert output.count("(cluster.restarts)") == 2
     assert command.left() == []
-    assert len(json.loads((run / "run.json").read_text())["restarts"]) == 2
     code, output = launch(recipe("run")).wait()
     assert code == 0, output
+    assert len(json.loads((run / "run.json").read_text())["restarts"]) == 2
 
     train_with(2, "rl", recipe("undisturbed"), "cluster.gpus=2")
     assert samples(run, but=()) == samples(tmp_path / "undisturbed", but=())

@@ -31,7 +31,7 @@ KILLED = ProcessFailed("rank 1 (step 3, sampling) was killed by SIGKILL.")
 
 
 class FakeRanks:
-    """An attempt that ends as it was told to."""
+    """An attempt that ends with this outcome."""
 
     def __init__(self, outcome: Outcome, log: list[str]):
         self._outcome, self._log = outcome, log

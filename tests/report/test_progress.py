@@ -271,3 +271,12 @@ def test_a_stop_leaves_the_phase():
     assert activity.line(80) == ""
     with pytest.raises(StopRequested), activity.phase("validation", prompts=1, samples=1):
         pytest.fail("it does not begin")
+
+
+@pytest.mark.parametrize(("terminal", "written"), [(True, "\r\x1b[2K\x1b[?25h"), (False, "")])
+def test_the_terminal_of_a_killed_process_is_restored(terminal, written, monkeypatch, capsys):
+    """Its bar is gone, and the cursor that it had hidden is back."""
+    monkeypatch.setattr(progress.console, "_force_terminal", terminal)
+    monkeypatch.setattr(progress.console, "legacy_windows", False)
+    progress.restore_terminal()
+    assert capsys.readouterr().err == written

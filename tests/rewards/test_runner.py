@@ -596,7 +596,7 @@ def test_too_many_failures_stop_without_waiting_for_other_groups():
 
 @pytest.mark.parametrize(("cause", "error"), [("server_died", ServerGone), ("died", TrainingStopped)])
 @pytest.mark.parametrize("settings", [{"on_failure": "stop"}, {"max_failure_rate": 0.1}])
-def test_a_server_that_is_gone_is_told_from_a_reward_that_has_to_be_fixed(cause, error, settings):
+def test_a_server_that_is_gone_differs_from_a_reward_that_has_to_be_fixed(cause, error, settings):
     """All processes of a run may be restarted because of it."""
 
     async def handler(of: Group):

@@ -59,7 +59,7 @@ def misbehave(world: Any, folder: Path, how: str) -> None:
 
 
 def be_killed(world: Any, folder: Path, attempts: int) -> str:
-    """Rank 1 is killed in this number of attempts, each time in a later step, of which the metrics tell; the others wait for it."""
+    """Rank 1 is killed in this number of attempts, each time one step later, as metrics show; the others wait."""
     number = len(list(folder.glob(f"{world.rank}.attempt*")))
     (folder / f"{world.rank}.attempt{number}").write_text(str(os.getpid()))
     if number == attempts:
