@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import NoReturn, Protocol, Self
 
 from plaudit.errors import Interrupted, PlauditError, ProcessFailed
@@ -32,7 +33,7 @@ class Ranks(Protocol):
     """The processes of one attempt: they start when the block is entered, and all are gone when it is left."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
 
     @property
     def stop_requested(self) -> bool:

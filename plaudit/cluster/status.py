@@ -63,35 +63,36 @@ class StatusPipe:
     def __init__(self, fd: int):
         self._fd = fd
         self._writing = threading.Lock()
+        self._ended = False
+        """The last message is being written; it may wait for the watching process, and heartbeats must not."""
         self._last: tuple[str, bool] | None = None
         self._sent_at = 0.0
         os.set_inheritable(fd, False)
 
     def beat(self, doing: str, waiting: bool) -> None:
-        """Never waits: while the watching process is suspended, or another thread writes, heartbeats are dropped."""
+        """Never waits: while the watching process is suspended, heartbeats are dropped."""
         now = time.monotonic()
-        if self._last == (doing, waiting) and now - self._sent_at < SAME_AGAIN_S:
+        if self._ended or (self._last == (doing, waiting) and now - self._sent_at < SAME_AGAIN_S):
             return
-        if not self._writing.acquire(blocking=False):
-            return
-        try:
+        with self._writing:
             self._last, self._sent_at = (doing, waiting), now
             os.set_blocking(self._fd, False)
-            self._write({"doing": doing[:SHOWN], "waiting": waiting})
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # then the lifeline ends this process
-            pass
-        finally:
-            self._writing.release()
+            try:
+                self._write({"doing": doing[:SHOWN], "waiting": waiting})
+            except BlockingIOError:
+                pass
+            except BrokenPipeError:  # then the lifeline ends this process
+                pass
 
     def port(self, port: int) -> None:
         self._send({"port": port})
 
     def done(self, result: Any) -> None:
+        self._ended = True
         self._send({"done": None if result is None else str(result)})
 
     def failed(self, failure: RankFailure) -> None:
+        self._ended = True
         self._send({"failure": asdict(failure)})
 
     def _send(self, message: dict[str, Any]) -> None:

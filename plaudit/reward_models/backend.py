@@ -18,7 +18,6 @@ UNAUTHORISED = "unauthorised"
 """The cause of a failure that every further call would repeat: the server does not accept the key."""
 REJECTED = "rejected"
 """The cause of a failure that the same request would repeat: the server does not accept it."""
-
 SERVER_DIED = "server_died"
 """The cause of a failure that every further call would repeat: the server that was started for the model died, and did so again."""
 

@@ -20,10 +20,29 @@ def test_heartbeats_do_not_interleave_with_a_longer_message():
     reader = threading.Thread(target=lambda: received.extend(iter(lambda: os.read(read, 1 << 16), b"")))
     reader.start()
     writer.join(60)
-    status.beat("the end", waiting=True)
     os.close(write)
     reader.join(60)
     os.close(read)
-    messages = [json.loads(line) for line in b"".join(received).splitlines()]
-    assert messages[0]["failure"]["message"] == failure.message
-    assert messages[1:] == [{"doing": "the end", "waiting": True}]
+    [line] = b"".join(received).splitlines()
+    assert json.loads(line)["failure"]["message"] == failure.message
+
+
+def test_threads_beat_at_the_same_time():
+    """None of their heartbeats is dropped: one that says that a rank waits may be its last for hours."""
+    read, write = os.pipe()
+    status = StatusPipe(write)
+    expected = {(f"thread {thread}, step {step}", True) for thread in range(4) for step in range(50)}
+
+    def beat(thread: int) -> None:
+        for step in range(50):
+            status.beat(f"thread {thread}, step {step}", waiting=True)
+
+    threads = [threading.Thread(target=beat, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    os.close(write)
+    with os.fdopen(read) as file:
+        received = [json.loads(line) for line in file]
+    assert {(message["doing"], message["waiting"]) for message in received} == expected
