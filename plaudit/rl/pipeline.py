@@ -50,7 +50,8 @@ class Pipeline:
         """`held`: with a lag, the model whose weights are the engine's. `ends` is set when what is being collected is no longer
         needed; the collector's activity checks it."""
         self.engine, self.collector, self.learner, self.total_steps = engine, collector, learner, total_steps
-        self._held = held
+        self._held, self._version = held, 0
+        """The last sync's: what the engine reports is checked against it."""
         self._next: Collected | None = None
         self._cut_short: int | None = None
         """The version that the next step has to be collected with, if that was begun and not completed."""
@@ -63,7 +64,7 @@ class Pipeline:
     def take(self, step: int) -> Collected:
         """The groups of a step, which is trained next."""
         collected, self._next = self._next, None
-        return collected or self.collector.collect(step, self.engine.version)
+        return collected or self.collector.collect(step, self._version)
 
     def begin_training(self, step: int) -> None:
         """From here on, the trainer uses its device. With a lag, collecting the step after this one begins."""
@@ -71,7 +72,7 @@ class Pipeline:
             with engine_faults(type(self.engine)):
                 self.engine.rest()
             return
-        self._cut_short = self.engine.version
+        self._cut_short = self._version
         # A daemon: a process that has to end does not wait for it.
         self._thread = threading.Thread(target=self._collect, args=(step + 1,), name="collecting", daemon=True)
         self._thread.start()
@@ -80,7 +81,7 @@ class Pipeline:
         try:
             if (device := self.learner.world.device).type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own
-            self._next = self.collector.collect(step, self.engine.version)
+            self._next = self.collector.collect(step, self._version)
             self._cut_short = None
         except BaseException as error:  # whatever it is, the training thread raises it
             self._error = error
@@ -102,15 +103,19 @@ class Pipeline:
     def sync(self, version: int) -> None:
         """The engine samples with the trainer's current weights from here on."""
 
+        weights = self.learner.weights()
+        if self._held is not None:
+            weights.copy_to(self._held)
+            weights = Weights(self._held)
+        self._sync(version, weights)
+
+    def _sync(self, version: int, weights: Weights) -> None:
         def sync() -> None:
             with engine_faults(type(self.engine)):
-                weights = self.learner.weights()
-                if self._held is not None:
-                    weights.copy_to(self._held)
-                    weights = Weights(self._held)
                 self.engine.sync(version, weights)
 
         exchange(self.learner.world, sync, f"sync after step {version}")
+        self._version = version
 
     def close(self) -> None:
         if self._thread is not None:
@@ -124,12 +129,7 @@ class Pipeline:
         if (version := self._cut_short) is None:
             return
         assert self._held is not None
-
-        def sync(held: nn.Module = self._held) -> None:
-            with engine_faults(type(self.engine)):
-                self.engine.sync(version, Weights(held))
-
-        exchange(self.learner.world, sync, f"sync before step {step}")
+        self._sync(version, Weights(self._held))
         self._next = self.collector.collect(step, version)
         self._cut_short = None
 

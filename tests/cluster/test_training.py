@@ -21,6 +21,7 @@ RL: dict[str, dict[str, Any]] = {
     "remax": {"algorithm": {"kind": "remax"}},
     "reinforce++": {"algorithm": {"kind": "reinforce++"}},
     "kl": {"algorithm": {"kl_coefficient": 0.05, "kl_reward": {"coefficient": 0.05}}},
+    "lag": {"rollout": {"n": 4, "max_new_tokens": 12, "stop": ["e", "."], "lag": 1}},
     "lora": {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coefficient": 0.05}},
 }
 
@@ -89,6 +90,8 @@ def assert_same_but_for_rounding(run: Path, reference: Path) -> None:
                 ("reinforce++", 2, "optimiser"),
                 ("kl", 2, "full"),
                 ("lora", 2, "full"),
+                ("lag", 2, "optimiser"),
+                ("lag", 2, "full"),
             )
         ),
     ],
