@@ -4,13 +4,14 @@ Each of them runs `support.world.main`.
 """
 
 import queue
+import threading
 import time
 
 import pytest
 import torch
 
 from plaudit.train.gradients import parse_key
-from plaudit.world import Heartbeat, World
+from plaudit.world import Heartbeat, SecondHeartbeat, World
 from support.processes import Command
 from support.world import CASES, FULLY_SHARDED_CASES, SHARDED_CASES, UPDATES, outcome
 
@@ -110,3 +111,26 @@ def test_a_long_phase_beats_by_itself(monkeypatch):
     heartbeat.beat()
     assert [beats.get(timeout=60) for _ in range(2)] == 2 * [("loading", False)]
     heartbeat.end_phase()
+
+
+def test_a_second_threads_heartbeats_count_while_the_first_waits_for_it():
+    """Otherwise a trainer that hangs would look alive for as long as others are sampled, and one that waits would look dead."""
+    beats: list[tuple[str, bool]] = []
+    first = Heartbeat(lambda doing, waiting: beats.append((doing, waiting)))
+    second = SecondHeartbeat(first)
+
+    def sample(doing: str | None, *, waiting: bool = False) -> None:
+        thread = threading.Thread(target=second.beat, args=(doing,), kwargs={"waiting": waiting})
+        thread.start()
+        thread.join()
+
+    first.beat("training")
+    sample("sampling")
+    assert beats == [("training", False)]
+    second.pass_on()
+    second.pass_on()
+    assert beats[1:] == [("sampling", False)], "each is passed on once"
+    sample("the others' groups", waiting=True)
+    second.pass_on()
+    second.beat("validation")
+    assert beats[2:] == [("the others' groups", True), ("validation", False)], "in the first thread there is one heartbeat"

@@ -11,7 +11,8 @@ It is a separate model, or a head on the policy's layers: then one pass gives lo
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and the distance between the sampler's log-probs
 and the trainer's is measured in every step; a sample whose reward failed is excluded from all means instead of counting as 0;
-groups enter batches in the order of prompts, never of arrival, so that a run repeats to the bit.
+groups enter batches in the order of prompts, never of arrival, so that a run repeats to the bit. With `rollout.lag`, the next step
+is sampled and scored while this one is trained (rl/pipeline.py).
 """
 
 import threading

@@ -298,7 +298,10 @@ def check_capabilities(able: Capabilities, recipe: RLRecipe) -> list[str]:
                 f"{' and '.join(uses)} needs the sampler's log-probs, and under rollout.top_p, top_k or min_p rollout.engine "
                 f"{recipe.rollout.engine} returns those of the truncated distribution: remove these, or use the native engine"
             )
-        warnings.append(f"rollout.engine {recipe.rollout.engine}: under top_p, top_k or min_p `mismatch` includes the truncation")
+        lag = ", and no importance weights correct for rollout.lag" if recipe.rollout.lag else ""
+        warnings.append(
+            f"rollout.engine {recipe.rollout.engine}: under top_p, top_k or min_p `mismatch` includes the truncation{lag}"
+        )
     if recipe.run.deterministic and not able.keyed_noise:
         warnings.append(f"rollout.engine {recipe.rollout.engine} draws its own random numbers: this run may not repeat to the bit")
     return warnings

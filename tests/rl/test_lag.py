@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,16 @@ def recipe(tmp_path, tiny_model, prompts_file):
 
 
 @pytest.fixture
-def collected_steps(monkeypatch) -> list[int]:
-    """The steps that were sampled and scored, each when it is complete."""
-    steps, collect = [], Collector.collect
+def scored(monkeypatch) -> list[int]:
+    """The version of every sample that was scored."""
+    found, value = [], Length.value
 
-    def collect_and_record(self, step, version):
-        collected = collect(self, step, version)
-        steps.append(step)
-        return collected
+    def value_and_record(self, prompt, sample):
+        found.append(sample.version)
+        return value(self, prompt, sample)
 
-    monkeypatch.setattr(Collector, "collect", collect_and_record)
-    return steps
+    monkeypatch.setattr(Length, "value", value_and_record)
+    return found
 
 
 def versions(run: Path) -> list[set[int]]:
@@ -70,19 +70,19 @@ def assert_same_result(run: Path, expected: Path) -> None:
 
 
 def test_a_step_is_sampled_by_the_weights_before_the_last_update_and_resumes_from_what_was_collected(
-    tmp_path, recipe, monkeypatch, collected_steps
+    tmp_path, recipe, monkeypatch, scored
 ):
     train_rl(recipe())
     assert versions(tmp_path / "run") == [{0}, {0}, {1}, {2}]
     assert [row["lag"] for row in exact_metrics(tmp_path / "run")] == [0, 1, 1, 1]
-    assert collected_steps == [1, 2, 3, 4]
+    assert Counter(scored) == {0: 8, 1: 4, 2: 4}
     stop_before(monkeypatch, 3)
     with pytest.raises(Stopped):
         train_rl(recipe("stopped"))
     assert not [thread for thread in threading.enumerate() if thread.name == "collecting"]
-    collected_steps.clear()
+    scored.clear()
     train_rl(recipe("stopped"))
-    assert collected_steps == [4], "step 3 is in the checkpoint of step 2"
+    assert Counter(scored) == {2: 4}, "step 3 is in the checkpoint of step 2"
     assert_same_result(tmp_path / "stopped", tmp_path / "run")
 
 
@@ -139,13 +139,18 @@ def stop_by_reward(monkeypatch) -> None:
         (stop_by_reward, TrainingStopped, "^step 3: .*broken"),
     ],
 )
-def test_a_step_that_was_cut_short_is_sampled_again_by_the_same_weights(tmp_path, recipe, monkeypatch, stop, error, message):
-    settings = {"reward": {**SHORT, "on_failure": "stop"}, "run": {"save_every": 10}}
+def test_a_step_that_was_cut_short_is_sampled_again_by_the_same_weights(
+    tmp_path, recipe, prompts_file, monkeypatch, stop, error, message
+):
+    """Step 2 is complete by then, except for its validation."""
+    settings = {"reward": {**SHORT, "on_failure": "stop"}, "run": {"save_every": 10, "validate_every": 2, "validate_first": False}}
+    settings |= {"data": {"val": str(prompts_file)}, "validation": {"max_prompts": 1}}
     train_rl(recipe("expected", **settings))
     with monkeypatch.context() as patch:
         stop(patch)
-        with pytest.raises(error, match=message):
-            train_rl(recipe(**settings))
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                train_rl(recipe(**settings))
     assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"]
     train_rl(recipe(**settings))
     assert_same_result(tmp_path / "run", tmp_path / "expected")
@@ -241,7 +246,7 @@ def test_what_needs_a_resting_trainer_is_refused(tmp_path, tiny_model, prompts_f
 
 
 def test_a_native_engine_on_the_trainers_gpu_is_refused(tmp_path, recipe):
-    settings = config.load(recipe()).recipe
+    settings: Any = config.load(recipe()).recipe
     require_lag_possible(settings, torch.device("cpu"))
     with pytest.raises(RecipeError, match=r"rollout\.engine native samples on the trainer's own GPU"):
         require_lag_possible(settings, torch.device("cuda"))
