@@ -107,6 +107,44 @@ def test_training_does_not_wait_for_sampling(tmp_path, recipe, monkeypatch):
     train_rl(recipe(run={"max_steps": 2}))
 
 
+# Like a server that has to be started again, it needs the weights when it samples.
+LATE_ENGINE = """
+from copy import deepcopy
+from plaudit.rollout.native.engine import NativeEngine
+
+class LateEngine(NativeEngine):
+    def __init__(self, setup):
+        super().__init__(deepcopy(setup.model), setup.tokenizer)
+
+    def sync(self, version, weights):
+        self.version, self.weights = version, weights
+
+    def generate(self, requests, sampling):
+        self.weights.copy_to(self.model)
+        yield from super().generate(requests, sampling)
+"""
+
+
+def test_weights_that_are_read_while_the_trainer_is_ahead_are_the_older_ones(tmp_path, recipe, monkeypatch):
+    train_rl(recipe("expected"))
+    (tmp_path / "late.py").write_text(LATE_ENGINE)
+    trained, collect, learn = [threading.Event() for _ in range(STEPS + 1)], Collector.collect, Learner.learn
+
+    def collect_after_training(self, step, version):
+        assert step == 1 or trained[step - 1].wait(60)
+        return collect(self, step, version)
+
+    def learn_and_say(self, groups, step):
+        metrics = learn(self, groups, step)
+        trained[step].set()
+        return metrics
+
+    monkeypatch.setattr(Collector, "collect", collect_after_training)
+    monkeypatch.setattr(Learner, "learn", learn_and_say)
+    train_rl(recipe(), f"rollout.engine={tmp_path / 'late.py'}:LateEngine")
+    assert_same_result(tmp_path / "run", tmp_path / "expected")
+
+
 # Stops ---------------------------------------------------------------------------------------------------------------
 
 
