@@ -142,11 +142,12 @@ class World:
         threads that use one group would take each other's messages. Its waits are not this process's, so it has no heartbeat."""
         return replace(self, group=self.background_group, heartbeat=Heartbeat())
 
-    def for_second_thread(self, heartbeat: SecondHeartbeat) -> "World":
-        """The same for a thread that shares the work of a step with this one. All processes call it at the same time."""
+    def for_second_thread(self) -> "World":
+        """The same for a thread that shares the work of a step with this one: it has a heartbeat, which this one passes on. All
+        processes call it at the same time."""
         group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
         assert group is None or isinstance(group, dist.ProcessGroup)
-        return replace(self, group=group, heartbeat=heartbeat)
+        return replace(self, group=group, heartbeat=SecondHeartbeat(self.heartbeat))
 
     @property
     def leads(self) -> bool:

@@ -56,7 +56,7 @@ from plaudit.run import Run
 from plaudit.train.build import plan_training
 from plaudit.train.trainer import compute_repeatably
 from plaudit.types import ScoredGroup
-from plaudit.world import SecondHeartbeat, World
+from plaudit.world import World
 
 Validate = Callable[..., tuple[list[ScoredGroup], dict[str, float]]]
 """Given a step: the scored validation groups and their metrics."""
@@ -71,9 +71,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     for warning in check_capabilities(engine_class(recipe.rollout.engine).capabilities, recipe):
         print_line(warning, "yellow")
     require_lag_possible(recipe, world.device)
-    lag, sampling_world = bool(recipe.rollout.lag), world
-    if lag:  # then sampling and scoring have a thread of their own
-        sampling_world = world.for_second_thread(SecondHeartbeat(world.heartbeat))
+    lag = recipe.rollout.lag > 0
+    sampling_world = world.for_second_thread() if lag else world
     if recipe.run.deterministic:
         compute_repeatably(world.device)
     template = load_model_template(recipe.model, recipe.data.special_tokens)

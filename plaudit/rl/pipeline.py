@@ -7,8 +7,8 @@
 With a lag, step 1 is collected alone, and both it and step 2 with version 0. Everything is joined before weights are synced, the
 run is validated or a checkpoint is saved: which version samples a step is a function of the step alone, so that a run repeats.
 
-The engine must not read the trainer's weights while they change: it gets a copy of them (`held`), and so does a server that has to
-be started again.
+The trainer's weights change while the engine samples, so it is given a copy of them (`held`), from which a server that has to be
+started again gets the same ones.
 
 A checkpoint of step k contains the collected groups of step k+1. If collecting them was cut short (by Ctrl-C, or a reward that
 failed), it contains the weights of version k−1 instead, and a resumed run collects the step with them first.
@@ -50,14 +50,14 @@ class Pipeline:
         """`held`: with a lag, the model whose weights are the engine's. `ends` is set when what is being collected is no longer
         needed; the collector's activity checks it."""
         self.engine, self.collector, self.learner, self.total_steps = engine, collector, learner, total_steps
-        self._held, self._version = held, 0
-        """The last sync's: what the engine reports is checked against it."""
+        self._held, self._ends = held, ends
+        self._version = 0
+        """Of the last sync."""
         self._next: Collected | None = None
         self._cut_short: int | None = None
         """The version that the next step has to be collected with, if that was begun and not completed."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._ends = ends
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,6 @@ class Pipeline:
 
     def sync(self, version: int) -> None:
         """The engine samples with the trainer's current weights from here on."""
-
         weights = self.learner.weights()
         if self._held is not None:
             weights.copy_to(self._held)
