@@ -5,6 +5,7 @@
       trainer/*.safetensors   fp32 weights and AdamW's moments, by parameter name (`lm_head.weight@0:4096`: some of its elements,
                               where processes divide them), a few gigabytes per file
       critic/, critic_trainer/                  the same for a critic (or for its head, if it shares the policy's layers)
+      next_step/              RL with rollout.lag: the next step, collected already, or the weights to collect it with
       state.json              steps and updates done, updates skipped, best validation so far
       manifest.json           every file with its size and checksum (manifest.py), verified when a run resumes
 

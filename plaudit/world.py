@@ -92,6 +92,36 @@ class Heartbeat:
                 self.beat_while_waiting()
 
 
+class SecondHeartbeat(Heartbeat):
+    """Of a second thread. While the first one works, its own heartbeats are the process's; while it waits for the second, it passes
+    on what it has heard (`pass_on`)."""
+
+    def __init__(self, first: Heartbeat):
+        super().__init__(self._note)
+        self._first, self._first_thread = first, threading.get_ident()
+        self._heard: tuple[str, bool] | None = None
+
+    def beat(self, doing: str | None = None, *, waiting: bool = False) -> None:
+        if threading.get_ident() == self._first_thread:
+            self._first.beat(doing, waiting=waiting)
+        else:
+            super().beat(doing, waiting=waiting)
+
+    def beat_while_waiting(self) -> None:
+        if threading.get_ident() == self._first_thread:
+            self._first.beat_while_waiting()
+        else:
+            super().beat_while_waiting()
+
+    def _note(self, doing: str, waiting: bool) -> None:
+        self._heard = doing, waiting
+
+    def pass_on(self) -> None:
+        heard, self._heard = self._heard, None
+        if heard is not None:
+            self._first.beat(heard[0], waiting=heard[1])
+
+
 @dataclass(frozen=True)
 class World:
     rank: int
@@ -105,6 +135,8 @@ class World:
     """Of the agreements below; None: the default group."""
     background_group: dist.ProcessGroup | None = None
     """Of `in_background`."""
+    timeout: timedelta | None = None
+    """For exchanges in other threads than the first."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Self:
@@ -120,13 +152,22 @@ class World:
         apart = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(apart, dist.ProcessGroup)
         beats = heartbeat or Heartbeat()
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), True, beats, background_group=apart)
+        return cls(
+            dist.get_rank(), dist.get_world_size(), torch.device(device), True, beats, background_group=apart, timeout=timeout
+        )  # fmt: skip
 
     @property
     def in_background(self) -> "World":
         """The same processes, as another thread of each sees them: it agrees with the others' in a group of its own, since two
         threads that use one group would take each other's messages. Its waits are not this process's, so it has no heartbeat."""
         return replace(self, group=self.background_group, heartbeat=Heartbeat())
+
+    def for_second_thread(self) -> "World":
+        """The same for a thread that shares the work of a step with this one: it has a heartbeat, which this one passes on. All
+        processes call it at the same time."""
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
+        assert group is None or isinstance(group, dist.ProcessGroup)
+        return replace(self, group=group, heartbeat=SecondHeartbeat(self.heartbeat))
 
     @property
     def leads(self) -> bool:

@@ -4,13 +4,14 @@ Each of them runs `support.world.main`.
 """
 
 import queue
+import threading
 import time
 
 import pytest
 import torch
 
 from plaudit.train.gradients import parse_key
-from plaudit.world import Heartbeat, World
+from plaudit.world import Heartbeat, SecondHeartbeat, World
 from support.processes import Command
 from support.world import CASES, FULLY_SHARDED_CASES, SHARDED_CASES, UPDATES, outcome
 
@@ -129,3 +130,28 @@ def test_heartbeats_without_progress_end(monkeypatch):
     assert beats[2:] == ["saving step 1"], "the phase itself is news, its heartbeats are not"
     heartbeat.beat("step 2, sampling")
     assert len(beats) == 4
+
+
+def test_a_second_threads_heartbeats_count_while_the_first_waits_for_it():
+    """Otherwise a trainer that hangs would look alive for as long as others are sampled, and one that waits would look dead."""
+    beats: list[tuple[str, bool]] = []
+    first = Heartbeat(lambda doing, waiting: beats.append((doing, waiting)))
+    second = SecondHeartbeat(first)
+
+    def sample(doing: str | None, *, waiting: bool = False) -> None:
+        thread = threading.Thread(target=second.beat, args=(doing,), kwargs={"waiting": waiting})
+        thread.start()
+        thread.join()
+
+    first.beat("training")
+    sample("sampling")
+    assert beats == [("training", False)]
+    second.pass_on()
+    second.pass_on()
+    assert beats[1:] == [("sampling", False)], "each is passed on once"
+    sample("the others' groups", waiting=True)
+    second.pass_on()
+    second.beat("validation")
+    assert beats[2:] == [("the others' groups", True), ("validation", False)], "in the first thread there is one heartbeat"
+    second.beat_while_waiting()
+    assert beats[4:] == [("validation", False)]

@@ -24,6 +24,7 @@ from plaudit.doctor.compatibility import PolicyContext, check_compatibility, che
 from plaudit.doctor.critic import check_critic
 from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Finding, print_text, print_title
 from plaudit.doctor.reward_models import ModelRewardCheck
+from plaudit.models.devices import resolve_device
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
     DPORecipe,
@@ -38,7 +39,7 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
-from plaudit.rl.collect import check_capabilities
+from plaudit.rl.collect import check_capabilities, require_lag_possible
 from plaudit.rollout.build import engine_class
 from plaudit.train.memory_plan import Processes, plan_devices, resolve_checkpointing, resolve_sharding
 from plaudit.types import Conversation, Example, Prompt
@@ -266,6 +267,7 @@ class _Checkup(Checks):
 
 def _engine(recipe: RLRecipe) -> Iterator[Finding]:
     reference = recipe.rollout.engine
+    require_lag_possible(recipe, resolve_device(recipe.run.device))
     for warning in check_capabilities(engine_class(reference).capabilities, recipe):
         yield "!", warning
     if reference != "native":

@@ -11,9 +11,11 @@ It is a separate model, or a head on the policy's layers: then one pass gives lo
 
 Differs from the textbook: the policy is sampled with the trainer's own weights, and the distance between the sampler's log-probs
 and the trainer's is measured in every step; a sample whose reward failed is excluded from all means instead of counting as 0;
-groups enter batches in the order of prompts, never of arrival, so that a run repeats to the bit.
+groups enter batches in the order of prompts, never of arrival, so that a run repeats to the bit. With `rollout.lag`, the next step
+is sampled and scored while this one is trained (rl/pipeline.py).
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -25,7 +27,7 @@ from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
-from plaudit.errors import RecipeError
+from plaudit.errors import RecipeError, StopRequested
 from plaudit.files import weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.devices import resolve_device
@@ -37,12 +39,19 @@ from plaudit.report.progress import StepProgress, console, print_line, show_prog
 from plaudit.report.samples import best_and_worst
 from plaudit.rewards.cache import own_cache
 from plaudit.rewards.runner import RewardRunner
-from plaudit.rl.collect import Collector, check_capabilities, exchange, require_context, validate, validation_sampling
+from plaudit.rl.collect import (
+    Collector,
+    check_capabilities,
+    require_context,
+    require_lag_possible,
+    validate,
+    validation_sampling,
+)
 from plaudit.rl.learner import Learner
+from plaudit.rl.pipeline import Pipeline
 from plaudit.rl.shares import PromptShares
 from plaudit.rollout.build import build_engine, engine_class
-from plaudit.rollout.engine import Engine, EngineSetup, Weights
-from plaudit.rollout.faults import engine_faults
+from plaudit.rollout.engine import EngineSetup, Weights
 from plaudit.run import Run
 from plaudit.train.build import plan_training
 from plaudit.train.trainer import compute_repeatably
@@ -61,6 +70,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         require_passed(recipe.audit, recipe.rewards)
     for warning in check_capabilities(engine_class(recipe.rollout.engine).capabilities, recipe):
         print_line(warning, "yellow")
+    require_lag_possible(recipe, world.device)
+    lag = recipe.rollout.lag > 0
+    sampling_world = world.for_second_thread() if lag else world
     if recipe.run.deterministic:
         compute_repeatably(world.device)
     template = load_model_template(recipe.model, recipe.data.special_tokens)
@@ -73,7 +85,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             cache=own_cache(run.folder, world),
             repeatable=recipe.run.deterministic,
             seed=recipe.seed,
-            world=world,
+            world=sampling_world,
         ) as rewards,
         ExitStack() as stack,
     ):
@@ -99,17 +111,23 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         setting = "rollout.max_new_tokens" if recipe.validation.max_new_tokens is None else "validation.max_new_tokens"
         longest_response = validation_sampling(recipe, 0).max_new_tokens
         require_context(learner.configs["the model"], val_prompts, longest_response, setting=setting)
-        sampled = load_sampled(recipe.model, learner.policy)
-        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, world, learner.resident_bytes, run.folder)
+        sampled = load_sampled(recipe.model, learner.policy, copy=lag)
+        reserved = learner.resident_bytes(sampled)
+        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder)
         engine = stack.enter_context(closing(build_engine(setup)))
-        activity = Activity(partial(_check, run))
-        shares = PromptShares(world, [*(prompts if recipe.run.epochs > 1 else ()), *val_prompts])
+        ends = threading.Event()
+        activity = Activity(partial(_check, run, sampling_world, ends))
+        shares = PromptShares(sampling_world, [*(prompts if recipe.run.epochs > 1 else ()), *val_prompts])
         collector = Collector(engine, rewards, recipe, prompts, order, activity, shares)
+        pipeline = Pipeline(engine, collector, learner, total_steps=total_steps, held=sampled if lag else None, ends=ends)
+        stack.enter_context(closing(pipeline))
         check = partial(validate, engine, rewards, recipe, val_prompts, activity, shares) if val_prompts else None
 
         # Resume
-        done = run.resume(learner, rewards=rewards, prompts=collector.stream, shares=shares)
-        _sync(engine, done, learner)
+        done = run.resume(pipeline, rewards=rewards, prompts=collector.stream, shares=shares)
+        with run.save_before_stopping(f"step {done + 1}", done, run.unvalidated):
+            pipeline.catch_up(done + 1)
+        pipeline.sync(done)
         if done == total_steps:
             print_line(f"this run is finished: all {total_steps} steps are done")
 
@@ -119,31 +137,26 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 progress.update(done, record(run, recipe, check, done, total_steps, run.unvalidated or {}))
             for step in range(done + 1, total_steps + 1):
                 with run.save_before_stopping(f"step {step}", step - 1):
-                    collected = collector.collect(step)
+                    collected = pipeline.take(step)
                 run.write_samples("train", step, collected.sampled)
-                with engine_faults(type(engine)):
-                    engine.rest()
+                pipeline.begin_training(step)
                 metrics = collected.metrics | learner.learn(collected.groups, step)
+                with run.save_before_stopping(f"step {step + 1}", step, metrics):
+                    metrics |= pipeline.wait()
                 with run.save_before_stopping(f"sync after step {step}", step, metrics):
-                    _sync(engine, step, learner)
+                    pipeline.sync(step)
                 progress.update(step, record(run, recipe, check, step, total_steps, metrics))
                 run.stop_if_interrupted(step, total_steps)
 
         return run.finish()
 
 
-def _check(run: Run) -> None:
+def _check(run: Run, world: World, ends: threading.Event) -> None:
     """Many times per second, while prompts are sampled and scored."""
     run.check_for_stop()
-    run.world.heartbeat.beat_while_waiting()
-
-
-def _sync(engine: Engine, version: int, learner: Learner) -> None:
-    def sync() -> None:
-        with engine_faults(type(engine)):
-            engine.sync(version, learner.weights())
-
-    exchange(learner.world, sync, f"sync after step {version}")
+    if ends.is_set():
+        raise StopRequested
+    world.heartbeat.beat_while_waiting()
 
 
 def record(

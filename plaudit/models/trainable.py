@@ -149,9 +149,10 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
     return TrainableModel(model, template, recipe.lora, peft)
 
 
-def load_sampled(recipe: ModelSettings, policy: TrainableModel) -> PreTrainedModel:
-    """The model that an engine samples: the policy's own, or if that is sharded, a whole copy, which gets its weights from it."""
-    if not is_sharded(policy.model):
+def load_sampled(recipe: ModelSettings, policy: TrainableModel, *, copy: bool = False) -> PreTrainedModel:
+    """The model that an engine samples: the policy's own; or a whole copy, which gets its weights from it, if the policy is sharded
+    or a `copy` is needed."""
+    if not (copy or is_sharded(policy.model)):
         return policy.model
     model = load_model(recipe.model_copy(update={"lora": None}), policy.device).eval().requires_grad_(False)
     model.generation_config = policy.model.generation_config  # the tokens that end a response

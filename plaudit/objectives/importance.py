@@ -1,7 +1,11 @@
-"""Importance weights for tokens sampled by another program. N tokens, in S sequences laid end to end.
+"""Importance weights for tokens sampled by another policy than π_old. N tokens, in S sequences laid end to end.
 
-The sampler uses other kernels, perhaps another precision, so tokens are drawn not from π_old but from a policy near it. Each term
-of the loss is weighted by the ratio of its token's (or sequence's) probability under π_old to that under the sampler.
+A sampler with other kernels, perhaps of another precision, draws tokens from a policy near π_old; one that runs ahead of training
+(rollout.lag), from the policy one step before. Each term of the loss is weighted by the ratio of its token's (or sequence's)
+probability under π_old to that under the sampler. Clipping stays relative to π_old, the policy before the step's first update
+(decoupled PPO, Hilton et al. 2022):
+
+    L = Σ_t w_t · min(π_old / π_sampler, high)_t · loss(π, π_old, A)_t
 """
 
 from typing import Literal, NamedTuple, assert_never

@@ -17,7 +17,7 @@ from pydantic import (
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import ModelLimits
-from plaudit.recipe.rewards import Rewards
+from plaudit.recipe.rewards import Rewards, nested_rewards
 from plaudit.recipe.rollout import SERVED_ENGINES, RolloutSettings, ValidationSettings
 from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files
 from plaudit.recipe.training import (
@@ -126,7 +126,7 @@ class AlgorithmSettings(Section):
     """Denominator of the ratio: log-probs recomputed by the trainer before the step's first update, or those of the sampler."""
     importance: ImportanceSettings | Literal["auto"] | None = "auto"
     """Weight losses by π_old / π_sampler, for a sampler whose log-probs differ from the trainer's (metric: mismatch). auto:
-    truncated token weights if rollout.engine is a server, none otherwise. null: none."""
+    truncated token weights if rollout.engine is a server, or with rollout.lag; none otherwise. null: none."""
     dynamic_sampling: DynamicSamplingSettings | None = None
     """Drop groups whose rewards are all equal, and sample more prompts until prompts_per_step have a signal (DAPO)."""
 
@@ -317,9 +317,28 @@ class RLRecipe(Section):
         chosen, rollout = self.algorithm.importance, self.rollout
         if chosen != "auto":
             return chosen
+        served = rollout.engine in SERVED_ENGINES
         truncates = rollout.top_p < 1.0 or rollout.top_k is not None or rollout.min_p > 0.0
-        served = rollout.engine in SERVED_ENGINES and not truncates
-        return ImportanceSettings() if served and self.algorithm.old_logprobs == "recomputed" else None
+        another_policy = (served or rollout.lag > 0) and not (served and truncates)
+        return ImportanceSettings() if another_policy and self.algorithm.old_logprobs == "recomputed" else None
+
+    @model_validator(mode="after")
+    def _require_room_for_lag(self) -> "RLRecipe":
+        """What needs the trainer's GPU cannot wait until it rests: it never does."""
+        if not self.rollout.lag:
+            return self
+        if self.rollout.engine in SERVED_ENGINES and self.rollout.server.sleep:
+            raise ValueError(
+                "rollout.lag samples while the trainer computes, and rollout.server.sleep stops the server then: set "
+                "rollout.server.sleep to false, or rollout.lag to 0"
+            )
+        for name, reward in (each for outer in self.rewards for each in nested_rewards(outer, outer.label)):
+            if getattr(getattr(reward, "model", None), "placement", None) == "offload":
+                raise ValueError(
+                    f"rollout.lag scores while the trainer computes, and the model of reward {name} has placement offload: it is "
+                    "loaded while the trainer rests. Choose placement resident, launch or server, or set rollout.lag to 0"
+                )
+        return self
 
     @model_validator(mode="after")
     def _require_groups_to_compare(self) -> "RLRecipe":

@@ -45,6 +45,9 @@ class RolloutSettings(Section):
     weights after every step. Or a class of yours, path/to/file.py:Class."""
     server: EngineServerSettings = EngineServerSettings()
     """engine: vllm. Its server."""
+    lag: Literal[0, 1] = 0
+    """1: the next step is sampled and scored while this one is trained, so with weights that are one step older. It saves time
+    if the engine has another GPU than the trainer (docs/engine.md)."""
     n: PositiveInt = 8
     """Samples per prompt: the group size."""
     max_new_tokens: PositiveInt = 1024

@@ -27,6 +27,7 @@ from plaudit.types import ScoredGroup
 from plaudit.world import World
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
     from plaudit.recipe import RolloutSettings, ValidationSettings
@@ -42,6 +43,8 @@ class Collected:
     """To train on."""
     sampled: list[ScoredGroup]
     """All of them: dynamic sampling leaves out groups without a signal."""
+    rows: list[int]
+    """Of the prompts that were sampled."""
     metrics: dict[str, float]
 
 
@@ -80,32 +83,37 @@ class Collector:
         self.stream = RowStream(order) if recipe.algorithm.dynamic_sampling is not None else None
         """With dynamic sampling: how far the prompts have been used, which a checkpoint keeps."""
 
-    def collect(self, step: int) -> Collected:
-        """The groups of a step, from 1."""
+    def collect(self, step: int, version: int) -> Collected:
+        """The groups of a step, from 1, sampled with the weights of this version, which the engine has."""
         rows = self.order.rows(step - 1)
         if self.stream is not None:
-            collected = self._collect_with_signal(self.stream, len(rows), step)
+            collected = self._collect_with_signal(self.stream, len(rows), step, version)
         else:
-            prompts = with_unique_ids(self.prompts[row] for row in rows)
             greedy = "greedy" in ESTIMATORS[self.recipe.algorithm.kind].needs
-            groups, seconds = self._sample_and_score(f"step {step}", prompts, step, greedy=greedy)
-            collected = Collected(groups, groups, _metrics(groups, self.rewards, seconds, self.shares.world))
+            groups, seconds = self._sample_and_score(f"step {step}", self.prompts_of(rows), step, version, greedy=greedy)
+            collected = Collected(groups, groups, rows, _metrics(groups, self.rewards, seconds, self.shares.world))
         self.shares.observe(collected.sampled, training=True)
         collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
+        if self.recipe.rollout.lag:
+            collected.metrics["lag"] = float(step - 1 - version)
         return collected
 
+    def prompts_of(self, rows: Sequence[int]) -> list[EncodedPrompt]:
+        """As they are sampled in one step."""
+        return with_unique_ids(self.prompts[row] for row in rows)
+
     def _sample_and_score(
-        self, label: str, prompts: Sequence[EncodedPrompt], step: int, *, greedy: bool = False
+        self, label: str, prompts: Sequence[EncodedPrompt], step: int, version: int, *, greedy: bool = False
     ) -> tuple[list[ScoredGroup], Seconds]:
         return _sample_and_score(
-            self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=step - 1,
+            self.engine, self.rewards, prompts, self.recipe.rollout.n, training_sampling(self.recipe, step), version=version,
             activity=self.activity, shares=self.shares, label=label, greedy=greedy,
         )  # fmt: skip
 
     def _rows_used(self, step: int) -> int:
         return self.stream.taken if self.stream is not None else min(step * self.order.per_step, self.order.total_rows)
 
-    def _collect_with_signal(self, stream: RowStream, target: int, step: int) -> Collected:
+    def _collect_with_signal(self, stream: RowStream, target: int, step: int, version: int) -> Collected:
         """Groups of the stream's next prompts until `target` of them have a signal, or the rounds are used up (DAPO).
 
         A further round samples as many prompts as are likely to be enough, by the share of groups with a signal so far: never more
@@ -113,7 +121,7 @@ class Collector:
         """
         settings = self.recipe.algorithm.dynamic_sampling
         assert settings is not None
-        sampled_prompts: list[EncodedPrompt] = []
+        rows: list[int] = []
         groups: list[ScoredGroup] = []
         seconds = Seconds()
         rounds = with_signal = 0
@@ -121,23 +129,23 @@ class Collector:
         while with_signal < target and rounds < settings.max_rounds:
             likely = math.ceil((target - with_signal) * (len(groups) + 1) / (with_signal + 1))
             count = target if not groups else min(target, max(likely, math.ceil(target / 4)))
-            sampled_prompts += [self.prompts[row] for row in stream.ahead(len(sampled_prompts), count)]
+            rows += stream.ahead(len(rows), count)
             try:
                 label = f"step {step}, round {rounds + 1}"
-                more, round_seconds = self._sample_and_score(label, with_unique_ids(sampled_prompts)[-count:], step)
+                more, round_seconds = self._sample_and_score(label, self.prompts_of(rows)[-count:], step, version)
             except (TrainingStopped, StopRequested):
                 self.rewards.load_state(running_means)  # the step is not done, so its first rounds leave no trace
                 raise
             groups, seconds, rounds = groups + more, seconds + round_seconds, rounds + 1
             with_signal = sum(map(has_signal, groups))
-        stream.taken += len(sampled_prompts)
+        stream.taken += len(rows)
         metrics = _metrics(groups, self.rewards, seconds, self.shares.world)
         metrics |= {
             "rounds": float(rounds),
             "groups": float(len(groups)),
             "groups_missing": float(max(0, target - with_signal)),
         }
-        return Collected([group for group in groups if has_signal(group)][:target], groups, metrics)
+        return Collected([group for group in groups if has_signal(group)][:target], groups, rows, metrics)
 
 
 def validate(
@@ -294,7 +302,19 @@ def check_capabilities(able: Capabilities, recipe: RLRecipe) -> list[str]:
                 f"{' and '.join(uses)} needs the sampler's log-probs, and under rollout.top_p, top_k or min_p rollout.engine "
                 f"{recipe.rollout.engine} returns those of the truncated distribution: remove these, or use the native engine"
             )
-        warnings.append(f"rollout.engine {recipe.rollout.engine}: under top_p, top_k or min_p `mismatch` includes the truncation")
+        lag = ", and no importance weights correct for rollout.lag" if recipe.rollout.lag else ""
+        warnings.append(
+            f"rollout.engine {recipe.rollout.engine}: under top_p, top_k or min_p `mismatch` includes the truncation{lag}"
+        )
     if recipe.run.deterministic and not able.keyed_noise:
         warnings.append(f"rollout.engine {recipe.rollout.engine} draws its own random numbers: this run may not repeat to the bit")
     return warnings
+
+
+def require_lag_possible(recipe: RLRecipe, device: "torch.device") -> None:
+    """Refuses a lag where sampling and training would share a GPU in one process: neither would be faster."""
+    if recipe.rollout.lag and recipe.rollout.engine == "native" and device.type != "cpu":
+        raise RecipeError(
+            "rollout.lag samples while the trainer computes, and rollout.engine native samples on the trainer's own GPU: use an "
+            "engine that has another one (rollout.engine: vllm), or set rollout.lag to 0"
+        )

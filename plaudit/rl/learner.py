@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from plaudit.checkpoint import Snapshot
@@ -21,7 +22,7 @@ from plaudit.models.critic import SharedCritic, load_critic, target_values
 from plaudit.models.logprobs import state_logprobs, target_states
 from plaudit.models.memory import Sharding
 from plaudit.models.reference import Reference
-from plaudit.models.sharded import bytes_on_device, is_sharded, run_in_pass
+from plaudit.models.sharded import bytes_on_device, run_in_pass
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.weights import OffloadedModule, has_device_memory
 from plaudit.objectives.advantages import StepRewards
@@ -87,16 +88,15 @@ class Learner:
             policy, recipe, total_steps=total_steps, world=world, sharding=sharding, reference=reference, critic=critic
         )  # fmt: skip
 
-    @property
-    def resident_bytes(self) -> int:
-        """Device memory that is taken while the policy is sampled, besides the weights that are sampled."""
+    def resident_bytes(self, sampled: nn.Module) -> int:
+        """Device memory that is taken while this model is sampled, besides its weights."""
         size = self.trainer.optimiser.resident_bytes + (self.reference.bytes if self.reference is not None else 0)
         if self.critic is not None:
             size += self.critic.optimiser.resident_bytes
             if self._offloaded_critic is None:
                 size += bytes_on_device(self.critic.trained.model)
-        if is_sharded(self.policy.model):
-            size += bytes_on_device(self.policy.model)  # the engine samples a copy
+        if sampled is not self.policy.model:  # but a copy of it
+            size += bytes_on_device(self.policy.model)
         return size
 
     @property
@@ -232,7 +232,7 @@ class Learner:
             if critic is not None and shared is not None and not frozen:
                 # The head's gradients came with the policy's pass: there is no further batch.
                 critic_results.append(self._update_critic(update, (), step))
-        # Sampler and trainer have the same weights only until the first update.
+        # Until the first update the trainer has the sampler's weights, or those that are `rollout.lag` steps newer.
         mismatch = {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
         return _averaged(critic_results) | _averaged(results) | mismatch
 

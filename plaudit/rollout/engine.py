@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from plaudit.errors import PlauditError
 from plaudit.types import Sample
 
 if TYPE_CHECKING:
@@ -88,6 +89,23 @@ class Weights:
 
         return iter_merged_weights(self._model)
 
+    def copy_to(self, model: "nn.Module") -> None:
+        """Into a model's own tensors, in place, so that CUDA graphs stay valid."""
+        import torch
+
+        own = model.state_dict()
+        missing = set(own)
+        with torch.no_grad():
+            for name, tensor in self:
+                if name not in own or own[name].shape != tensor.shape:
+                    raise PlauditError(
+                        f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}: it is another model"
+                    )
+                own[name].copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise PlauditError(f"the trainer's weights lack {min(missing)}, which the engine's model has")
+
 
 @dataclass(frozen=True)
 class EngineSetup:
@@ -96,8 +114,8 @@ class EngineSetup:
     rollout: "RolloutSettings"
     """The recipe's section."""
     model: "PreTrainedModel"
-    """The policy, or a copy of it if the policy is sharded. An engine may sample this very model, and so share its storage, or load
-    its own copy and `sync` it."""
+    """The policy, or a copy of it if the policy is sharded, or trained meanwhile (rollout.lag). An engine may sample this very
+    model, and so share its storage, or load its own copy and `sync` it."""
     tokenizer: "PreTrainedTokenizerBase"
     world: "World"
     reserved_bytes: int = 0

@@ -298,9 +298,10 @@ def _engine(
 ) -> None:
     config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     size = resolve_dtype(recipe.model.dtype, device).itemsize
-    if processes.sharding == "full":
+    if processes.sharding == "full" or recipe.rollout.lag:
         adapters = 4 * policy.trainable if recipe.model.lora is not None else 0
-        here.append(Need("engine: whole weights", ("sampling",), policy.parameters * size + adapters, part="sampling"))
+        phases = PHASES if recipe.rollout.lag else ("sampling",)
+        here.append(Need("engine: whole weights", phases, policy.parameters * size + adapters, part="sampling"))
     sequences = _concurrent_sequences(recipe, device, processes)
     longest = max(lengths) if lengths else recipe.data.max_prompt_tokens
     length = longest + recipe.rollout.max_new_tokens

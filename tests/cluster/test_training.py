@@ -21,6 +21,7 @@ RL: dict[str, dict[str, Any]] = {
     "remax": {"algorithm": {"kind": "remax"}},
     "reinforce++": {"algorithm": {"kind": "reinforce++"}},
     "kl": {"algorithm": {"kl_coefficient": 0.05, "kl_reward": {"coefficient": 0.05}}},
+    "lag": {"rollout": {"n": 4, "max_new_tokens": 12, "stop": ["e", "."], "lag": 1}},
     "lora": {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coefficient": 0.05}},
 }
 
@@ -89,6 +90,8 @@ def assert_same_but_for_rounding(run: Path, reference: Path) -> None:
                 ("reinforce++", 2, "optimiser"),
                 ("kl", 2, "full"),
                 ("lora", 2, "full"),
+                ("lag", 2, "optimiser"),
+                ("lag", 2, "full"),
             )
         ),
     ],
@@ -153,6 +156,21 @@ def test_kill_9_of_a_rank_and_resume(tmp_path, make_recipe, undisturbed, killed,
     assert ranks[1 - killed].wait() != 0
     train_with(2, "rl", recipe, SAVE)
     reference = undisturbed("rl", "grpo", SAVE, size=2)
+    assert samples(tmp_path / "run", but=()) == samples(reference, but=())
+    assert exact_metrics(tmp_path / "run") == exact_metrics(reference)
+    assert weight_difference(tmp_path / "run", reference) == 0.0
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_while_all_sample_ahead(tmp_path, make_recipe, undisturbed):
+    """All processes leave the next step, complete this one and save; the next step is sampled again by the same weights."""
+    recipe, moment = make_recipe(tmp_path / "run", "rl", "lag"), "os.rename samples/.train_000003.parquet.aside"
+    unharmed = f"import sys; del sys.argv[1:3]\n{MAIN}"
+    for rank in start_ranks(2, "SIGTERM", moment, "rl", recipe, scripts={0: SIGNAL_ITSELF, 1: unharmed}):
+        assert rank.wait() == 130, rank.output
+    assert (tmp_path / "run/checkpoints/step_000003/next_step/00000.safetensors").exists()
+    train_with(2, "rl", recipe)
+    reference = undisturbed("rl", "lag", size=2)
     assert samples(tmp_path / "run", but=()) == samples(reference, but=())
     assert exact_metrics(tmp_path / "run") == exact_metrics(reference)
     assert weight_difference(tmp_path / "run", reference) == 0.0

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from plaudit.config import load as load_recipe
-from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, MemoryPlan, plan_memory
+from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, PHASES, MemoryPlan, plan_memory
 from plaudit.recipe import ModelSettings
 from plaudit.train import memory_plan
 from plaudit.train.memory_plan import Processes, choose_sharding, fits, plan_devices, resolve_checkpointing
@@ -133,6 +133,16 @@ def test_sampling_is_divided_and_sharded_weights_are_copied_for_it(rl):
     assert needs(recipe, "full", 2)["engine: whole weights"] == 2 * PARAMETERS
     with_adapters = rl(train={"prompts_per_step": 8}, model={"dtype": "bfloat16", **LORA})
     assert needs(with_adapters, "full", 2)["engine: whole weights"] == 2 * PARAMETERS + 4 * ADAPTERS
+
+
+def test_with_a_lag_the_engines_copy_stays_while_the_trainer_computes(rl):
+    plans = [
+        plan_devices(rl(rollout={"lag": lag}, model={"dtype": "bfloat16"}), [20], Processes(1, "none", **GPUS))["cuda"]
+        for lag in (0, 1)
+    ]
+    for phase in PHASES:
+        without, copied = (budget.at(phase, fixed_only=True) for budget in plans)
+        assert copied - without == 2 * PARAMETERS, phase
 
 
 def test_reference_and_critic_are_divided_like_the_policy(rl):

@@ -112,22 +112,10 @@ class NativeEngine(Engine):
                 self._cache.release()
 
     def sync(self, version: int, weights: Weights) -> None:
-        """Nothing to do for the trainer's own model; otherwise the weights are copied in place, so that CUDA graphs stay valid."""
+        """Nothing to do for the trainer's own model."""
         if not weights.are_of(self.model):
-            self._copy(weights)
+            weights.copy_to(self.model)
         self.version = version
-
-    @torch.no_grad()
-    def _copy(self, weights: Weights) -> None:
-        own = self.model.state_dict()
-        missing = set(own)
-        for name, tensor in weights:
-            if name not in own or own[name].shape != tensor.shape:
-                raise PlauditError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}: it is another model")
-            own[name].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise PlauditError(f"the trainer's weights lack {min(missing)}, which the engine's model has")
 
     # Memory
 
