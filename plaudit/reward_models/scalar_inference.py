@@ -5,39 +5,50 @@ is packed with, and a group of identical answers whose scores differ by 1e-7 wou
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import ClassVar
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from plaudit.data.templates import RENDER_ERRORS
 from plaudit.data.transcript import Transcript
 from plaudit.models.folder import require_matching_tokenizer
 from plaudit.models.fused import can_fuse
-from plaudit.models.scalar import ScalarModel, load_scalar, scalar_form, transcript_of
+from plaudit.models.layer_blocks import LayerBlock
+from plaudit.models.scalar import ScalarModel, batches_of, load_scalar, scalar_blocks, scalar_form, transcript_of
 from plaudit.reward_models.backend import ScalarScore
 from plaudit.reward_models.batch_bisection import bisect_failures, failure_of
+from plaudit.reward_models.divided import TOKENS_PER_PASS, BlockInput, ModelPart
 from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed
 from plaudit.rollout.native.scoring_pass import ScoringPass
 from plaudit.types import Failure, Message
 
 Conversation = list[Message]
+POLL_S = 0.2
 
 
 class ScalarInference(Inference[Conversation, ScalarScore]):
     gather_s: ClassVar[float] = 0.005
     transcript: Transcript
     model: ScalarModel | None = None
+    part: ModelPart | None = None
+    """If the model is divided: what this process has of it."""
+    block: LayerBlock | None = None
     _verified = False
 
     def check(self, config: PretrainedConfig) -> None:
         scalar_form(self.settings, config)
+        if self.part is not None:
+            self.block = scalar_blocks(self.settings, self.device)[self.part.number]
         self.transcript = transcript_of(self.settings)
         require_matching_tokenizer(self.path, config, self.transcript.tokenizer)
 
     def load(self) -> ScalarModel:
-        return load_scalar(self.settings, self.device)
+        return load_scalar(self.settings, self.device, self.block)
 
     def attach(self, model: ScalarModel) -> None:
         self.model = model
@@ -73,11 +84,43 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
 
     def _score(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ScalarScore]]:
         assert self.model is not None
-        for indices, values in self.model.score_in_passes(sequences):
+        passes = self.model.score_in_passes(sequences) if self.part is None else self._score_in_blocks(sequences, self.part)
+        for indices, values in passes:
             if self.closing():
                 raise Closed("the model was closed during scoring")
             for i, value in zip(indices, values.tolist(), strict=True):
                 yield i, _result(value, len(sequences[i]))
+
+    def _score_in_blocks(self, sequences: Sequence[tuple[int, ...]], part: ModelPart) -> Iterator[tuple[list[int], np.ndarray]]:
+        """As the model's `score_in_passes`, by all its blocks: this one computes a batch while later ones have those before."""
+        assert self.model is not None
+        in_flight: deque[tuple[list[int], Future[np.ndarray]]] = deque()
+        try:
+            for indices, batch in batches_of(sequences, self.device, tokens_per_pass=TOKENS_PER_PASS.get(self.device.type)):
+                if len(in_flight) == len(part.ranks):
+                    yield in_flight[0][0], self._wait_for(in_flight[0][1])
+                    in_flight.popleft()
+                in_flight.append((indices, part.send(BlockInput.of(batch, self.model.run_block(batch, None)))))
+            while in_flight:
+                yield in_flight[0][0], self._wait_for(in_flight[0][1])
+                in_flight.popleft()
+        finally:
+            for _, scores in in_flight:
+                scores.cancel()
+
+    def _wait_for(self, scores: "Future[np.ndarray]") -> np.ndarray:
+        while not wait([scores], POLL_S).done:
+            if self.closing():
+                raise Closed("the model was closed during scoring")
+        return scores.result()
+
+    def run_block(self, given: BlockInput) -> "BlockInput | np.ndarray":
+        """What the next block is given; of the last block, the scores."""
+        assert self.model is not None
+        assert self.block is not None
+        batch, states_TD = given.on(self.device)
+        result = self.model.run_block(batch, states_TD)
+        return result.cpu().numpy() if self.block.is_last else BlockInput.of(batch, result)
 
 
 def _result(value: float, tokens: int) -> ScalarScore:
