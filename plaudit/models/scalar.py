@@ -43,6 +43,8 @@ from plaudit.types import Batch, Example
 VALUE_HEAD = "value_head.safetensors"
 # Per forward pass: enough to keep the device busy; activations without gradients are small (7B in bf16: about 0.1 MB a token).
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 32768}
+# Fewer on a GPU: blocks compute at the same time only if what is scored takes several passes.
+TOKENS_PER_PASS_OF_BLOCKS = {"cpu": 4096, "cuda": 8192}
 Form = Literal["classifier", "value_head"]
 
 
@@ -96,16 +98,14 @@ class ScalarModel(nn.Module):
     ) -> Iterator[tuple[list[int], np.ndarray]]:
         """Yield the indices scored by each pass, and their scores."""
         self.eval()
-        for indices, batch in batches_of(sequences, self.decoder.device, tokens_per_pass=tokens_per_pass):
+        device = self.decoder.device
+        for indices, batch in batches_of(sequences, device, tokens_per_pass or TOKENS_PER_PASS.get(device.type, 4096)):
             yield indices, self(batch).cpu().numpy()
 
 
-def batches_of(
-    sequences: Sequence[Sequence[int]], device: torch.device, *, tokens_per_pass: int | None = None
-) -> Iterator[tuple[list[int], Batch]]:
+def batches_of(sequences: Sequence[Sequence[int]], device: torch.device, tokens_per_pass: int) -> Iterator[tuple[list[int], Batch]]:
     """The packed batch of each pass, with the indices of its sequences. A sequence longer than the budget gets its own pass."""
-    budget = tokens_per_pass or TOKENS_PER_PASS.get(device.type, 4096)
-    for indices in split_by_tokens([len(sequence) for sequence in sequences], budget):
+    for indices in split_by_tokens([len(sequence) for sequence in sequences], tokens_per_pass):
         yield indices, pack([_example(sequences[i]) for i in indices], device)
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plaudit.errors import PeerLost
+from plaudit.errors import PeerLost, RecipeError
+from plaudit.recipe.reward_models import RewardModel
 from plaudit.types import Batch
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 CALL_LIMIT_S = 1800.0
 """How long a block and the batches before it may take. Minutes, if a large model runs on a CPU."""
-TOKENS_PER_PASS = {"cuda": 8192}
-"""Smaller than for an undivided model: a step has to be several batches for the blocks to compute at the same time."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,15 @@ class BlockInput:
         states_TD = torch.from_numpy(self.bytes_TD).view(getattr(torch, self.dtype)).to(device)
         batch = Batch(tokens_T, positions_T, torch.zeros_like(tokens_T, dtype=torch.bool), starts_S1, self.longest)
         return batch, states_TD
+
+
+def require_several_processes(model: RewardModel) -> None:
+    """Called where there is only one."""
+    if isinstance(model.rank, tuple):
+        raise RecipeError(
+            f"{model.path}: model.rank is {list(model.rank)}, but there is only one process. To train with it, set "
+            f"cluster.gpus={max(model.rank) + 1}; to score, audit or serve, leave model.rank out, or use placement: server"
+        )
 
 
 class ModelPart:

@@ -23,7 +23,7 @@ from plaudit.reward_models.batch_bisection import failure_of, is_out_of_memory
 from plaudit.reward_models.divided import BlockInput, ModelPart
 from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed, ModelThread
-from plaudit.reward_models.scalar_inference import ScalarInference
+from plaudit.reward_models.scalar_inference import BlockByBlockInference, ScalarInference
 from plaudit.reward_models.text_generation import TextGeneration
 from plaudit.types import Failure, Message
 
@@ -66,7 +66,8 @@ class LocalModel(Backend):
         device = resolve_device(self.settings.device, "model.device")
         if self._device is not None and self._device.type == device.type:
             device = self._device
-        kind = ScalarInference if self.scalar else TextGeneration
+        divided = self._part is None and isinstance(self.settings.rank, tuple)
+        kind = BlockByBlockInference if divided else ScalarInference if self.scalar else TextGeneration
         thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute_batch, device, gather_s=kind.gather_s)
         inference = self._inference = kind(self.settings, device, thread.closing.is_set)
         if isinstance(inference, ScalarInference):
@@ -191,9 +192,10 @@ class LocalModel(Backend):
             if not is_out_of_memory(error):
                 raise
             where = "the GPU's memory" if self.settings.device != "cpu" else "memory"
+            divide = " With several GPUs, model.rank: [0, 1] divides it among them." if self.scalar else ""
             raise RecipeError(
                 f"{self.settings.path} does not fit into the free part of {where}: {failure_of(error).message}. Choose placement: "
-                "offload, or a server on another machine."
+                f"offload, or a server on another machine.{divide}"
             ) from None
 
     def _load_or_keep_failure(self) -> None:

@@ -18,7 +18,7 @@ from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
-from plaudit.reward_models.divided import ModelPart
+from plaudit.reward_models.divided import ModelPart, require_several_processes
 from plaudit.reward_models.peers import ModelPeers
 from plaudit.types import Message
 
@@ -166,13 +166,10 @@ class ModelRegistry:
             device = None if peers is None else peers.device
             return build_backend(settings, limits, scalar=scalar, independent=self.independent, device=device, part=part)
 
-        if peers is None and isinstance(settings.rank, tuple):
-            ranks = list(settings.rank)
-            raise RecipeError(
-                f"{settings.path}: model.rank is {ranks}, but there is only one process. To train with it, set "
-                f"cluster.gpus={max(ranks) + 1}; to score, audit or serve, leave model.rank out, or use placement: server"
-            )
-        return build(limits) if peers is None else peers.backend((settings, scalar), limits, build)
+        if peers is None:
+            require_several_processes(settings)
+            return build(limits)
+        return peers.backend((settings, scalar), limits, build)
 
 
 # Every reward runner has its own event loop, so a loop's models belong to one recipe.

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from typing import ClassVar
 
 import numpy as np
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from plaudit.data.templates import RENDER_ERRORS
@@ -18,14 +19,23 @@ from plaudit.data.transcript import Transcript
 from plaudit.models.folder import require_matching_tokenizer
 from plaudit.models.fused import can_fuse
 from plaudit.models.layer_blocks import LayerBlock
-from plaudit.models.scalar import ScalarModel, batches_of, load_scalar, scalar_blocks, scalar_form, transcript_of
+from plaudit.models.scalar import (
+    TOKENS_PER_PASS_OF_BLOCKS,
+    ScalarModel,
+    batches_of,
+    load_scalar,
+    scalar_blocks,
+    scalar_form,
+    transcript_of,
+)
+from plaudit.models.weights import release_memory
 from plaudit.reward_models.backend import ScalarScore
 from plaudit.reward_models.batch_bisection import bisect_failures, failure_of
-from plaudit.reward_models.divided import TOKENS_PER_PASS, BlockInput, ModelPart
+from plaudit.reward_models.divided import BlockInput, ModelPart
 from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed
 from plaudit.rollout.native.scoring_pass import ScoringPass
-from plaudit.types import Failure, Message
+from plaudit.types import Batch, Failure, Message
 
 Conversation = list[Message]
 POLL_S = 0.2
@@ -83,30 +93,34 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         return tokens if len(tokens) <= longest else ScalarScore(None, prompt_tokens=len(tokens), too_long=True)
 
     def _score(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ScalarScore]]:
-        assert self.model is not None
-        passes = self.model.score_in_passes(sequences) if self.part is None else self._score_in_blocks(sequences, self.part)
-        for indices, values in passes:
+        for indices, values in self._score_in_passes(sequences):
             if self.closing():
                 raise Closed("the model was closed during scoring")
             for i, value in zip(indices, values.tolist(), strict=True):
                 yield i, _result(value, len(sequences[i]))
 
-    def _score_in_blocks(self, sequences: Sequence[tuple[int, ...]], part: ModelPart) -> Iterator[tuple[list[int], np.ndarray]]:
-        """As the model's `score_in_passes`, by all its blocks: this one computes a batch while later ones have those before."""
+    def _score_in_passes(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], np.ndarray]]:
         assert self.model is not None
+        if self.part is None:
+            yield from self.model.score_in_passes(sequences)
+            return
+        # This block computes a batch while later ones compute those before.
         in_flight: deque[tuple[list[int], Future[np.ndarray]]] = deque()
         try:
-            for indices, batch in batches_of(sequences, self.device, tokens_per_pass=TOKENS_PER_PASS.get(self.device.type)):
-                if len(in_flight) == len(part.ranks):
+            for indices, batch in self._batches(sequences):
+                if len(in_flight) == len(self.part.ranks):
                     yield in_flight[0][0], self._wait_for(in_flight[0][1])
                     in_flight.popleft()
-                in_flight.append((indices, part.send(BlockInput.of(batch, self.model.run_block(batch, None)))))
+                in_flight.append((indices, self.part.send(BlockInput.of(batch, self.model.run_block(batch, None)))))
             while in_flight:
                 yield in_flight[0][0], self._wait_for(in_flight[0][1])
                 in_flight.popleft()
         finally:
             for _, scores in in_flight:
                 scores.cancel()
+
+    def _batches(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], Batch]]:
+        return batches_of(sequences, self.device, TOKENS_PER_PASS_OF_BLOCKS.get(self.device.type, 4096))
 
     def _wait_for(self, scores: "Future[np.ndarray]") -> np.ndarray:
         while not wait([scores], POLL_S).done:
@@ -121,6 +135,33 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         batch, states_TD = given.on(self.device)
         result = self.model.run_block(batch, states_TD)
         return result.cpu().numpy() if self.block.is_last else BlockInput.of(batch, result)
+
+
+class BlockByBlockInference(ScalarInference):
+    """A divided model in a single process, which has never more than one of its blocks: slow, and enough to check a model that is
+    too large for one device."""
+
+    def check(self, config: PretrainedConfig) -> None:
+        super().check(config)
+        self._blocks = scalar_blocks(self.settings, self.device)
+
+    def load(self) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return nn.Module()  # each batch of calls loads the blocks
+
+    def attach(self, model: nn.Module) -> None: ...
+
+    def _score_in_passes(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], np.ndarray]]:
+        passes = list(self._batches(sequences))
+        results: list[Tensor | None] = [None] * len(passes)
+        for block in self._blocks:
+            super().attach(model := load_scalar(self.settings, self.device, block))
+            results = [model.run_block(batch, states) for (_, batch), states in zip(passes, results, strict=True)]
+            self.detach()
+            del model
+            release_memory()
+        for (indices, _), scores in zip(passes, results, strict=True):
+            assert scores is not None
+            yield indices, scores.cpu().numpy()
 
 
 def _result(value: float, tokens: int) -> ScalarScore:
