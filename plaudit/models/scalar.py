@@ -156,8 +156,15 @@ def scalar_blocks(settings: RewardModel, device: torch.device) -> list[LayerBloc
     """The blocks of a model that the ranks of the recipe divide among themselves, in their order. Reads its config only."""
     assert isinstance(settings.rank, tuple)
     config = read_config(_path(settings), trust_remote_code=settings.trust_remote_code)
-    model = _without_weights(settings, config)
-    return divide_model(model, len(settings.rank), resolve_dtype(settings.dtype, device))
+    count, dtype = len(settings.rank), resolve_dtype(settings.dtype, device)
+    key = _path(settings), config.to_json_string(), count, dtype
+    if key not in _BLOCKS:
+        _BLOCKS[key] = divide_model(_without_weights(settings, config), count, dtype)
+    return _BLOCKS[key]
+
+
+_BLOCKS: dict[tuple[str, str, int, torch.dtype], list[LayerBlock]] = {}
+"""A plan of a run's memory needs them a hundred times."""
 
 
 def _without_weights(settings: RewardModel, config: PretrainedConfig) -> PreTrainedModel:
