@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 from plaudit.errors import RecipeError
 
 LAYER_ARGUMENTS = {
-    "hidden_states", "attention_mask", "position_ids", "position_embeddings", "past_key_values", "use_cache", "cache_position",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "hidden_states", "attention_mask", "position_ids", "position_embeddings", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k",
 }  # fmt: skip
-"""What a layer may be called with. Anything else could come from another block's layers or embeddings."""
+"""Tensors that a layer may be called with. Any other could come from another block's layers or embeddings."""
 HEAD = "score"
 
 
@@ -193,7 +192,8 @@ class ReceivedStates(nn.Module):
 
     def enter_layer(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the first layer: the states as they came, whatever the decoder does to its embeddings."""
-        unknown = sorted(name for name, value in named.items() if value is not None and name not in LAYER_ARGUMENTS)
+        computed = {name for name, value in named.items() if not isinstance(value, bool | int | float | str | None)}
+        unknown = sorted(computed - LAYER_ARGUMENTS)
         if unknown or len(arguments) > 1:
             raise RecipeError(
                 f"{type(layer).__name__} cannot be divided among processes: it is called with {', '.join(unknown) or 'more'} "

@@ -59,7 +59,7 @@ def models_of(rewards: Iterable[RewardSettings]) -> dict[ModelKey, ModelLimits]:
 def deal_models(models: dict[ModelKey, ModelLimits], size: int) -> dict[ModelKey, int]:
     """The rank that has each model. Those that every process has for itself are left out.
 
-    A model without a rank goes to the process with the fewest, the first of them if there are several.
+    A model without a rank goes to the process with the fewest models and blocks, the first of them if there are several.
     """
     shared = [key for key, limits in models.items() if key[0].rank != "all" and not _divides(key[0], limits, size)]
     owners = {key: ranks[0] for key in shared if (ranks := _named_ranks(key[0]))}
@@ -67,7 +67,7 @@ def deal_models(models: dict[ModelKey, ModelLimits], size: int) -> dict[ModelKey
         if max(_named_ranks(model)) >= size:
             given = list(model.rank) if isinstance(model.rank, tuple) else model.rank
             raise RecipeError(f"{model.path}: model.rank is {given}, but there are {size} processes, with ranks 0 to {size - 1}")
-    held = Counter(owners.values())
+    held = Counter(rank for model, _ in owners for rank in _named_ranks(model))
     for key in shared:
         if key not in owners:
             owners[key] = min(range(size), key=lambda rank: (held[rank], rank))
@@ -77,13 +77,8 @@ def deal_models(models: dict[ModelKey, ModelLimits], size: int) -> dict[ModelKey
 
 def _named_ranks(model: RewardModel) -> tuple[int, ...]:
     """Those that `model.rank` names; the first owns the model."""
-    match model.rank:
-        case None | "all":
-            return ()
-        case int():
-            return (model.rank,)
-        case _:
-            return model.rank
+    rank = model.rank
+    return rank if isinstance(rank, tuple) else (rank,) if isinstance(rank, int) else ()
 
 
 def _divides(model: RewardModel, limits: ModelLimits, size: int) -> bool:

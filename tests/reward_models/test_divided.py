@@ -210,6 +210,8 @@ def test_one_process_cannot_divide_a_model(classifier):
 def test_every_rank_has_to_be_there():
     models = models_of(rewards_of({"kind": "scalar_model", "model": {"path": "a", "rank": [1, 0]}}))
     assert list(deal_models(models, 2).values()) == [1], "the first owns it"
+    models |= models_of(rewards_of({"kind": "judge", "model": {"path": "b"}}))
+    assert list(deal_models(models, 3).values()) == [1, 2], "the third has no block yet"
     models = models_of(rewards_of({"kind": "scalar_model", "model": {"path": "a", "rank": [0, 2]}}))
     with pytest.raises(RecipeError, match=r"a: model\.rank is \[0, 2\], but there are 2 processes, with ranks 0 to 1"):
         deal_models(models, 2)
