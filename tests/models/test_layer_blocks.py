@@ -23,6 +23,7 @@ from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import ScalarModel, batches_of, load_scalar, scalar_blocks
 from plaudit.recipe import LoraSettings
 from plaudit.recipe.reward_models import RewardModel
+from plaudit.reward_models.divided import BlockInput
 from plaudit.rollout.native.scoring_pass import ScoringPass
 from support.models import make_classifier
 
@@ -66,7 +67,7 @@ def test_the_largest_block_is_as_small_as_possible(count):
 
 
 def settings_of(folder: Path, ranks: int = 2, **settings) -> RewardModel:
-    return RewardModel(path=str(folder), device="cpu", rank=tuple(range(ranks)), **settings)
+    return RewardModel(path=str(folder), rank=tuple(range(ranks)), **{"device": "cpu", **settings})
 
 
 def attached(model: ScalarModel) -> ScalarModel:
@@ -76,14 +77,14 @@ def attached(model: ScalarModel) -> ScalarModel:
     return model
 
 
-def score_in_blocks(blocks: list[ScalarModel], sequences: list[list[int]]) -> np.ndarray:
+def score_in_blocks(blocks: list[ScalarModel], sequences: list[list[int]], device: torch.device = CPU) -> np.ndarray:
+    """Hidden states pass from block to block as they do between processes."""
     values = np.empty(len(sequences), dtype=np.float32)
-    for indices, batch in batches_of(sequences, CPU, 70):
-        states = None
-        for block in blocks:
-            states = block.run_block(batch, states)
-        assert states is not None
-        values[indices] = states
+    for indices, batch in batches_of(sequences, device, 70):
+        result = blocks[0].run_block(batch, None)
+        for block in blocks[1:]:
+            result = block.run_block(*BlockInput.of(batch, result).on(device))
+        values[indices] = result.cpu()
     return values
 
 
@@ -96,13 +97,13 @@ def five_layers(source: Path, folder: Path, **changes) -> Path:
     return make_classifier(source, folder, num_hidden_layers=5, layer_types=["full_attention"] * 5, **changes)
 
 
-def require_same_scores(settings: RewardModel, *, fused: bool = True) -> list[ScalarModel]:
+def require_same_scores(settings: RewardModel, *, fused: bool = True, device: torch.device = CPU) -> list[ScalarModel]:
     """The blocks, whose scores have the bits of the undivided model's."""
     use = attached if fused else (lambda model: model)
-    whole = use(load_scalar(settings, CPU)).score(SEQUENCES, tokens_per_pass=70)
-    blocks = [use(load_scalar(settings, CPU, block)) for block in scalar_blocks(settings, CPU)]
+    whole = use(load_scalar(settings, device)).score(SEQUENCES, tokens_per_pass=70)
+    blocks = [use(load_scalar(settings, device, block)) for block in scalar_blocks(settings, device)]
     assert len(set(whole)) == len(whole)
-    assert score_in_blocks(blocks, SEQUENCES).tobytes() == whole.tobytes()
+    assert score_in_blocks(blocks, SEQUENCES, device).tobytes() == whole.tobytes()
     return blocks
 
 
@@ -114,6 +115,12 @@ def test_blocks_score_to_the_bit_as_the_undivided_model(classifier, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_are_not_fused(tiny_models, tmp_path, dtype):
     require_same_scores(settings_of(five_layers(tiny_models["llama"], tmp_path / "rm"), dtype=dtype), fused=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_on_a_gpu(classifier, dtype):
+    require_same_scores(settings_of(classifier, 3, dtype=dtype, device="cuda"), device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kind", ["gemma", "qwen3_moe"])
