@@ -23,7 +23,7 @@ from plaudit.doctor import memory, preferences, rewards, rows, sharding
 from plaudit.doctor.compatibility import PolicyContext, check_compatibility, check_lengths
 from plaudit.doctor.critic import check_critic
 from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Finding, print_text, print_title
-from plaudit.doctor.reward_models import ModelRewardCheck
+from plaudit.doctor.reward_models import ModelRewardCheck, check_ranks
 from plaudit.models.devices import resolve_device
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
@@ -87,6 +87,7 @@ class _Checkup(Checks):
         for reward in recipe.rewards:
             self._reward(reward, [], None)
         self.check("rewards", lambda: rewards.check_answer_rules(recipe.rewards, []))
+        self.check("ranks", lambda: check_ranks(recipe.rewards, 1, training=False))
         self.check("memory", lambda: self._memory(recipe))
         memory.print_budgets(self.console, recipe, self.budgets, self.processes)
         self._show_reward_model_inputs()
@@ -112,6 +113,7 @@ class _Checkup(Checks):
             for reward in recipe.rewards:
                 self._reward(reward, prompts, policy)
             self.check("rewards", lambda: rewards.check_answer_rules(recipe.rewards, self.prompts))
+            self.check("ranks", lambda: check_ranks(recipe.rewards, self.processes.size, training=True))
         if (
             isinstance(recipe, DPORecipe | RLRecipe)
             and (reference := recipe.reference.path) is not None

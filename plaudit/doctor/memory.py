@@ -181,9 +181,10 @@ def _advice(recipe: Recipe, kind: str, budget: Budget, processes: Processes) -> 
     resident = [need for need in budget.needs if need.name.endswith(RESIDENT)]
     if resident:
         largest = max(resident, key=lambda need: need.fixed)
+        divide = " model.rank: [0, 1] divides the layers of a scalar model among processes." if processes.size > 1 else ""
         return (
             f"placement: offload frees {largest.name.removesuffix(RESIDENT)} while other models run; "
-            "placement: server moves it to another process."
+            f"placement: server moves it to another process.{divide}"
         )
     if isinstance(recipe, ScoreRecipe):
         return "Use placement: server on another machine, or dtype: bfloat16."

@@ -79,8 +79,10 @@ class RecordingBackend(Backend):
 
     async def score(self, conversations: Sequence[list[Message]]) -> list[ScalarScore]:
         self.inputs += conversations
+        # A divided model is loaded meanwhile, block by block.
+        limit = None if isinstance(self._settings.rank, tuple) else ANSWER_TIMEOUT_S
         late = ScalarScore(None, Failure("timeout", f"no score within {ANSWER_TIMEOUT_S:g} s"))
-        return await _with_timeout(ANSWER_TIMEOUT_S, self.inner.score(conversations), [late] * len(conversations))
+        return await _with_timeout(limit, self.inner.score(conversations), [late] * len(conversations))
 
     async def _fit_to_budget(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> SamplingParams:
         """Shorten the answer to the time budget, at the speed of a trial: generation in this process cannot be interrupted."""
@@ -100,7 +102,7 @@ class RecordingBackend(Backend):
         return replace(answer, failure=Failure(SLOW, message))
 
 
-async def _with_timeout(seconds: float, work: Awaitable[T], default: T) -> T:
+async def _with_timeout(seconds: float | None, work: Awaitable[T], default: T) -> T:
     try:
         async with asyncio.timeout(seconds):
             return await work

@@ -20,12 +20,15 @@ from plaudit.errors import PlauditError, RecipeError, TrainingStopped
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.memory import count_parameters
+from plaudit.models.scalar import scalar_blocks
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe.limits import JudgeLimits, Limits
-from plaudit.recipe.rewards import View
+from plaudit.recipe.rewards import RewardSettings, View
 from plaudit.redaction import redact
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
+from plaudit.reward_models.divided import require_several_processes
 from plaudit.reward_models.model_registry import build_backend
+from plaudit.reward_models.peers import deal_models, models_of
 from plaudit.rewards.client import ROW_FAULTS
 from plaudit.rewards.judges.model_rewards import ModelReward, find_live_model_rewards, inner_rewards, shortened
 from plaudit.rewards.judges.templates import question_of
@@ -128,6 +131,9 @@ class ModelRewardCheck:
         if model.placement in ("resident", "offload"):
             device = resolve_device(model.device, "model.device")
             facts.append(f"{str(resolve_dtype(model.dtype, device)).removeprefix('torch.')} on {device.type}, {model.placement}")
+            if isinstance(model.rank, tuple):
+                ranks = zip(model.rank, scalar_blocks(model, device), strict=True)
+                facts.append(f"divided: {', '.join(f'{block} on rank {rank}' for rank, block in ranks)}")
         elif model.placement == "launch":
             facts.append("in a launched server")
         facts.append(f"context {info.context:,} tokens" if info.context else "context unknown")
@@ -186,6 +192,18 @@ class ModelRewardCheck:
                 f"The {content} that reward {name} sends to {', '.join(reward.model.url)}, rendered by the server",
                 Text(redact(plain_text(first))),
             )
+
+
+def check_ranks(rewards: Sequence[RewardSettings], size: int, *, training: bool) -> Iterator[Finding]:
+    """Whether there are processes with the ranks that `model.rank` names."""
+    if size > 1:
+        deal_models(models_of(rewards), size)
+        return
+    for model, _ in models_of(rewards):
+        try:
+            require_several_processes(model)
+        except RecipeError as error:
+            yield "!" if training else "✗", str(error)
 
 
 def _lenient_copy(reward: ModelReward) -> ModelReward:

@@ -23,6 +23,7 @@
                   two layers and the root (embeddings, head) whole, b bytes each, and a layer's gradient, (b + 4) bytes each;
                   at the end the root's gradient, likewise; an engine's own copy of the weights, P · b
     reward model  P · b; a scalar one, while scoring      T · b · (6 h + 2 k + 3 f), T tokens of a pass; a generative one: a cache
+                  divided among processes                 P of the largest block of layers
 
 A step samples, then scores with the offloaded models one at a time, then trains. Each phase has its own sum. The factors are fitted
 to peaks (bench/memory_plan.py, bench/gpu_sft.py): 7 to Qwen2.5's shapes of 0.5B and 1.5B on a GPU, the terms for LoRA to 0.5B and
@@ -46,7 +47,7 @@ from plaudit.model_files import require_weights, tensor_shapes
 from plaudit.models.folder import read_config
 from plaudit.models.fused import can_train_fused
 from plaudit.models.logprobs import CHUNK_LOGITS
-from plaudit.models.scalar import TOKENS_PER_PASS
+from plaudit.models.scalar import TOKENS_PER_PASS, TOKENS_PER_PASS_OF_BLOCKS, scalar_blocks
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.recipe.reward_models import RewardModel
@@ -354,13 +355,17 @@ class RewardModelMemory:
 def plan_reward_model(
     settings: RewardModel, device: torch.device, *, scalar: bool, sequences: int, tokens: int
 ) -> RewardModelMemory:
-    """`sequences`, `tokens`: concurrent sequences of a generative model, and the length of each."""
+    """`sequences`, `tokens`: concurrent sequences of a generative model, and the length of each. Of a model that several processes
+    divide among themselves: what the process with the largest block takes."""
     assert settings.path is not None
     config = read_config(settings.path, trust_remote_code=settings.trust_remote_code)
     size = resolve_dtype(settings.dtype, device).itemsize
     parameters = count_parameters(settings.path, trust_remote_code=settings.trust_remote_code)
     shape = _shape(config)
-    a_pass = TOKENS_PER_PASS[device.type] * size * _working(shape)
+    tokens_of_pass = TOKENS_PER_PASS
+    if isinstance(settings.rank, tuple):
+        parameters, tokens_of_pass = max(block.parameters for block in scalar_blocks(settings, device)), TOKENS_PER_PASS_OF_BLOCKS
+    a_pass = tokens_of_pass[device.type] * size * _working(shape)
     working = a_pass if scalar else plan_cache(config, size, sequences=sequences, tokens=tokens)
     return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from plaudit.models.layer_blocks import own_layers
+
 # Models whose layers compute x + attention(norm(x)), then x + mlp(norm(x)), with norms in fp32.
 KNOWN = {f"{family}{head}" for family in ("Llama", "Mistral", "Qwen2", "Qwen3") for head in ("ForCausalLM", "Model")}
 
@@ -21,10 +23,11 @@ def keep_residual_fp32(model: PreTrainedModel) -> None:
         return
     decoder: Any = model.get_decoder()
     decoder.embed_tokens.register_forward_hook(_in_fp32)
-    norms = [norm for layer in decoder.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    norms = [norm for layer in own_layers(decoder) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     for norm in (*norms, decoder.norm):
-        norm.register_forward_hook(_in_weight_dtype)
-    decoder.rotary_emb.register_forward_hook(_InDtypeOf(decoder.norm))
+        if not isinstance(norm, nn.Identity):  # as in a block that is not the last
+            norm.register_forward_hook(_in_weight_dtype)
+    decoder.rotary_emb.register_forward_hook(_InDtypeOf(norms[0]))
     model.residual_is_fp32 = True  # pyright: ignore
 
 

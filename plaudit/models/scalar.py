@@ -5,6 +5,8 @@
 Two forms are supported: a sequence classifier with one label, whose head is `score`; or a causal model with a file
 `value_head.safetensors` next to it (LLaMA-Factory's form). Differs from transformers: sequences are packed, so there is no padding
 and no search for the last real token, and the head computes in fp32.
+
+A model may be divided into blocks of layers for several processes (`layer_blocks.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,7 @@ from plaudit.errors import RecipeError
 from plaudit.hub import model_folder
 from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
+from plaudit.models.layer_blocks import LayerBlock, ReceivedStates, class_of_block, divide_model
 from plaudit.models.residual import keep_residual_fp32
 from plaudit.models.trainable import load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
@@ -40,11 +43,14 @@ from plaudit.types import Batch, Example
 VALUE_HEAD = "value_head.safetensors"
 # Per forward pass: enough to keep the device busy; activations without gradients are small (7B in bf16: about 0.1 MB a token).
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 32768}
+# Fewer on a GPU: blocks compute at the same time only if what is scored takes several passes.
+TOKENS_PER_PASS_OF_BLOCKS = {"cpu": 4096, "cuda": 8192}
 Form = Literal["classifier", "value_head"]
 
 
 class ScalarModel(nn.Module):
-    def __init__(self, decoder: PreTrainedModel, head: nn.Linear):
+    def __init__(self, decoder: PreTrainedModel, head: nn.Linear | None):
+        """`head`: None in a block of layers that is not the last."""
         super().__init__()
         self.decoder, self.head = decoder, head
         self.states: Callable[[Batch], Tensor] | None = None
@@ -52,7 +58,27 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """A score for each sequence of a packed batch, in fp32."""
-        hidden_TD = (self.states or self._states)(batch)
+        return self._scores(batch, self._hidden(batch))
+
+    @torch.no_grad()
+    def run_block(self, batch: Batch, received_TD: Tensor | None) -> Tensor:
+        """A block's hidden states from those of the block before; of the last block, a score for each sequence."""
+        embeddings: Any = self.decoder.get_input_embeddings()
+        assert isinstance(embeddings, ReceivedStates) == (received_TD is not None), "only the first block begins with tokens"
+        try:
+            if received_TD is not None:
+                embeddings.states_TD = received_TD
+            hidden_TD = self._hidden(batch)
+            return hidden_TD if self.head is None else self._scores(batch, hidden_TD)
+        finally:
+            if received_TD is not None:
+                embeddings.states_TD = None
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        return (self.states or self._states)(batch)
+
+    def _scores(self, batch: Batch, hidden_TD: Tensor) -> Tensor:
+        assert self.head is not None, "only the last block has a head"
         last_SD = hidden_TD[batch.starts_S1[1:].long() - 1]
         return self.head(last_SD.float())[:, 0]
 
@@ -70,12 +96,17 @@ class ScalarModel(nn.Module):
     def score_in_passes(
         self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None
     ) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Yield the indices scored by each pass, and their scores. A sequence longer than the budget gets its own pass."""
+        """Yield the indices scored by each pass, and their scores."""
         self.eval()
-        device = self.head.weight.device
-        budget = tokens_per_pass or TOKENS_PER_PASS.get(device.type, 4096)
-        for indices in split_by_tokens([len(sequence) for sequence in sequences], budget):
-            yield indices, self(pack([_example(sequences[i]) for i in indices], device)).cpu().numpy()
+        device = self.decoder.device
+        for indices, batch in batches_of(sequences, device, tokens_per_pass or TOKENS_PER_PASS.get(device.type, 4096)):
+            yield indices, self(batch).cpu().numpy()
+
+
+def batches_of(sequences: Sequence[Sequence[int]], device: torch.device, tokens_per_pass: int) -> Iterator[tuple[list[int], Batch]]:
+    """The packed batch of each pass, with the indices of its sequences. A sequence longer than the budget gets its own pass."""
+    for indices in split_by_tokens([len(sequence) for sequence in sequences], tokens_per_pass):
+        yield indices, pack([_example(sequences[i]) for i in indices], device)
 
 
 def _example(sequence: Sequence[int]) -> Example:
@@ -85,25 +116,62 @@ def _example(sequence: Sequence[int]) -> Example:
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-def load_scalar(settings: RewardModel, device: torch.device) -> ScalarModel:
-    """The recipe's reward model, ready to score."""
-    path = _path(settings)
-    config = read_config(path, trust_remote_code=settings.trust_remote_code)
+def load_scalar(settings: RewardModel, device: torch.device, block: LayerBlock | None = None) -> ScalarModel:
+    """The recipe's reward model, ready to score. `block`: only these layers of it, and no other weights."""
+    path, trusted = _path(settings), settings.trust_remote_code
+    config = read_config(path, trust_remote_code=trusted)
     form = scalar_form(settings, config)
-    auto = AutoModelForSequenceClassification if form == "classifier" else AutoModelForCausalLM
-    model: Any = load_pretrained(auto, path, resolve_dtype(settings.dtype, device), trust_remote_code=settings.trust_remote_code)
-    decoder, hidden = model.get_decoder(), config.get_text_config().hidden_size
+    auto: Any = _auto(form)
+    kind = auto if block is None else class_of_block(type(_without_weights(settings, config)), block)
+    model: Any = load_pretrained(
+        kind, path, resolve_dtype(settings.dtype, device), trust_remote_code=trusted, partial=block is not None
+    )
+    decoder, head = model.get_decoder(), None
+    if block is None or block.is_last:
+        head = _read_head(model, path, form, config.get_text_config().hidden_size)
+    fit_threads(config, device)
+    scalar = ScalarModel(decoder, head).to(device).eval().requires_grad_(False)
+    if isinstance(decoder.get_input_embeddings(), ReceivedStates):
+        decoder.get_input_embeddings().dtype = decoder.dtype
+    keep_residual_fp32(decoder)
+    verify_packed_states(decoder)
+    return scalar
+
+
+def _auto(form: Form) -> Any:
+    return AutoModelForSequenceClassification if form == "classifier" else AutoModelForCausalLM
+
+
+def _read_head(model: Any, path: str, form: Form, hidden: int) -> nn.Linear:
     value_head = None if form == "classifier" else read_value_head(path, hidden)
     weight, bias = value_head or _score_head(model, path)
     head = nn.Linear(hidden, 1, dtype=torch.float32)
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.zero_() if bias is None else head.bias.copy_(bias)
-    fit_threads(config, device)
-    scalar = ScalarModel(decoder, head).to(device).eval().requires_grad_(False)
-    keep_residual_fp32(decoder)
-    verify_packed_states(decoder)
-    return scalar
+    return head
+
+
+def scalar_blocks(settings: RewardModel, device: torch.device) -> list[LayerBlock]:
+    """The blocks of a model that the ranks of the recipe divide among themselves, in their order. Reads its config only."""
+    assert isinstance(settings.rank, tuple)
+    config = read_config(_path(settings), trust_remote_code=settings.trust_remote_code)
+    count, dtype = len(settings.rank), resolve_dtype(settings.dtype, device)
+    key = _path(settings), config.to_json_string(), count, dtype
+    if key not in _BLOCKS:
+        _BLOCKS[key] = divide_model(_without_weights(settings, config), count, dtype)
+    return _BLOCKS[key]
+
+
+_BLOCKS: dict[tuple[str, str, int, torch.dtype], list[LayerBlock]] = {}
+"""A plan of a run's memory needs them a hundred times."""
+
+
+def _without_weights(settings: RewardModel, config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = _auto(scalar_form(settings, config)).from_config(config, trust_remote_code=settings.trust_remote_code)
+    model.name_or_path = _path(settings)
+    return model
 
 
 def scalar_form(settings: RewardModel, config: PretrainedConfig) -> Form:

@@ -171,28 +171,35 @@ def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
 
 
 def load_pretrained(
-    auto: Any, path: str, dtype: torch.dtype | None, *, trust_remote_code: bool, new: Sequence[str] = (), **config: Any
+    auto: Any,
+    path: str,
+    dtype: torch.dtype | None,
+    *,
+    trust_remote_code: bool,
+    new: Sequence[str] = (),
+    partial: bool = False,
+    **config: Any,
 ) -> PreTrainedModel:
     """Load a model with one of transformers' auto classes, complete and from safetensors, onto the CPU. A LoRA adapter is merged
     into its base.
 
     `dtype`: None for the one it was saved in. `new`: name prefixes of weights that may be missing; the caller initialises them.
+    `partial`: `auto` is a model class without the modules of some weights, which are then not read.
     `config`: overrides for the model's config."""
     return_freed_memory()
     lora = read_lora_folder(path)
     if lora is not None:
         head = ("score.",) if lora.scores else ()
         labels = {"num_labels": count_labels(lora)} if lora.scores else {}
-        base = load_pretrained(
-            auto, lora.base, dtype, trust_remote_code=trust_remote_code, new=(*new, *head), **{**labels, **config}
-        )
+        more = {"new": (*new, *head), "partial": partial, **labels, **config}
+        base = load_pretrained(auto, lora.base, dtype, trust_remote_code=trust_remote_code, **more)
         return merge_lora(base, lora)
     transformers_logging.disable_progress_bar()  # its bars would break ours
     folder = model_folder(path)
     settings = config_to_load(folder, trust_remote_code=trust_remote_code, **config)
     settings._attn_implementation = attention.NAME  # a `_attn_implementation` in config.json would win over the argument
     try:
-        with LOAD_LOCK, _quiet_loading(bool(new)):
+        with LOAD_LOCK, _quiet_loading(bool(new) or partial):
             model, report = auto.from_pretrained(
                 folder,
                 config=settings,
@@ -228,7 +235,7 @@ def load_pretrained(
 
 @contextmanager
 def _quiet_loading(quiet: bool) -> Iterator[None]:
-    """Suppress transformers' table of missing weights where they are expected to be missing."""
+    """Suppress transformers' table of missing and unused weights where they are expected."""
     before = transformers_logging.get_verbosity()
     if quiet:
         transformers_logging.set_verbosity_error()

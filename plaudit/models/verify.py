@@ -44,7 +44,7 @@ def _verify(
         beside_another = packed_values(model, other, second)
     except NotImplementedError as error:
         raise RecipeError(f"{model.name_or_path}: {error}") from None
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
         raise RecipeError(f"{model.name_or_path}: {type(model).__name__} cannot run on packed batches: {error}") from None
     model.set_attn_implementation("eager")
     alone = torch.cat([plain_values(model, sequence) for sequence in (first, second)])

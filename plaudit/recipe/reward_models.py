@@ -16,6 +16,9 @@ from pydantic import (
 from plaudit.recipe.section import Section, zero_or_more
 from plaudit.redaction import keep_secret, redact
 
+DIVIDED_BY_SERVER = "--tensor-parallel-size"
+"""vLLM's argument."""
+
 
 class RewardModel(Section):
     path: str | None = None
@@ -39,9 +42,10 @@ class RewardModel(Section):
     """Data type of its weights, in this process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device it runs on, in this process."""
-    rank: NonNegativeInt | Literal["all"] | None = None
+    rank: NonNegativeInt | Literal["all"] | tuple[NonNegativeInt, ...] | None = None
     """placement: resident, offload or launch, with several processes (cluster.gpus). The one that has the model and answers the
-    calls of all, from 0; all: a copy in each. Default: models are dealt to the processes in turn."""
+    calls of all, from 0; all: a copy in each; a list ([0, 1]): a scalar model that is too large for one GPU, its layers divided
+    among these. Default: models are dealt to the processes in turn."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; a response that makes it longer is malformed, not truncated. Default: what the model's context leaves."""
     program: str | None = None
@@ -105,7 +109,18 @@ class RewardModel(Section):
             raise ValueError("program, arguments and port belong to placement: launch")
         if self.placement == "server" and self.rank is not None:
             raise ValueError("rank belongs to placement: resident, offload and launch; a server is reached by all processes")
+        if isinstance(self.rank, tuple):
+            self._check_ranks(self.rank)
         return self
+
+    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
+        if self.placement == "launch":
+            raise ValueError(
+                f"rank: one, or all, with placement: launch. Its server divides a model with arguments: {DIVIDED_BY_SERVER} "
+                f"{max(2, len(ranks))}"
+            )
+        if len(ranks) < 2 or len(set(ranks)) < len(ranks):
+            raise ValueError("rank: a list divides the model among at least two ranks, each named once, such as [0, 1]")
 
     @property
     def is_served(self) -> bool:

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 
+from plaudit.errors import PeerLost
 from plaudit.models.weights import release_memory
 from plaudit.redaction import redact
 from plaudit.reward_models.model_thread import Closed
@@ -21,7 +22,8 @@ def bisect_failures(
     compute: Callable[[Sequence[Item]], Iterable[tuple[int, Result]]],
     fail: Callable[[Failure], Result],
 ) -> list[Result]:
-    """A result for each item. `compute` yields (index into its argument, result) as items are done, and may raise."""
+    """A result for each item. `compute` yields (index into its argument, result) as items are done, and may raise. PeerLost is not
+    a failure of a batch."""
     results: list[Result | None] = [None] * len(items)
     batches, failures = [list(range(len(items)))], 0
     while batches:
@@ -29,6 +31,8 @@ def bisect_failures(
         try:
             for i, result in compute([items[i] for i in batch]):
                 results[batch[i]] = result
+        except PeerLost:
+            raise
         except Exception as error:
             failure = failure_of(error)
         left = [i for i in batch if results[i] is None]

@@ -5,34 +5,46 @@ demand (`weights.py`). A request that fails is a failure with its cause, next to
 apply: nothing here can hang, and an answer ends at max_new_tokens.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from plaudit.errors import PlauditError, RecipeError
+from plaudit.errors import PeerLost, PlauditError, RecipeError
 from plaudit.models.devices import resolve_device
-from plaudit.models.weights import OffloadableWeights
+from plaudit.models.weights import OffloadableWeights, release_memory
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.batch_bisection import failure_of, is_out_of_memory
+from plaudit.reward_models.divided import BlockInput, ModelPart
 from plaudit.reward_models.inference import Inference
 from plaudit.reward_models.model_thread import Closed, ModelThread
-from plaudit.reward_models.scalar_inference import ScalarInference
+from plaudit.reward_models.scalar_inference import BlockByBlockInference, ScalarInference
 from plaudit.reward_models.text_generation import TextGeneration
 from plaudit.types import Failure, Message
 
 
 class LocalModel(Backend):
-    def __init__(self, settings: RewardModel, *, scalar: bool, independent: bool = False, device: torch.device | None = None):
+    def __init__(
+        self,
+        settings: RewardModel,
+        *,
+        scalar: bool,
+        independent: bool = False,
+        device: torch.device | None = None,
+        part: ModelPart | None = None,
+    ):
         """`independent`: a scalar model computes each call as its own batch. What is packed with a sequence changes its score in
         the last bits, and which calls wait at the same moment is a matter of timing. `device`: this process's own, if it is one of
-        several; torch's current one belongs to the thread that chose it."""
+        several; torch's current one belongs to the thread that chose it. `part`: this process has a block of its layers."""
+        assert scalar or part is None, "only scalar models are divided"
         assert settings.placement in ("resident", "offload")
         self.settings, self.scalar, self.independent, self.usage = settings, scalar, independent and scalar, Usage()
-        self._device = device
+        self._device, self._part = device, part
         self._thread: ModelThread[Any, Any] | None = None
         self._inference: Inference[Any, Any] | None = None
         self._weights: OffloadableWeights[nn.Module] | None = None
@@ -54,9 +66,12 @@ class LocalModel(Backend):
         device = resolve_device(self.settings.device, "model.device")
         if self._device is not None and self._device.type == device.type:
             device = self._device
-        kind = ScalarInference if self.scalar else TextGeneration
+        divided = self._part is None and isinstance(self.settings.rank, tuple)
+        kind = BlockByBlockInference if divided else ScalarInference if self.scalar else TextGeneration
         thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute_batch, device, gather_s=kind.gather_s)
         inference = self._inference = kind(self.settings, device, thread.closing.is_set)
+        if isinstance(inference, ScalarInference):
+            inference.part = self._part
         offload = self.settings.placement == "offload"
         self._weights = OffloadableWeights(inference.path, inference.load, device, offload=offload)
         await thread.do(inference.open)
@@ -71,13 +86,17 @@ class LocalModel(Backend):
     async def load(self) -> None:
         """If loading fails, so do the requests that follow."""
         if self.settings.placement == "offload":
-            assert self._thread is not None
-            await self._thread.do(self._load_or_keep_failure)
+            await self._in_all_parts("load", self._load_or_keep_failure)
 
     async def unload(self) -> None:
         if self.settings.placement == "offload":
-            assert self._thread is not None
-            await self._thread.do(self._unload)
+            await self._in_all_parts("unload", self._unload)
+
+    async def _in_all_parts(self, method: str, do: Callable[[], None]) -> None:
+        """Of a divided model, in this process and in those with later blocks."""
+        assert self._thread is not None
+        others = [] if self._part is None or self._part.is_last else [self._part.call_next(method)]
+        await asyncio.gather(self._thread.do(do), *others)
 
     def info(self) -> ModelInfo:
         inference = self._inference
@@ -97,6 +116,14 @@ class LocalModel(Backend):
         assert self.scalar, "a generative model does not score"
         return await self._compute(conversations)
 
+    async def run_block(self, given: BlockInput) -> np.ndarray:
+        """The scores of a batch of a divided model, from the hidden states of the block before this one."""
+        assert self._part is not None
+        if self._thread is None:
+            raise Closed("the model has been closed")
+        result: Any = await self._thread.do(lambda: self._run_block(given))
+        return result if self._part.is_last else await self._part.call_next("run_block", result)
+
     async def _compute(self, items: Sequence[Any]) -> list[Any]:
         thread, usage = self._thread, self.usage
         assert self._inference is not None, "open it first"
@@ -108,6 +135,8 @@ class LocalModel(Backend):
                 [results] = await thread.compute([items])
             else:
                 results = await thread.compute(items)
+        except PeerLost:
+            raise
         except Exception as error:
             results = [self._inference.failed(failure_of(error)) for _ in items]
         usage.calls += len(items)
@@ -130,6 +159,18 @@ class LocalModel(Backend):
             return [self._inference.failed(self._not_loaded) for _ in items]
         return self._inference.compute(items)
 
+    def _run_block(self, given: BlockInput) -> Any:
+        assert isinstance(self._inference, ScalarInference)
+        assert self._weights is not None
+        if not self._weights.on_device:
+            raise RuntimeError(self._not_loaded.message)
+        try:
+            return self._inference.run_block(given)
+        except Exception as error:
+            if is_out_of_memory(error):
+                release_memory()
+            raise
+
     def _load(self) -> None:
         assert self._inference is not None
         assert self._weights is not None
@@ -151,9 +192,10 @@ class LocalModel(Backend):
             if not is_out_of_memory(error):
                 raise
             where = "the GPU's memory" if self.settings.device != "cpu" else "memory"
+            divide = " With several GPUs, model.rank: [0, 1] divides it among them." if self.scalar else ""
             raise RecipeError(
                 f"{self.settings.path} does not fit into the free part of {where}: {failure_of(error).message}. Choose placement: "
-                "offload, or a server on another machine."
+                f"offload, or a server on another machine.{divide}"
             ) from None
 
     def _load_or_keep_failure(self) -> None:

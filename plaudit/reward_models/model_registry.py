@@ -18,6 +18,7 @@ from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.divided import ModelPart, require_several_processes
 from plaudit.reward_models.peers import ModelPeers
 from plaudit.types import Message
 
@@ -35,11 +36,13 @@ def build_backend(
     scalar: bool,
     independent: bool = False,
     device: "torch.device | None" = None,
+    part: ModelPart | None = None,
 ) -> Backend:
     """The backend for the model's placement, not opened yet. Each is imported on use: a judge behind a URL needs no torch.
 
     `scalar`: the model scores and does not generate. `independent`: a model in this process computes each call as its own batch, so
     its scores are bit-identical whatever else is scored at the same time. `device`: this process's, if it is one of several.
+    `part`: what this process has of a divided model.
     """
     match settings.placement:
         case "server":
@@ -53,7 +56,7 @@ def build_backend(
         case _:
             from plaudit.reward_models.local import LocalModel
 
-            return LocalModel(settings, scalar=scalar, independent=independent, device=device)
+            return LocalModel(settings, scalar=scalar, independent=independent, device=device, part=part)
 
 
 class SharedModel:
@@ -159,11 +162,14 @@ class ModelRegistry:
         """The backend of a model that this process opens itself, or another one's."""
         peers = self.peers
 
-        def build(limits: ModelLimits) -> Backend:
+        def build(limits: ModelLimits, part: ModelPart | None = None) -> Backend:
             device = None if peers is None else peers.device
-            return build_backend(settings, limits, scalar=scalar, independent=self.independent, device=device)
+            return build_backend(settings, limits, scalar=scalar, independent=self.independent, device=device, part=part)
 
-        return build(limits) if peers is None else peers.backend((settings, scalar), limits, build)
+        if peers is None:
+            require_several_processes(settings)
+            return build(limits)
+        return peers.backend((settings, scalar), limits, build)
 
 
 # Every reward runner has its own event loop, so a loop's models belong to one recipe.

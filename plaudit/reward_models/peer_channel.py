@@ -1,7 +1,7 @@
 """Calls from one process of a run to another.
 
     connection   token | rank of the caller, then messages in both directions
-    message      length | pickle
+    message      number of chunks | length of each | chunks: a pickle, then the large arrays in it
     call         (number, call), or (number, None) to cancel it
     answer       (number, kind, result)
 
@@ -15,16 +15,20 @@ import hmac
 import itertools
 import pickle
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from plaudit import errors
 from plaudit.errors import PeerFailed, PeerLost, PlauditError, RecipeError, StopRequested
 
-LENGTH, RANK = struct.Struct("!Q"), struct.Struct("!I")
+LENGTH, RANK, COUNT = struct.Struct("!Q"), struct.Struct("!I"), struct.Struct("!I")
 TOKEN_BYTES = 32
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""A group's conversations are a few megabytes."""
+"""Without arrays: a group's conversations are a few megabytes."""
+MAX_ARRAY_BYTES = 8 * 2**30
+"""Hidden states of the longest sequence: 131,072 tokens of a model that is 8,192 wide are 4 GiB."""
+LARGE_ARRAY_BYTES = 2**16
+MAX_ARRAYS = 1024
 BUFFER_BYTES = 2**20
 ADMISSION_S = 30.0
 """How long a connection may take to send its token, and to be made."""
@@ -38,23 +42,57 @@ def gone(rank: int) -> str:
     return f"the process with rank {rank} cannot be reached any more"
 
 
-def pack(message: Any) -> bytes:
-    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    if len(content) > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"a message of {len(content) / 1e6:,.0f} MB; the limit is {MAX_MESSAGE_BYTES / 1e6:,.0f} MB")
-    return LENGTH.pack(len(content)) + content
+def pack(message: Any) -> list[bytes | memoryview]:
+    """What is sent, in order. Arrays are not copied."""
+    arrays: list[memoryview] = []
+
+    def pickle_inside(buffer: pickle.PickleBuffer) -> bool:
+        if (array := buffer.raw()).nbytes >= LARGE_ARRAY_BYTES:
+            arrays.append(array)
+            return False
+        return True
+
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=pickle_inside)
+    lengths = [len(content), *(array.nbytes for array in arrays)]
+    _require_lengths(lengths)
+    return [COUNT.pack(len(lengths)), *(LENGTH.pack(length) for length in lengths), content, *arrays]
+
+
+def send(writer: asyncio.StreamWriter, packed: Sequence[bytes | memoryview]) -> None:
+    """Without a pause in which another message could be sent."""
+    for chunk in packed:
+        writer.write(chunk)
+
+
+def _require_lengths(lengths: Sequence[int]) -> None:
+    for length, limit in zip(lengths, (MAX_MESSAGE_BYTES, *[MAX_ARRAY_BYTES] * MAX_ARRAYS), strict=False):
+        if length > limit:
+            raise BadMessage(f"a message of {length / 1e6:,.0f} MB; the limit is {limit / 1e6:,.0f} MB")
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
     """The next message of an admitted peer."""
-    [length] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"a message of {length:,} bytes is announced")
-    content = await reader.readexactly(length)
+    [count] = COUNT.unpack(await reader.readexactly(COUNT.size))
+    if not 1 <= count <= 1 + MAX_ARRAYS:
+        raise BadMessage(f"a message of {count:,} chunks is announced")
+    lengths = [LENGTH.unpack(await reader.readexactly(LENGTH.size))[0] for _ in range(count)]
+    _require_lengths(lengths)
+    content, *arrays = [await _receive_chunk(reader, length) for length in lengths]
     try:
-        return pickle.loads(content)
+        return pickle.loads(content, buffers=arrays)
     except Exception as error:
         raise BadMessage(f"a message cannot be read: {error}") from None
+
+
+async def _receive_chunk(reader: asyncio.StreamReader, length: int) -> bytearray:
+    chunk, at = bytearray(length), 0
+    while at < length:
+        received = await reader.read(min(length - at, BUFFER_BYTES))
+        if not received:
+            raise asyncio.IncompleteReadError(b"", length - at)
+        chunk[at : at + len(received)] = received
+        at += len(received)
+    return chunk
 
 
 class PeerServer:
@@ -114,7 +152,7 @@ class PeerServer:
         except Exception as error:
             reply = pack((number, "failed", f"{type(error).__name__}: {error}"[:2000]))
         with contextlib.suppress(OSError):
-            writer.write(reply)
+            send(writer, reply)
             await writer.drain()
 
 
@@ -138,14 +176,14 @@ class PeerClient:
         message = pack((number, call))
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            writer.write(message)
+            send(writer, message)
             await writer.drain()
             return await future
         except OSError as error:
             raise PeerLost(self._gone(error)) from None
         except asyncio.CancelledError:
             if self._lost is None:
-                writer.write(pack((number, None)))
+                send(writer, pack((number, None)))
             raise
         finally:
             self._waiting.pop(number, None)

@@ -2,6 +2,7 @@
 
     resident, offload, launch   in the process that `model.rank` names; otherwise models are dealt to the processes in turn
     rank: all                   a copy in each
+    rank: [0, 1]                a block of its layers in each of these; the first owns the model (`divided.py`)
     server                      every process is a client, with its share of the limits
 
 The process that has a model answers the calls of all: its backend counts them, and batches them as those of one process. An
@@ -26,6 +27,7 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import RewardSettings, nested_rewards
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
+from plaudit.reward_models.divided import ModelPart
 from plaudit.reward_models.peer_channel import TOKEN_BYTES, BadMessage, PeerClient, PeerServer, gone
 from plaudit.types import Failure, Message
 
@@ -57,19 +59,26 @@ def models_of(rewards: Iterable[RewardSettings]) -> dict[ModelKey, ModelLimits]:
 def deal_models(models: dict[ModelKey, ModelLimits], size: int) -> dict[ModelKey, int]:
     """The rank that has each model. Those that every process has for itself are left out.
 
-    A model without a rank goes to the process with the fewest, the first of them if there are several.
+    A model without a rank goes to the process with the fewest models and blocks, the first of them if there are several.
     """
     shared = [key for key, limits in models.items() if key[0].rank != "all" and not _divides(key[0], limits, size)]
-    owners = {key: key[0].rank for key in shared if isinstance(key[0].rank, int)}
-    for (model, _), rank in owners.items():
-        if rank >= size:
-            raise RecipeError(f"{model.path}: model.rank is {rank}, but there are {size} processes, with ranks 0 to {size - 1}")
-    held = Counter(owners.values())
+    owners = {key: ranks[0] for key in shared if (ranks := _named_ranks(key[0]))}
+    for model, _ in owners:
+        if max(_named_ranks(model)) >= size:
+            given = list(model.rank) if isinstance(model.rank, tuple) else model.rank
+            raise RecipeError(f"{model.path}: model.rank is {given}, but there are {size} processes, with ranks 0 to {size - 1}")
+    held = Counter(rank for model, _ in owners for rank in _named_ranks(model))
     for key in shared:
         if key not in owners:
             owners[key] = min(range(size), key=lambda rank: (held[rank], rank))
             held[owners[key]] += 1
     return {key: owners[key] for key in shared}
+
+
+def _named_ranks(model: RewardModel) -> tuple[int, ...]:
+    """Those that `model.rank` names; the first owns the model."""
+    rank = model.rank
+    return rank if isinstance(rank, tuple) else (rank,) if isinstance(rank, int) else ()
 
 
 def _divides(model: RewardModel, limits: ModelLimits, size: int) -> bool:
@@ -99,7 +108,7 @@ class ModelPeers:
         self._addresses: Sequence[tuple[str, int] | None] = []
         self._clients: dict[int, PeerClient] = {}
         self._server: PeerServer | None = None
-        self._hosted: dict[int, asyncio.Future[HostedModel]] = {}
+        self._hosted: dict[int, asyncio.Future[HostedModel | HostedBlock]] = {}
 
     @classmethod
     def join(cls, world: "World", rewards: Iterable[RewardSettings], run: RunOnLoop[Any]) -> "ModelPeers":
@@ -115,8 +124,8 @@ class ModelPeers:
         return peers
 
     async def listen(self, host: str) -> tuple[str, int] | None:
-        """Returns the address at which the others call this process; None if it has no model."""
-        numbers = [number for key, number in self._numbers.items() if self._owners[key] == self.rank]
+        """Returns the address at which the others call this process; None if it has no model, nor a block of one."""
+        numbers = [number for key, number in self._numbers.items() if self.rank in (self._owners[key], *_named_ranks(key[0]))]
         if not numbers:
             return None
         self._hosted = {number: asyncio.get_running_loop().create_future() for number in numbers}
@@ -130,16 +139,32 @@ class ModelPeers:
         """`addresses`: of all processes, in the order of ranks."""
         self._addresses = addresses
 
-    def backend(self, key: ModelKey, limits: ModelLimits, build: Callable[[ModelLimits], Backend]) -> Backend:
-        """The model as this process uses it. `build` makes the backend of a model that it has itself."""
+    def backend(self, key: ModelKey, limits: ModelLimits, build: Callable[[ModelLimits, ModelPart | None], Backend]) -> Backend:
+        """The model as this process uses it. `build` makes the backend of a model, or of a part of one, that it has itself."""
         owner = self._owners.get(key)
         if owner is None:
-            return build(divide_limits(limits, self.size) if key[0].placement == "server" else limits)
-        if owner != self.rank:
-            return RemoteModel(key, self._numbers[key], self._client(owner))
-        hosted = HostedModel(build(limits), self.rank, self.size)
-        self._hosted[self._numbers[key]].set_result(hosted)
+            return build(divide_limits(limits, self.size) if key[0].placement == "server" else limits, None)
+        part, number = self._part(key), self._numbers[key]
+        if owner == self.rank:
+            hosted = HostedModel(build(limits, part), self.rank, self.size)
+        elif part is not None:
+            hosted = HostedBlock(key, number, self._client(owner), build(limits, part))
+        else:
+            return RemoteModel(key, number, self._client(owner))
+        self._hosted[number].set_result(hosted)
         return hosted
+
+    def _part(self, key: ModelKey) -> ModelPart | None:
+        """What this process has of a divided model."""
+        ranks = key[0].rank
+        if not isinstance(ranks, tuple) or self.rank not in ranks:
+            return None
+        at, number = ranks.index(self.rank), self._numbers[key]
+
+        async def call(method: str, *arguments: Any) -> Any:
+            return await self._client(ranks[at + 1]).call(method, number, *arguments)
+
+        return ModelPart(at, ranks, call if at + 1 < len(ranks) else None)
 
     async def leave(self) -> None:
         """This process has stopped scoring: no other must wait for it before it loads or unloads a model. The run ends."""
@@ -261,6 +286,16 @@ class AllTogether:
             done.set_result(None)
 
 
+async def _open(model: Backend, opened: asyncio.Future[None]) -> None:
+    try:
+        await model.open()
+    except Exception as error:
+        opened.set_exception(error)
+        opened.exception()  # retrieved, should no other process call
+        raise
+    opened.set_result(None)
+
+
 class HostedModel(Backend):
     """A model of this process that others call too."""
 
@@ -278,13 +313,7 @@ class HostedModel(Backend):
         return self.inner.name
 
     async def open(self) -> None:
-        try:
-            await self.inner.open()
-        except Exception as error:
-            self._opened.set_exception(error)
-            self._opened.exception()  # retrieved, should no other process ask
-            raise
-        self._opened.set_result(None)
+        await _open(self.inner, self._opened)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -387,3 +416,29 @@ class RemoteModel(Backend):
         source = self.settings.tokenizer or (None if served else self.settings.path) or info.weights or info.name
         tokenizer = load_tokenizer(source, trust_remote_code=self.settings.trust_remote_code)
         return ModelInfo(load_template(tokenizer, self.settings.chat_template), info.context, info.name, info.weights)
+
+
+class HostedBlock(RemoteModel):
+    """A model that another process owns, and of which this one has a block."""
+
+    def __init__(self, key: ModelKey, number: int, client: PeerClient, block: Backend):
+        super().__init__(key, number, client)
+        self.block = block
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        await _open(self.block, self._opened)
+        await super().open()
+
+    async def close(self) -> None:
+        await self.block.close()
+
+    async def answer(self, rank: int, method: str, *arguments: Any) -> Any:
+        """The result of a call by the process of the block before."""
+        await asyncio.shield(self._opened)
+        if method not in ("run_block", "load", "unload"):
+            raise BadMessage(f"there is no call {method!r}")
+        return await getattr(self.block, method)(*arguments)
+
+    def stop(self, why: BaseException) -> None:
+        """Nothing waits here for another process's call."""

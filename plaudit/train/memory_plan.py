@@ -374,7 +374,8 @@ def _concurrent_sequences(recipe: Recipe, device: torch.device, processes: Proce
 
 
 def _place(recipe: Recipe, name: str, reward: ModelReward, processes: Processes, needs: Needs) -> None:
-    """Among several processes one has the model and scores for all: this is the plan of that one."""
+    """Among several processes one has the model and scores for all: this is the plan of that one. If several have a block of its
+    layers, of the one with the largest."""
     model, device = reward.model, processes.device(reward.model.device, "model.device")
     assert model.path is not None
     tokens = 0 if reward.scalar else _judged_tokens(recipe, reward)
@@ -382,6 +383,8 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, processes: Processes,
     plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=sequences, tokens=tokens)
     fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
     # Resident models score while other groups are still being sampled; the last groups are scored after sampling has ended.
+    if isinstance(model.rank, tuple):
+        name = f"{name}, the largest of {len(model.rank)} blocks"
     always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])
     if model.placement == "resident":
         needs[device.type].append(Need(name + RESIDENT, always, plan.weights))
@@ -389,7 +392,8 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, processes: Processes,
         return
     needs[device.type].append(Need(f"{name}: offloaded", ("scoring",), plan.weights + fixed, elastic, in_turn=True))
     if device.type == "cuda":  # one copy in memory that all processes of the host share
-        needs["cpu"].append(Need(f"{name}: pinned copy", always, plan.weights / processes.size))
+        copies = plan.weights * (len(model.rank) if isinstance(model.rank, tuple) else 1)
+        needs["cpu"].append(Need(f"{name}: pinned copy", always, copies / processes.size))
 
 
 def _judged_tokens(recipe: Recipe, reward: ModelReward) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.models import make_classifier, make_grader
-from support.ranks import differences, samples, start_ranks, train_with
+from support.ranks import differences, samples, start_ranks, train_with, weight_difference
 from support.recipes import rl_recipe, write_recipe
 
 NOTE_LOADS = """
@@ -52,3 +52,20 @@ def test_rl_with_reward_models(tmp_path, tiny_model, prompts_file, size):
     assert differences(tmp_path / "together", tmp_path / "alone") == {}
     # The third model goes to the third process, if there is one; it is loaded in each of the two steps.
     assert Counter(loads.read_text().splitlines()) == {"0 scalar": 1, "1 grader": 1, f"{2 % size} grader": 2}
+
+
+@pytest.mark.slow
+def test_rl_with_a_divided_reward_model(tmp_path, tiny_model, prompts_file):
+    """Three processes, two of which have the layers of one model: the run is that of an undivided one, to the bit."""
+    scalar = make_classifier(tiny_model, tmp_path / "scalar", num_hidden_layers=3)
+
+    def run(name: str, rank: int | list[int]) -> Path:
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / name, {}, run={"deterministic": True}, optim={"lr": 1e-4})
+        tree["rewards"] = [{"kind": "scalar_model", "model": {"path": str(scalar), "rank": rank}}]
+        train_with(3, "rl", write_recipe(tmp_path / f"{name}.yaml", tree))
+        return tmp_path / name
+
+    undivided, divided = run("undivided", 0), run("divided", [2, 0])
+    assert samples(divided, but=()) == samples(undivided, but=())
+    assert differences(divided, undivided, relative=0.0, absolute=0.0) == {}
+    assert weight_difference(divided, undivided) == 0.0

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from plaudit.config import load
 from plaudit.doctor import recording
 from plaudit.doctor.memory import check_budgets
+from plaudit.doctor.reward_models import check_ranks
 from plaudit.doctor.rewards import check_answer_rules, check_reward
 from plaudit.doctor.sanity_pairs import BUILT_IN_PAIRS, GIBBERISH, format_answer, make_pairs
 from plaudit.errors import RecipeError
@@ -162,6 +163,35 @@ def test_scalar_model_in_process_is_described_and_scores_pairs(doctor, scalar):
         assert text.endswith("it prefers the bad answer") == (good < bad)
     assert "What the model of reward bt reads:\n<|im_start|>user\nWhat is 0 + 0? Answer with a number.<|im_end|>\n" in out
     assert "<|im_start|>assistant\n0<|im_end|>" in out
+
+
+def test_a_divided_model_is_checked_block_by_block(doctor, scalar):
+    """In this one process, for a run of several."""
+    code, findings, out = doctor({"kind": "scalar_model", "name": "bt", "model": {"path": str(scalar), "rank": [1, 0]}})
+    assert code == 1
+    assert [check for mark, check, _ in findings if mark == "✗"] == ["ranks"], "this recipe is to score, in one process"
+    (_, description), *pairs = findings_for(findings, "reward")
+    embeddings, layer = 320 * 64, (count_parameters(str(scalar)) - 320 * 64 - 2 * 64) // 2
+    first, last = f"{embeddings + layer:,} parameters", f"{layer + 2 * 64:,} parameters"
+    assert f"divided: layers 1 to 1 with {first} on rank 1, layers 2 to 2 with {last} on rank 0" in description
+    assert all(re.match(r"bt: \S+ for '.*', \S+ for '.*', to", text) for _, text in pairs), pairs
+    assert "bt, the largest of 2 blocks: weights, resident" in out
+
+
+def test_ranks_that_are_not_there_are_reported():
+    def check(size: int, ranks: list[int], **options: Any) -> list[tuple[str, str]]:
+        rewards = ScoreRecipe.model_validate(
+            {"rewards": [{"kind": "scalar_model", "model": {"path": "rm", "rank": ranks}}]}
+        ).rewards
+        return list(check_ranks(rewards, size, **options))
+
+    assert check(2, [1, 0], training=True) == []
+    [(mark, text)] = check(1, [0, 1], training=False)
+    assert mark == "✗"
+    assert "there is only one process" in text
+    assert [mark for mark, _ in check(1, [0, 1], training=True)] == ["!"], "torchrun may start several"
+    with pytest.raises(RecipeError, match=r"rm: model\.rank is \[0, 5\], but there are 2 processes"):
+        check(2, [0, 5], training=True)
 
 
 @pytest.mark.slow
@@ -541,6 +571,17 @@ def test_reward_model_memory_matches_a_manual_count(tiny_models, scalar, tmp_pat
         assert plan.working == TOKENS_PER_PASS["cpu"] * size * (6 * 64 + 2 * 32 + 3 * 160)
         plan = plan_reward_model(judge.model_copy(update={"dtype": dtype}), CPU, scalar=False, sequences=3, tokens=7)
         assert (plan.working, plan.elastic) == (3 * 7 * 2 * 2 * 32 * size, True)
+
+
+def test_a_divided_model_counts_with_its_largest_block(scalar):
+    whole = RewardModel(path=str(scalar))
+    plans = [
+        plan_reward_model(model, CPU, scalar=True, sequences=0, tokens=0)
+        for model in (whole, whole.model_copy(update={"rank": (0, 1)}))
+    ]
+    embeddings, layer = 320 * 64, (plans[0].parameters - 320 * 64 - 2 * 64) // 2
+    assert plans[1].parameters == embeddings + layer
+    assert plans[1].weights == 4 * (embeddings + layer)
 
 
 def test_parameters_are_counted_across_shards(scalar, tmp_path):

@@ -4,103 +4,29 @@ here, each with its own runner and event loop; their models are real but tiny, a
 import asyncio
 import pickle
 import socket
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-import torch
 
 from plaudit.errors import PeerFailed, PeerLost, RecipeError, StopRequested, TrainingStopped
 from plaudit.models.weights import RESIDENT_MODELS
-from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import peer_channel
 from plaudit.reward_models.backend import Backend, GenerationRequest, SamplingParams
-from plaudit.reward_models.peer_channel import LENGTH, RANK, PeerClient, PeerServer
+from plaudit.reward_models.peer_channel import COUNT, LENGTH, RANK, PeerClient, PeerServer
 from plaudit.reward_models.peers import LOOPBACK, ModelPeers, deal_models, divide_limits, models_of, own_address
 from plaudit.rewards.cache import reward_digest
-from plaudit.rewards.runner import Rewarded, RewardRunner
+from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group
-from plaudit.world import World
 from support.fault_server import FaultServer
 from support.judges import Scripted
-from support.rewards import group
+from support.peers import GROUPS, ThreadWorld, in_threads, model, rewards_of, score
 
-T = TypeVar("T")
-GROUPS = [group(f"{i} apples", f"It is {i + 2}.", "no", id=f"p{i}", truth=str(i)) for i in range(5)]
 JUDGING = {"kind": "judge", "sampling": {"max_new_tokens": 4}, "limits": {"unreadable_retries": 0}}
 TOKEN = b"t" * peer_channel.TOKEN_BYTES
-
-
-class Threads:
-    """What the threads of one world exchange."""
-
-    def __init__(self, size: int):
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.values: dict[int, Any] = {}
-
-
-class ThreadWorld(World):
-    """A process of a world whose processes are threads."""
-
-    exchange: Threads
-
-    @classmethod
-    def of(cls, size: int) -> "list[ThreadWorld]":
-        exchange = Threads(size)
-        worlds = [cls(rank, size, torch.device("cpu")) for rank in range(size)]
-        for world in worlds:
-            object.__setattr__(world, "exchange", exchange)
-        return worlds
-
-    def gather(self, value: T, what: str) -> list[T]:
-        self.exchange.barrier.wait()
-        self.exchange.values[self.rank] = value
-        self.exchange.barrier.wait()
-        return [self.exchange.values[rank] for rank in range(self.size)]
-
-    def agree(self, value: T, what: str) -> T:
-        return self.gather(value, what)[0]
-
-
-def in_threads(size: int, work: Callable[[ThreadWorld], T]) -> list[T]:
-    with ThreadPoolExecutor(size) as pool:
-        return [future.result() for future in [pool.submit(work, world) for world in ThreadWorld.of(size)]]
-
-
-def rewards_of(*rewards: dict[str, Any]) -> Any:
-    return ScoreRecipe.model_validate({"rewards": rewards}).rewards
-
-
-def score(
-    size: int, rewards: Sequence[dict[str, Any]], *, groups: Sequence[Group] = GROUPS, repeatable: bool = True
-) -> tuple[dict[str, Any], Counter[str]]:
-    """Every reward's scores of all groups, scored by `size` processes; and the sum of what they have counted."""
-
-    def work(world: ThreadWorld) -> tuple[list[Rewarded], dict[str, float]]:
-        settings = rewards_of(*rewards)
-        with RewardRunner(settings, repeatable=repeatable, world=world) as runner:
-            scored = runner.score_all([one for _, one in world.shard(groups)], len(groups) * 3)
-            world.gather(None, "scores")
-            counts = runner.counts()
-            world.gather(None, "the end")
-            return scored, counts
-
-    results = in_threads(size, work)
-    by_id = {one.group.prompt.id: one.scores for scored, _ in results for one in scored}
-    counts: Counter[str] = Counter()
-    for _, counted in results:
-        counts.update({name: round(count) for name, count in counted.items()})
-    return {one.prompt.id: by_id[one.prompt.id] for one in groups}, counts
-
-
-def model(folder: Path, placement: str = "resident", **settings) -> dict[str, Any]:
-    return {"path": str(folder), "placement": placement, "device": "cpu", **settings}
 
 
 # Scores --------------------------------------------------------------------------------------------------------------
@@ -190,7 +116,7 @@ def in_peers(size: int, key: tuple[RewardModel, bool], owner: int, inner: Backen
         try:
             for one in peers:
                 one.connect(addresses)
-            backends = [one.backend(key, ModelLimits(), lambda _: inner) for one in peers]
+            backends = [one.backend(key, ModelLimits(), lambda *_: inner) for one in peers]
             await asyncio.gather(*(backend.open() for backend in backends))
             return await asyncio.wait_for(work(backends, peers), 30)
         finally:
@@ -335,12 +261,12 @@ HARMFUL = pickle.dumps((0, Unpickled()))
 @pytest.mark.parametrize(
     ("sent", "unpickled"),
     [
-        (b"x" * len(TOKEN) + RANK.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, False),
-        (TOKEN[:-1] + b"x" + RANK.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, False),
-        (b"GET / HTTP/1.1\r\n\r\n" + LENGTH.pack(len(HARMFUL)) + HARMFUL, False),
-        (TOKEN + RANK.pack(1) + LENGTH.pack(2**63), False),
-        (TOKEN + RANK.pack(1) + LENGTH.pack(5) + b"spam!", False),
-        (TOKEN + RANK.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, True),
+        (b"x" * len(TOKEN) + RANK.pack(1) + COUNT.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, False),
+        (TOKEN[:-1] + b"x" + RANK.pack(1) + COUNT.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, False),
+        (b"GET / HTTP/1.1\r\n\r\n" + COUNT.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, False),
+        (TOKEN + RANK.pack(1) + COUNT.pack(1) + LENGTH.pack(2**63), False),
+        (TOKEN + RANK.pack(1) + COUNT.pack(1) + LENGTH.pack(5) + b"spam!", False),
+        (TOKEN + RANK.pack(1) + COUNT.pack(1) + LENGTH.pack(len(HARMFUL)) + HARMFUL, True),
     ],
     ids=["another token", "almost the token", "no token", "too large", "no pickle", "the token"],
 )

@@ -23,12 +23,13 @@ BOS_TEMPLATE = (
 )
 
 
-def make_classifier(source: Path, folder: Path, labels: int = 1) -> Path:
-    """A sequence classifier with the causal model's config and tokenizer, and weights that make scores depend on the input."""
+def make_classifier(source: Path, folder: Path, labels: int = 1, **changes) -> Path:
+    """A sequence classifier with the causal model's config, except for `changes`, and its tokenizer, and weights that make scores
+    depend on the input."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(source, num_labels=labels)
+    config = AutoConfig.from_pretrained(source, num_labels=labels, **changes)
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from plaudit.data.control_tokens import Marked
 from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.limits import JudgeLimits, ModelLimits
-from plaudit.recipe.reward_models import JudgeSampling, RewardModel
+from plaudit.recipe.reward_models import DIVIDED_BY_SERVER, JudgeSampling, RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, may_be_retried
 from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import strip_thoughts
@@ -52,6 +52,15 @@ class ModelReward(Reward):
             if getattr(self.limits, name) != type(self.limits).model_fields[name].default:
                 only = "launch" if name == "start_timeout_s" else "server and launch"
                 raise ValueError(f"limits.{name} belongs to placement: {only}, and model.placement is {self.model.placement}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if isinstance(self.model.rank, tuple) and not self.scalar:
+            raise ValueError(
+                f"model.rank: a list divides scalar models only. For a generative model that is too large for one GPU: placement: "
+                f"launch, with arguments: {DIVIDED_BY_SERVER} {len(self.model.rank)}"
+            )
         return self
 
     @property

@@ -9,6 +9,7 @@ copy.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from plaudit.models.attention import window_of
 from plaudit.models.fused import linears_by_input
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
+from plaudit.models.layer_blocks import ReceivedStates, own_layers
 from plaudit.models.products import fused_weight_and_bias, product, split_k_product, uses_split_k
 from plaudit.models.residual import has_fp32_residual
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringStep
@@ -93,8 +95,11 @@ class FusedDecoder:
         if moved:
             decoder: Any = self.model.get_decoder()
             self.layers = []  # free the old ones first
-            self.layers = [_Layer(layer, self.model.config.rms_norm_eps) for layer in decoder.layers]
-            self.embedding, self.norm = decoder.embed_tokens.weight, decoder.norm.weight
+            self.layers = [_Layer(layer, self.model.config.rms_norm_eps) for layer in own_layers(decoder)]
+            embeddings, last_norm = decoder.embed_tokens, decoder.norm
+            received = isinstance(embeddings, ReceivedStates)
+            self.embed = embeddings if received else partial(nn.functional.embedding, weight=embeddings.weight)
+            self.norm = None if isinstance(last_norm, nn.Identity) else last_norm.weight
             self._addresses = addresses(self.model)
         if self.rotation is None or len(self.rotation[0]) < longest or self.rotation[0].dtype != self.model.dtype:
             self.rotation, moved = self._rotation(longest), True
@@ -119,7 +124,7 @@ class FusedDecoder:
     def hidden(self, step: PrefillStep | DecodeStep | ScoringStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps
         assert self.rotation is not None
-        x_TD, delta = nn.functional.embedding(step.tokens_T, self.embedding), None
+        x_TD, delta = self.embed(step.tokens_T), None
         if has_fp32_residual(self.model):
             x_TD = x_TD.float()
         for index, layer in enumerate(self.layers):
@@ -132,4 +137,6 @@ class FusedDecoder:
             attended_TE = step.attend_fused(index, qkv_TE, self.heads, rotation, layer.scale, layer.window)
             normed_TD, x_TD = ops.add_norm(x_TD, layer.out.in_parts(attended_TE), layer.norms[1], eps)
             delta = layer.down.in_parts(ops.swiglu(layer.gate_up(normed_TD)))
+        if self.norm is None:  # a block that is not the last: the sum that the next layer's norm begins with
+            return ops.add_norm(x_TD, delta, self.layers[-1].norms[0], eps)[1]
         return ops.add_norm(x_TD, delta, self.norm, eps)[0]
