@@ -102,7 +102,7 @@ class SecondHeartbeat(Heartbeat):
         self._heard: tuple[str, bool] | None = None
 
     def beat(self, doing: str | None = None, *, waiting: bool = False) -> None:
-        if threading.get_ident() == self._first_thread:
+        if threading.get_ident() == self._first_thread:  # nothing runs in the second one then
             self._first.beat(doing, waiting=waiting)
         else:
             super().beat(doing, waiting=waiting)
