@@ -132,7 +132,7 @@ class ModelRewardCheck:
             device = resolve_device(model.device, "model.device")
             facts.append(f"{str(resolve_dtype(model.dtype, device)).removeprefix('torch.')} on {device.type}, {model.placement}")
             if isinstance(model.rank, tuple):
-                ranks = zip(model.rank, scalar_blocks(model, device), strict=True)
+                ranks = zip(model.rank, scalar_blocks(model), strict=True)
                 facts.append(f"divided: {', '.join(f'{block} on rank {rank}' for rank, block in ranks)}")
         elif model.placement == "launch":
             facts.append("in a launched server")

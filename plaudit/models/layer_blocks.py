@@ -9,7 +9,8 @@ are replaced by the hidden states of the block before (`ReceivedStates`). Its la
 model, so blocks one after the other compute what it computes, to the bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -36,7 +37,6 @@ class LayerBlock:
     count: int
     layers: range
     parameters: int
-    bytes: int
 
     @property
     def is_first(self) -> bool:
@@ -54,14 +54,14 @@ class LayerBlock:
 
 
 def divide_layers(layers: Sequence[int], count: int, *, before: int = 0, after: int = 0) -> list[range]:
-    """Contiguous blocks of at least one layer each, the largest of which is as small as possible. `layers`: bytes of each layer.
-    `before`, `after`: bytes of what belongs to the first and the last block besides (embeddings, norm and head)."""
+    """Contiguous blocks of at least one layer each, the largest of which is as small as possible. `layers`: the size of each
+    layer. `before`, `after`: of what belongs to the first and the last block besides (embeddings; norm and head)."""
     assert 1 <= count <= len(layers)
     total = [*accumulate(layers, initial=0)]
 
     @cache
     def best(blocks: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """Of the first `end` layers in that many blocks: bytes of the largest block, and where each begins."""
+        """Of the first `end` layers in that many blocks: the size of the largest block, and where each begins."""
         extra = after if blocks == count else 0
         if blocks == 1:
             return before + total[end] + extra, (0,)
@@ -75,15 +75,15 @@ def divide_layers(layers: Sequence[int], count: int, *, before: int = 0, after: 
     return [range(begin, end) for begin, end in zip(begins, (*begins[1:], len(layers)), strict=True)]
 
 
-def divide_model(model: PreTrainedModel, count: int, dtype: torch.dtype) -> list[LayerBlock]:
-    """The blocks of a model that scores. `model`: without its weights, on the meta device. `dtype`: of its weights once loaded."""
+def divide_model(model: PreTrainedModel, count: int) -> list[LayerBlock]:
+    """The blocks of a model that scores, by parameters: all are loaded in one dtype. `model`: as created on the meta device."""
     decoder: Any = _require_divisible(model, count)
     before, after = _parameters(decoder.embed_tokens), _parameters(decoder.norm) + _parameters(getattr(model, HEAD, nn.Identity()))
     layers = [_parameters(layer) for layer in decoder.layers]
     ranges, blocks = divide_layers(layers, count, before=before, after=after), []
     for number, block in enumerate(ranges):
         parameters = sum(layers[i] for i in block) + before * (number == 0) + after * (number == count - 1)
-        blocks.append(LayerBlock(number, count, block, parameters, parameters * dtype.itemsize))
+        blocks.append(LayerBlock(number, count, block, parameters))
     return blocks
 
 
@@ -176,17 +176,26 @@ class ReceivedStates(nn.Module):
     def __init__(self, size: int):
         super().__init__()
         self.size, self.dtype = size, torch.float32
-        self.states_TD: Tensor | None = None
+        self._states_TD: Tensor | None = None
         """Of the batch that is computed next. None: states that depend on the token only, to check the block by itself."""
         self._given: Tensor | None = None
 
+    @contextmanager
+    def holding(self, states_TD: Tensor) -> Iterator[None]:
+        """For one batch."""
+        self._states_TD = states_TD
+        try:
+            yield
+        finally:
+            self._states_TD = self._given = None
+
     def forward(self, tokens: Tensor) -> Tensor:
         """[…, T] → […, T, D]."""
-        if self.states_TD is None:
+        if self._states_TD is None:
             waves = torch.arange(1, self.size + 1, device=tokens.device, dtype=torch.float32)
             given = torch.cos(tokens[..., None].float() * waves).to(self.dtype)
         else:
-            given = self.states_TD.view(*tokens.shape, self.size)
+            given = self._states_TD.view(*tokens.shape, self.size)
         self._given = given
         return given
 
@@ -199,8 +208,7 @@ class ReceivedStates(nn.Module):
                 f"{type(layer).__name__} cannot be divided among processes: it is called with {', '.join(unknown) or 'more'} "
                 "besides hidden states. Choose one rank for the model (model.rank: 0)"
             )
-        given, self._given = self._given, None
-        return (given,), {name: value for name, value in named.items() if name != "hidden_states"}
+        return (self._given,), {name: value for name, value in named.items() if name != "hidden_states"}
 
 
 def _require_states(layer: nn.Module, arguments: Any, output: Any) -> None:

@@ -364,7 +364,7 @@ def plan_reward_model(
     shape = _shape(config)
     tokens_of_pass = TOKENS_PER_PASS
     if isinstance(settings.rank, tuple):
-        parameters, tokens_of_pass = max(block.parameters for block in scalar_blocks(settings, device)), TOKENS_PER_PASS_OF_BLOCKS
+        parameters, tokens_of_pass = max(block.parameters for block in scalar_blocks(settings)), TOKENS_PER_PASS_OF_BLOCKS
     a_pass = tokens_of_pass[device.type] * size * _working(shape)
     working = a_pass if scalar else plan_cache(config, size, sequences=sequences, tokens=tokens)
     return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)

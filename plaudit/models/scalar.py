@@ -10,6 +10,7 @@ A model may be divided into blocks of layers for several processes (`layer_block
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from plaudit.models.attention import packed_arguments
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.layer_blocks import LayerBlock, ReceivedStates, class_of_block, divide_model
 from plaudit.models.residual import keep_residual_fp32
-from plaudit.models.trainable import load_pretrained, resolve_dtype
+from plaudit.models.trainable import LOAD_LOCK, load_pretrained, resolve_dtype
 from plaudit.models.verify import verify_packed_states
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.threads import fit_threads
@@ -65,14 +66,9 @@ class ScalarModel(nn.Module):
         """A block's hidden states from those of the block before; of the last block, a score for each sequence."""
         embeddings: Any = self.decoder.get_input_embeddings()
         assert isinstance(embeddings, ReceivedStates) == (received_TD is not None), "only the first block begins with tokens"
-        try:
-            if received_TD is not None:
-                embeddings.states_TD = received_TD
+        with nullcontext() if received_TD is None else embeddings.holding(received_TD):
             hidden_TD = self._hidden(batch)
-            return hidden_TD if self.head is None else self._scores(batch, hidden_TD)
-        finally:
-            if received_TD is not None:
-                embeddings.states_TD = None
+        return hidden_TD if self.head is None else self._scores(batch, hidden_TD)
 
     def _hidden(self, batch: Batch) -> Tensor:
         return (self.states or self._states)(batch)
@@ -121,8 +117,7 @@ def load_scalar(settings: RewardModel, device: torch.device, block: LayerBlock |
     path, trusted = _path(settings), settings.trust_remote_code
     config = read_config(path, trust_remote_code=trusted)
     form = scalar_form(settings, config)
-    auto: Any = _auto(form)
-    kind = auto if block is None else class_of_block(type(_without_weights(settings, config)), block)
+    kind = _auto(form) if block is None else class_of_block(type(_without_weights(settings, config)), block)
     model: Any = load_pretrained(
         kind, path, resolve_dtype(settings.dtype, device), trust_remote_code=trusted, partial=block is not None
     )
@@ -152,23 +147,22 @@ def _read_head(model: Any, path: str, form: Form, hidden: int) -> nn.Linear:
     return head
 
 
-def scalar_blocks(settings: RewardModel, device: torch.device) -> list[LayerBlock]:
+def scalar_blocks(settings: RewardModel) -> list[LayerBlock]:
     """The blocks of a model that the ranks of the recipe divide among themselves, in their order. Reads its config only."""
     assert isinstance(settings.rank, tuple)
     config = read_config(_path(settings), trust_remote_code=settings.trust_remote_code)
-    count, dtype = len(settings.rank), resolve_dtype(settings.dtype, device)
-    key = _path(settings), config.to_json_string(), count, dtype
+    key = _path(settings), config.to_json_string(), len(settings.rank)
     if key not in _BLOCKS:
-        _BLOCKS[key] = divide_model(_without_weights(settings, config), count, dtype)
+        _BLOCKS[key] = divide_model(_without_weights(settings, config), len(settings.rank))
     return _BLOCKS[key]
 
 
-_BLOCKS: dict[tuple[str, str, int, torch.dtype], list[LayerBlock]] = {}
+_BLOCKS: dict[tuple[str, str, int], list[LayerBlock]] = {}
 """A plan of a run's memory needs them a hundred times."""
 
 
 def _without_weights(settings: RewardModel, config: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
+    with LOAD_LOCK, torch.device("meta"):
         model = _auto(scalar_form(settings, config)).from_config(config, trust_remote_code=settings.trust_remote_code)
     model.name_or_path = _path(settings)
     return model

@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 MAX_ARRAY_BYTES = 8 * 2**30
 """Hidden states of the longest sequence: 131,072 tokens of a model that is 8,192 wide are 4 GiB."""
 LARGE_ARRAY_BYTES = 2**16
-MAX_ARRAYS = 1024
+MAX_CHUNKS = 64
 BUFFER_BYTES = 2**20
 ADMISSION_S = 30.0
 """How long a connection may take to send its token, and to be made."""
@@ -54,8 +54,8 @@ def pack(message: Any) -> list[bytes | memoryview]:
 
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=pickle_inside)
     lengths = [len(content), *(array.nbytes for array in arrays)]
-    _require_lengths(lengths)
-    return [COUNT.pack(len(lengths)), *(LENGTH.pack(length) for length in lengths), content, *arrays]
+    _require_limits(lengths)
+    return [b"".join((COUNT.pack(len(lengths)), *map(LENGTH.pack, lengths), content)), *arrays]
 
 
 def send(writer: asyncio.StreamWriter, packed: Sequence[bytes | memoryview]) -> None:
@@ -64,19 +64,21 @@ def send(writer: asyncio.StreamWriter, packed: Sequence[bytes | memoryview]) -> 
         writer.write(chunk)
 
 
-def _require_lengths(lengths: Sequence[int]) -> None:
-    for length, limit in zip(lengths, (MAX_MESSAGE_BYTES, *[MAX_ARRAY_BYTES] * MAX_ARRAYS), strict=False):
+def _require_limits(lengths: Sequence[int]) -> None:
+    for length, limit in zip(lengths, (MAX_MESSAGE_BYTES, *[MAX_ARRAY_BYTES] * (len(lengths) - 1)), strict=True):
         if length > limit:
             raise BadMessage(f"a message of {length / 1e6:,.0f} MB; the limit is {limit / 1e6:,.0f} MB")
+    if len(lengths) > MAX_CHUNKS:
+        raise BadMessage(f"a message of {len(lengths):,} chunks; the limit is {MAX_CHUNKS}")
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
     """The next message of an admitted peer."""
     [count] = COUNT.unpack(await reader.readexactly(COUNT.size))
-    if not 1 <= count <= 1 + MAX_ARRAYS:
+    if not 1 <= count <= MAX_CHUNKS:
         raise BadMessage(f"a message of {count:,} chunks is announced")
     lengths = [LENGTH.unpack(await reader.readexactly(LENGTH.size))[0] for _ in range(count)]
-    _require_lengths(lengths)
+    _require_limits(lengths)
     content, *arrays = [await _receive_chunk(reader, length) for length in lengths]
     try:
         return pickle.loads(content, buffers=arrays)

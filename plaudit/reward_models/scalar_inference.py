@@ -53,7 +53,7 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
     def check(self, config: PretrainedConfig) -> None:
         scalar_form(self.settings, config)
         if self.part is not None:
-            self.block = scalar_blocks(self.settings, self.device)[self.part.number]
+            self.block = scalar_blocks(self.settings)[self.part.number]
         self.transcript = transcript_of(self.settings)
         require_matching_tokenizer(self.path, config, self.transcript.tokenizer)
 
@@ -143,7 +143,7 @@ class BlockByBlockInference(ScalarInference):
 
     def check(self, config: PretrainedConfig) -> None:
         super().check(config)
-        self._blocks = scalar_blocks(self.settings, self.device)
+        self._blocks = scalar_blocks(self.settings)
 
     def load(self) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
         return nn.Module()  # each batch of calls loads the blocks
@@ -154,6 +154,7 @@ class BlockByBlockInference(ScalarInference):
         passes = list(self._batches(sequences))
         results: list[Tensor | None] = [None] * len(passes)
         for block in self._blocks:
+            self._verified = False
             super().attach(model := load_scalar(self.settings, self.device, block))
             results = [model.run_block(batch, states) for (_, batch), states in zip(passes, results, strict=True)]
             self.detach()

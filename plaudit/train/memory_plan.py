@@ -382,9 +382,9 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, processes: Processes,
     sequences = _concurrent_sequences(recipe, device, ALONE)
     plan = plan_reward_model(model, device, scalar=reward.scalar, sequences=sequences, tokens=tokens)
     fixed, elastic = (0.0, plan.working) if plan.elastic else (plan.working, 0.0)
-    # Resident models score while other groups are still being sampled; the last groups are scored after sampling has ended.
     if isinstance(model.rank, tuple):
         name = f"{name}, the largest of {len(model.rank)} blocks"
+    # Resident models score while other groups are still being sampled; the last groups are scored after sampling has ended.
     always, at_work = (PHASES, PHASES[:2]) if isinstance(recipe, RLRecipe) else (PHASES[1:2], PHASES[1:2])
     if model.placement == "resident":
         needs[device.type].append(Need(name + RESIDENT, always, plan.weights))

@@ -101,7 +101,7 @@ def require_same_scores(settings: RewardModel, *, fused: bool = True, device: to
     """The blocks, whose scores have the bits of the undivided model's."""
     use = attached if fused else (lambda model: model)
     whole = use(load_scalar(settings, device)).score(SEQUENCES, tokens_per_pass=70)
-    blocks = [use(load_scalar(settings, device, block)) for block in scalar_blocks(settings, device)]
+    blocks = [use(load_scalar(settings, device, block)) for block in scalar_blocks(settings)]
     assert len(set(whole)) == len(whole)
     assert score_in_blocks(blocks, SEQUENCES, device).tobytes() == whole.tobytes()
     return blocks
@@ -176,7 +176,7 @@ def held_by_name(folder: Path, first_layers: int) -> list[int]:
 
 def test_a_block_has_its_own_weights_and_no_others(tiny_models, tmp_path):
     settings = settings_of(five_layers(tiny_models["llama"], tmp_path / "rm"))
-    blocks = scalar_blocks(settings, CPU)
+    blocks = scalar_blocks(settings)
     models = [load_scalar(settings, CPU, block) for block in blocks]
     held = [sum(p.numel() for p in model.parameters()) for model in models]
     assert held == held_by_name(tmp_path / "rm", len(blocks[0].layers))
@@ -191,7 +191,7 @@ def test_weights_of_other_blocks_are_never_read(tiny_models, tmp_path):
     weights = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".layers.4." not in name}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     settings = settings_of(folder)
-    first, last = scalar_blocks(settings, CPU)
+    first, last = scalar_blocks(settings)
     load_scalar(settings, CPU, first)
     with pytest.raises(RecipeError, match=r"weights are missing.*layers\.4\."):
         load_scalar(settings, CPU, last)
@@ -203,7 +203,7 @@ def test_weights_of_other_blocks_are_never_read(tiny_models, tmp_path):
 def test_more_ranks_than_layers(tiny_models, tmp_path):
     settings = settings_of(make_classifier(tiny_models["llama"], tmp_path / "rm"), 3)
     with pytest.raises(RecipeError, match=r"rm: model\.rank has 3 ranks, but the model has only 2 layers"):
-        scalar_blocks(settings, CPU)
+        scalar_blocks(settings)
 
 
 def test_a_decoder_of_another_form(tmp_path):
@@ -211,12 +211,12 @@ def test_a_decoder_of_another_form(tmp_path):
     config = AutoConfig.for_model("gpt_neox", **sizes, num_labels=1, bos_token_id=0, eos_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"GPTNeoXForSequenceClassification cannot be divided.*model\.rank: 0"):
-        scalar_blocks(settings_of(tmp_path), CPU)
+        scalar_blocks(settings_of(tmp_path))
 
 
 def test_layers_that_exchange_more_than_hidden_states(tiny_models, tmp_path, monkeypatch):
     settings = settings_of(make_classifier(tiny_models["llama"], tmp_path / "rm"))
-    first, last = (load_scalar(settings, CPU, block).decoder for block in scalar_blocks(settings, CPU))
+    first, last = (load_scalar(settings, CPU, block).decoder for block in scalar_blocks(settings))
     [(_, batch)] = batches_of([[1, 2, 3]], CPU, 70)
     given = {**packed_arguments(batch), "use_cache": False}
     with pytest.raises(RecipeError, match="it is called with per_layer_inputs besides hidden states"):

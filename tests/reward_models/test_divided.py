@@ -56,10 +56,10 @@ def test_each_process_holds_its_block_only(classifier):
             world.gather(None, "the end")
         return held
 
-    blocks = scalar_blocks(RewardModel(path=str(classifier), device="cpu", rank=(0, 1, 2)), CPU)
+    blocks = scalar_blocks(RewardModel(path=str(classifier), device="cpu", rank=(0, 1, 2)))
     [held, *_] = in_threads(3, work)
-    bias = 4  # of the head, which adds zero
-    assert sorted(held) == sorted(block.bytes + bias * block.is_last for block in blocks)
+    bias = 1  # of the head, which adds zero
+    assert sorted(held) == sorted(4 * (block.parameters + bias * block.is_last) for block in blocks)
     assert max(held) < 0.5 * sum(held)
 
 
