@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from plaudit.cluster import launch as launching
+from plaudit.cluster import process
 from plaudit.errors import Interrupted, PlauditError, ProcessFailed, TrainingStopped
 from support import rank_jobs
 from support.processes import gone
@@ -24,10 +24,16 @@ STOPPED = "All processes were stopped; start the run again to resume it."
 KINDS = pytest.mark.parametrize("kind", ["plain", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def _logs_of_ranks(tmp_path_factory, monkeypatch):
+    """They are written into the run folder, whose path is relative here."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("folder"))
+
+
 @pytest.fixture
 def kind(request, monkeypatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(launching, "PROGRAM", rank_jobs.PLAIN)
+        monkeypatch.setattr(process, "PROGRAM", rank_jobs.PLAIN)
     return request.param
 
 

@@ -1,0 +1,110 @@
+"""This machine as a node of a Ray cluster: `python -m plaudit.cluster.ray_node` is `ray start` in the foreground.
+
+A node is found by that program's name, so that `plaudit cluster down` ends those that plaudit has started and no others. Its Ray
+processes end with it, however it ends.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+PORT = 6379
+PROGRAM = "plaudit.cluster.ray_node"
+OBJECT_STORE_BYTES = 200_000_000
+"""Ray would take a third of the memory; plaudit puts next to nothing there."""
+TOKEN_FILE = Path("~/.ray/auth_token")
+TIED = "--tied"
+SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Ray would run ranks at low priority."""
+
+
+# Tokens --------------------------------------------------------------------------------------------------------------
+
+
+def token_source() -> str | None:
+    """Where Ray finds the token that all machines of a cluster share; None: nowhere."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return path
+    return str(TOKEN_FILE) if TOKEN_FILE.expanduser().exists() else None
+
+
+def prepare_token() -> str:
+    """Make a token if there is none; returns where it is."""
+    if source := token_source():
+        return source
+    file = TOKEN_FILE.expanduser()
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError), os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
+        opened.write(secrets.token_hex(32))
+    return str(TOKEN_FILE)
+
+
+def use_token() -> None:
+    """If there is a token, it is used: Ray itself would use it for clusters of one machine only. Before Ray is imported."""
+    if token_source() is not None:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+# Nodes ---------------------------------------------------------------------------------------------------------------
+
+
+def own_address(port: int | None = None) -> str:
+    """HOST:PORT for a cluster that starts here; a free port unless one is given."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, port or 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def node_command(
+    *, head: str | None = None, join: str | None = None, cpus: int | None = None, gpus: int | None = None, tied: bool = False
+) -> list[str]:
+    """The program of a node. `tied`: it ends with its stdin."""
+    host, _, port = (head or "").rpartition(":")
+    place = ["--head", f"--node-ip-address={host}", f"--port={port}"] if head else [f"--address={join}"]
+    counts = [f"--num-{name}={count}" for name, count in (("cpus", cpus), ("gpus", gpus)) if count is not None]
+    memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
+    return [sys.executable, "-m", PROGRAM, *([TIED] if tied else []), *place, *counts, memory, "--block"]
+
+
+def running_nodes() -> list[int]:
+    """Process ids of this user's nodes on this machine that plaudit has started."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        command, user = process.info["cmdline"] or [], process.info["uids"]
+        if command[1:3] == ["-m", PROGRAM] and user is not None and user.real == os.getuid():
+            found.append(process.pid)
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if arguments and arguments[0] == TIED:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        arguments = arguments[1:]
+    from ray.scripts.scripts import main as ray_main
+
+    sys.argv = ["ray", "start", *arguments]
+    ray_main()
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
