@@ -1,10 +1,7 @@
 """`plaudit cluster up | status | down`: this machine in a Ray cluster."""
 
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +10,7 @@ import typer
 from plaudit.command_help import examples
 from plaudit.errors import PlauditError
 
-START_S = 120.0
 STOP_S = 60.0
-STARTED = "Ray runtime started"
 
 cluster = typer.Typer(help="Several machines: start, show and stop this machine's part of a Ray cluster.", no_args_is_help=True)
 
@@ -28,11 +23,23 @@ def up(
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Where a cluster that starts here listens.")] = 6379,
     cpus: Annotated[int | None, typer.Option(min=0, help="CPUs to offer. Default: all.", show_default=False)] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to offer. Default: all.", show_default=False)] = None,
+    temp_dir: Annotated[
+        Path | None, typer.Option(help="Folder for Ray's sockets and logs. Default: /tmp/ray.", show_default=False)
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="How long to wait for the cluster to join.")] = 60.0,
     block: Annotated[bool, typer.Option("--block", help="Stay in the foreground until stopped, as SLURM's tasks do.")] = False,
 ) -> None:
     """Start a Ray cluster on this machine, or let this machine join one."""
     from plaudit.cluster.ray_connection import import_ray
-    from plaudit.cluster.ray_node import TOKEN_FILE, node_command, own_address, prepare_token, token_source
+    from plaudit.cluster.ray_node import (
+        TOKEN_FILE,
+        node_command,
+        own_address,
+        prepare_token,
+        start_node,
+        token_source,
+        wait_for_address,
+    )
 
     import_ray()
     if join is not None and token_source() is None:
@@ -41,28 +48,14 @@ def up(
             f"started: scp {join.rpartition(':')[0]}:.ray/auth_token ~/.ray/auth_token"
         )
     source = prepare_token()
+    join = join and wait_for_address(join, wait)
     address = join or own_address(port)
-    command = node_command(head=None if join else address, join=join, cpus=cpus, gpus=gpus)
+    command = node_command(head=None if join else address, join=join, cpus=cpus, gpus=gpus, temp_dir=temp_dir)
     if block:
         print(_explain(address, source, is_head=join is None), flush=True)
         os.execv(command[0], command)
-    _start(command)
+    start_node(command)
     print(_explain(address, source, is_head=join is None))
-
-
-def _start(command: list[str]) -> None:
-    """Until Ray says that it has started."""
-    with tempfile.NamedTemporaryFile(prefix="plaudit_ray_", suffix=".log", delete=False) as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )  # fmt: skip
-    output, deadline = Path(log.name), time.monotonic() + START_S
-    while STARTED not in (text := output.read_text(errors="replace")):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.terminate()
-            last = " ".join(text.split()[-60:])
-            raise PlauditError(f"Ray has not started on this machine. Its last words, of {output}: {last}")
-        time.sleep(0.1)
 
 
 def _explain(address: str, source: str, *, is_head: bool) -> str:
@@ -73,7 +66,8 @@ def _explain(address: str, source: str, *, is_head: bool) -> str:
         f"({source}) first:\n"
         f"    scp {address.rpartition(':')[0]}:.ray/auth_token ~/.ray/auth_token\n"
         f"    plaudit cluster up --join {address}\n"
-        "Then train, on any of them: plaudit rl R.yaml cluster.nodes=2"
+        "Then train, on any of them: plaudit rl R.yaml cluster.nodes=2\n"
+        "Ray's own commands (ray job submit, ray status) need RAY_AUTH_MODE=token in the environment."
     )
 
 

@@ -49,8 +49,8 @@ class RankGroup(WatchedGroup):
         self._watch_ranks(self._count)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._ranks.close()
+    def _end(self) -> list[str]:
+        return self._ranks.close()
 
     def _listen(self, wait_s: float) -> Iterable[RankEvent]:
         return self._ranks.listen(wait_s)

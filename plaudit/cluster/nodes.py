@@ -24,6 +24,8 @@ class Node:
     address: str
     total: int
     free: int
+    port: int = 0
+    """Of its Ray processes."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +112,19 @@ def interface_of(address: str) -> str | None:
 # Ray jobs ------------------------------------------------------------------------------------------------------------
 
 
-def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The copy of `--working-dir` in which `ray job submit` runs a command; None if there is none."""
+def runs_in_copy(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `ray job submit` runs this command, in a copy of `--working-dir`."""
     try:
         settings = json.loads(environment.get(RAY_JOB, "{}"))
     except ValueError:
-        return None
-    return Path.cwd() if settings.get("runtime_env", {}).get("working_dir") else None
+        return False
+    return bool(settings.get("runtime_env", {}).get("working_dir"))
 
 
 def require_lasting_folder(recipe: TrainingRecipe, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a run folder that would be deleted with the copy of a job's files."""
-    copy = job_folder(environment)
     folder = Path(recipe.run.dir)
-    if copy is not None and folder.resolve().is_relative_to(copy.resolve()):
+    if runs_in_copy(environment) and folder.resolve().is_relative_to(Path.cwd()):
         raise RecipeError(
             f"run.dir is {folder}, within the copy of --working-dir that Ray deletes after the job, and every machine has its own. "
             f"Give a folder on a disk that all machines share: run.dir=/shared/{folder.name}"

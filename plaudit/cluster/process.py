@@ -201,7 +201,9 @@ class MachineRanks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._guard.pid, signal.SIGKILL)
         deadline = time.monotonic() + KILLED_S
-        stuck = [f"rank {rank.rank} (process {rank.process.pid})" for rank in self._ranks.values() if not rank.ends_before(deadline)]
+        stuck = [
+            f"rank {rank.rank} (process {rank.process.pid})" for rank in self._ranks.values() if not rank.ends_before(deadline)
+        ]
         for rank in self._ranks.values():
             rank.close()
         assert self._guard.stdin is not None

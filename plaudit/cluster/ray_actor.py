@@ -65,8 +65,8 @@ class RankActor:
     def where(self, rank: int) -> str:
         return self._ranks.where({rank}).get(rank, "")
 
-    def close(self) -> None:
-        self._ranks.close()
+    def close(self) -> list[str]:
+        return self._ranks.close()
 
 
 def _without_outdated(events: list[RankEvent]) -> list[RankEvent]:

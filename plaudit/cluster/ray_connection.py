@@ -10,7 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from plaudit.cluster.nodes import Node, describe_need, describe_nodes, processes_per_node, suffices
-from plaudit.cluster.ray_node import PORT, node_command, own_address, prepare_token, token_source, use_token
+from plaudit.cluster.ray_node import (
+    CONNECT_S,
+    PORT,
+    NoCluster,
+    node_command,
+    own_address,
+    prepare_token,
+    start_node,
+    token_source,
+    use_token,
+    wait_for_address,
+)
 from plaudit.errors import PlauditError, install_extra
 from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import print_line
@@ -34,72 +45,69 @@ def import_ray() -> Any:
 def connect(recipe: TrainingRecipe) -> None:
     """Join the cluster of `cluster.address`, once per process; if that is auto and there is none, start one."""
     address = recipe.cluster.address
-    try:
-        connect_to(address)
-    except NoCluster:
-        if address != "auto" or "RAY_ADDRESS" in os.environ:
-            raise
-        connect_to(_start_head(recipe.cluster.nodes))
+    if address == "auto" and "RAY_ADDRESS" not in os.environ and not import_ray().is_initialized() and _local_cluster() is None:
+        address = _start_head(recipe.cluster.nodes)
+    connect_to(address, recipe.cluster.timeout_s)
 
 
-class NoCluster(PlauditError):
-    """Nothing answers at the address."""
-
-
-def connect_to(address: str) -> None:
+def connect_to(address: str, within_s: float = CONNECT_S) -> None:
+    """`within_s`: how long it is waited for."""
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     use_token()
     ray = import_ray()
     if ray.is_initialized():
         return
-    if address.startswith("ray://"):
-        raise PlauditError(f"cluster.address is {address}, Ray's client: give the cluster's own address, such as HOST:{PORT}")
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or _local_cluster() or "auto"
+    if address == "auto":
+        raise NoCluster("there is no Ray cluster on this machine, and RAY_ADDRESS is not set. Start one: plaudit cluster up")
+    if "://" in address:
+        raise PlauditError(f"{address} is the address of Ray's client or dashboard: give the cluster's own, such as HOST:{PORT}")
+    address = wait_for_address(address, within_s)
+
     from ray.exceptions import RayError
 
     # What happens to its processes is reported by us, in a line.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
-    where = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if address == "auto" and "RAY_ADDRESS" in os.environ else address
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
-        raise NoCluster(f"no Ray cluster answers at {where} ({_first_line(error)}). Start one: plaudit cluster up") from None
-    except (RuntimeError, ValueError, RayError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise PlauditError(
-            f"cannot join the Ray cluster at {where}: {_first_line(error)} All of its machines need the same token (here: "
-            f"{token_source() or 'none'}) and the same versions of Ray and Python."
+            f"cannot join the Ray cluster at {address}: {str(error).strip().partition(chr(10))[0]}. All of its machines need the same "
+            f"token (here: {token_source() or 'none'}) and the same versions of Ray and Python."
         ) from None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _local_cluster() -> str | None:
+    """The address of the cluster that this machine belongs to."""
+    use_token()
+    import_ray()
+    from ray._private import services
+
+    address = services.find_bootstrap_address(None)
+    with contextlib.suppress(NoCluster):
+        return address and wait_for_address(address, 0.0)
+    return None  # one that was killed
 
 
 def _start_head(nodes: int) -> str:
     """A cluster that lives as long as this process."""
     source = prepare_token()
+    use_token()
     address = own_address()
-    process = subprocess.Popen(node_command(head=address, tied=True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = start_node(node_command(head=address, tied=True), stdin=subprocess.PIPE)
     atexit.register(_end, process)
-    assert process.stdout is not None
-    output: list[str] = []
-    for line in process.stdout:
-        output.append(line)
-        if "Ray runtime started" in line:
-            break
-    else:
-        raise PlauditError(f"Ray could not be started here: {''.join(output[-5:]).strip()}")
-    process.stdout.close()
     print_line(
-        f"There is no Ray cluster here yet: started one at {address}. On each of {nodes - 1} other machine(s) run\n"
-        f"    plaudit cluster up --join {address}\n"
-        f"with this cluster's token ({source}) in ~/.ray/auth_token there."
+        f"There is no Ray cluster on this machine: started one at {address}, which ends with this command. On each of "
+        f"{nodes - 1} other machine(s), with its token ({source}):\n    plaudit cluster up --join {address}"
     )
     return address
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(OSError):
-        assert process.stdin is not None
-        process.stdin.close()
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    import_ray().shutdown()
+    assert process.stdin is not None
+    process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(30)
 
@@ -125,6 +133,7 @@ def live_nodes(resource: str) -> list[Node]:
             node["NodeManagerAddress"],
             int(node["Resources"].get(resource, 0)),
             int(free.get(node["NodeID"], {}).get(resource, 0)),
+            node["NodeManagerPort"],
         )
         for node in ray.nodes()
         if node["Alive"]

@@ -8,6 +8,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -15,8 +16,8 @@ from typing import Any, Self
 
 from plaudit import __version__
 from plaudit.cluster.group import GRACE_S, WatchedGroup
-from plaudit.cluster.nodes import Node, RankPlace, assign_ranks, describe_need, describe_nodes, job_folder
-from plaudit.cluster.process import RankEvent, RankStart
+from plaudit.cluster.nodes import Node, RankPlace, assign_ranks, describe_need, describe_nodes, runs_in_copy
+from plaudit.cluster.process import KILLED_S, RankEvent, RankStart
 from plaudit.cluster.rank import RankJob
 from plaudit.cluster.ray_actor import actor_class
 from plaudit.cluster.ray_connection import connect, live_nodes, wait_for_nodes
@@ -30,6 +31,9 @@ PLACE_S = 30.0
 """How long Ray may take to reserve what is free."""
 ACTOR_S = 120.0
 """How long all actors may take to start, which import plaudit from a shared disk."""
+CONNECT_S = 3.0
+SIGNAL_S = 1.0
+"""How long an actor may take to pass on a signal, or to read a stack."""
 CULPRIT_S = 30.0
 """Ray takes this long to notice that a machine is gone, while its ranks' peers lose their connections at once."""
 
@@ -59,21 +63,34 @@ class RayRankGroup(WatchedGroup):
             self._listen_to(rank)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> list[str]:
         import ray
         from ray.exceptions import RayError
         from ray.util import remove_placement_group
 
-        with contextlib.suppress(RayError):
-            closing = [actor.close.remote() for actor in self._actors.values()]
-            if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=GRACE_S)
+        closing = [
+            (place.node.address, actor.close.remote()) for place, actor in zip(self._places, self._actors.values(), strict=False)
+        ]
+        self._answers([call for _, call in closing], KILLED_S + GRACE_S)
+        stuck = []
+        for address, call in closing:
+            with contextlib.suppress(RayError):  # an actor that is gone has left nothing
+                stuck += [f"{name} on {address}" for name in ray.get(call, timeout=0.0)]
         while self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(self._actors.popitem()[1])
         if self._placement is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(self._placement)
+        return stuck
+
+    @staticmethod
+    def _answers(calls: list[Any], within_s: float) -> None:
+        """Until all calls have returned, or failed."""
+        import ray
+
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=within_s)
 
     # Starting
 
@@ -109,7 +126,7 @@ class RayRankGroup(WatchedGroup):
         from ray.exceptions import GetTimeoutError, RayActorError
 
         job, environment = pickle.dumps(self._job), dict(os.environ)
-        folder = None if job_folder() is not None else os.getcwd()
+        folder = None if runs_in_copy() else os.getcwd()
         calls = []
         for place in self._places:
             start = RankStart(
@@ -122,8 +139,8 @@ class RayRankGroup(WatchedGroup):
                 problem: Any = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
                 raise ProcessFailed(f"the Ray actor of {_name(place)} has not started within {ACTOR_S:g} s.") from None
-            except RayActorError as error:
-                raise ProcessFailed(f"rank {place.ranks.rank} was lost: {_cause(place, error)}.") from None
+            except RayActorError:
+                raise ProcessFailed(f"rank {place.ranks.rank} was lost: {_cause(place)}.") from None
             if problem:
                 raise PlauditError(problem)
 
@@ -144,16 +161,16 @@ class RayRankGroup(WatchedGroup):
             rank = self._pending.pop(call)
             try:
                 events: list[RankEvent] = ray.get(call)
-            except RayError as error:
-                yield RankEvent(rank, lost=_cause(self._places[rank], error))
+            except RayError:
+                yield RankEvent(rank, lost=_cause(self._places[rank]))
                 continue
             yield from events
             if not any(event.is_end for event in events):
                 self._listen_to(rank)
 
     def _signal(self, number: signal.Signals) -> None:
-        for actor in self._actors.values():
-            actor.signal.remote(int(number))
+        # At once: this process may be about to suspend itself.
+        self._answers([actor.signal.remote(int(number)) for actor in self._actors.values()], SIGNAL_S)
 
     def _send_port(self, port: int) -> None:
         for actor in self._actors.values():
@@ -168,7 +185,7 @@ class RayRankGroup(WatchedGroup):
         from ray.exceptions import RayError
 
         calls = {rank: self._actors[rank].where.remote(rank) for rank in ranks}
-        ray.wait(list(calls.values()), num_returns=len(calls), timeout=1.0)
+        self._answers(list(calls.values()), SIGNAL_S)
         found = {}
         for rank, call in calls.items():
             try:
@@ -182,10 +199,11 @@ def _name(place: RankPlace) -> str:
     return f"rank {place.ranks.rank} on {place.node.address}"
 
 
-def _cause(place: RankPlace, error: Exception) -> str:
-    """Whether the machine is gone, or only the actor, as far as Ray knows."""
+def _cause(place: RankPlace) -> str:
+    """Whether the machine is gone, or only the actor. Ray itself notices the former much later."""
     where = f"{place.node.address} (Ray node {place.node.id[:8]})"
-    alive = any(node.id == place.node.id for node in live_nodes("CPU"))
-    if not alive or "node has died" in str(error) or "node was" in str(error):
+    try:
+        socket.create_connection((place.node.address, place.node.port), CONNECT_S).close()
+    except OSError:
         return f"the machine {where} is gone, or its Ray processes are"
     return f"its Ray actor on {where} has ended"

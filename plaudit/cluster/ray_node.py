@@ -9,17 +9,25 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from plaudit.errors import PlauditError
+
 PORT = 6379
+START_S = 120.0
+STARTED = "Ray runtime started"
 PROGRAM = "plaudit.cluster.ray_node"
 OBJECT_STORE_BYTES = 200_000_000
 """Ray would take a third of the memory; plaudit puts next to nothing there."""
 TOKEN_FILE = Path("~/.ray/auth_token")
 TIED = "--tied"
+CONNECT_S = 3.0
 SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Ray would run ranks at low priority."""
 
@@ -56,25 +64,71 @@ def use_token() -> None:
 # Nodes ---------------------------------------------------------------------------------------------------------------
 
 
-def own_address(port: int | None = None) -> str:
-    """HOST:PORT for a cluster that starts here; a free port unless one is given."""
+def own_address(port: int = 0) -> str:
+    """HOST:PORT for a cluster that starts here; 0: at a free port."""
     import ray
 
     host = ray.util.get_node_ip_address()
     with socket.socket() as probe:
-        probe.bind((host, port or 0))
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PlauditError(f"port {port} of this machine is in use ({error.strerror}): choose another with --port") from None
         return f"{host}:{probe.getsockname()[1]}"
 
 
+def wait_for_address(address: str, within_s: float) -> str:
+    """Until something listens at HOST:PORT; returns it with the host's address in the network."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise PlauditError(f"{address} should be HOST:PORT, as `plaudit cluster up` prints it on the first machine")
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+                found = connection.getpeername()[0]
+            return f"{found}:{port}" if not found.startswith("127.") else f"{own_address().rpartition(':')[0]}:{port}"
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise NoCluster(
+                    f"no Ray cluster answers at {address} ({error}). Start one there with `plaudit cluster up`; firewalls must let "
+                    "its machines reach each other at all ports."
+                ) from None
+        time.sleep(0.5)
+
+
+class NoCluster(PlauditError):
+    """Nothing listens at the address."""
+
+
 def node_command(
-    *, head: str | None = None, join: str | None = None, cpus: int | None = None, gpus: int | None = None, tied: bool = False
+    *,
+    head: str | None = None,
+    join: str | None = None,
+    cpus: int | None = None,
+    gpus: int | None = None,
+    temp_dir: Path | None = None,
+    tied: bool = False,
 ) -> list[str]:
     """The program of a node. `tied`: it ends with its stdin."""
     host, _, port = (head or "").rpartition(":")
     place = ["--head", f"--node-ip-address={host}", f"--port={port}"] if head else [f"--address={join}"]
-    counts = [f"--num-{name}={count}" for name, count in (("cpus", cpus), ("gpus", gpus)) if count is not None]
-    memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
-    return [sys.executable, "-m", PROGRAM, *([TIED] if tied else []), *place, *counts, memory, "--block"]
+    options = {"num-cpus": cpus, "num-gpus": gpus, "temp-dir": temp_dir, "object-store-memory": OBJECT_STORE_BYTES}
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [sys.executable, "-m", PROGRAM, *([TIED] if tied else []), *place, *given, "--block"]
+
+
+def start_node(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> "subprocess.Popen[bytes]":
+    """Returns when Ray has started. Ctrl-C does not reach it."""
+    with tempfile.NamedTemporaryFile(prefix="plaudit_ray_", suffix=".log", delete=False) as log:
+        process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    output, deadline = Path(log.name), time.monotonic() + START_S
+    while STARTED not in (text := output.read_text(errors="replace")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            raise PlauditError(f"Ray has not started on this machine. Its last words, of {output}: {' '.join(text.split()[-60:])}")
+        time.sleep(0.1)
+    return process
 
 
 def running_nodes() -> list[int]:

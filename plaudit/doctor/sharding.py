@@ -23,8 +23,8 @@ def processes_of(recipe: Recipe, gpu_memory: float | None) -> Processes:
     memory, kind = (None, None) if gpu_memory is None else (gpu_memory, "cuda")
     if isinstance(recipe, ScoreRecipe):
         return Processes(memory=memory, kind=kind)
-    size = torch.cuda.device_count() if recipe.cluster.gpus == "all" else recipe.cluster.gpus
-    return Processes(max(size, 1), memory=memory, kind=kind)
+    per_node = torch.cuda.device_count() if recipe.cluster.gpus == "all" else recipe.cluster.gpus
+    return Processes(max(per_node, 1) * recipe.cluster.nodes, memory=memory, kind=kind)
 
 
 def check_gpus(recipe: TrainingRecipe, processes: Processes) -> Iterator[Finding]:

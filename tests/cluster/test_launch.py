@@ -157,8 +157,8 @@ def test_one_message_names_all_failures(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["plain"], indirect=True)
 def test_a_rank_that_cannot_be_killed_is_no_reason_to_start_again(kind, tmp_path, monkeypatch):
     """It may hold what the next one needs."""
-    ends = launching.RankProcess.ends_before
-    monkeypatch.setattr(launching.RankProcess, "ends_before", lambda self, deadline: ends(self, deadline) and self.rank != 0)
+    ends = process.RankProcess.ends_before
+    monkeypatch.setattr(process.RankProcess, "ends_before", lambda self, deadline: ends(self, deadline) and self.rank != 0)
     with pytest.raises(PlauditError, match=r"(?s)rank 1 .* was killed by .*\nrank 0 \(process \d+\) did not end within 60 s"):
         launch(partial(rank_jobs.be_killed, folder=tmp_path, attempts=1), 2, recipe(restarts=3), tmp_path)
     assert gone(*pids_of_attempts(tmp_path, 1))

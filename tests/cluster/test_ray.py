@@ -1,0 +1,194 @@
+"""Two Ray nodes on this machine, with one rank each: the bits of two processes without Ray, whatever is killed in between."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from plaudit.cluster.ray_node import running_nodes
+from support.ranks import samples, weight_difference
+from support.ray_nodes import LIMIT_S, RayNodes
+from support.recipes import exact_metrics, rl_recipe, write_recipe
+
+pytest.importorskip("ray", reason="needs Ray, one of plaudit's extras: make dev")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+STEPS = 6
+SAVE = ("run.save_every=1", "run.keep_last=2")
+# Rank 1's process kills what the environment names, in the given step and once: `FAULTS="2 actor, 4 machine"`.
+FAULTY_ENGINE = """
+import os, signal, time
+from pathlib import Path
+import psutil
+from plaudit.rollout.native.engine import NativeEngine
+
+class Faulty(NativeEngine):
+    def __init__(self, setup):
+        super().__init__(setup.model, setup.tokenizer)
+        self.rank = setup.world.rank
+
+    def generate(self, requests, sampling):
+        for fault in filter(None, os.environ.get("FAULTS", "").split(", ")):
+            step, what = fault.split()
+            once = Path(os.environ["FAULT_FOLDER"], fault)
+            if self.rank == 1 and sampling.step == int(step) and not once.exists():
+                once.touch()
+                os.kill(victim(what), signal.SIGKILL)
+                time.sleep(600)
+        return super().generate(requests, sampling)
+
+def victim(what):
+    actor = psutil.Process().parent()
+    match what:
+        case "rank":
+            return os.getpid()
+        case "actor":
+            assert "RankActor" in actor.cmdline()[0]
+            return actor.pid
+        case "machine":
+            raylet = actor.parent()
+            assert raylet.name() == "raylet"
+            return raylet.pid
+        case "command":
+            return int(Path(os.environ["FAULT_FOLDER"], "command.pid").read_text())
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    others = set(running_nodes())
+    nodes = RayNodes(tmp_path_factory.mktemp("home"))
+    try:
+        nodes.join()
+        yield nodes
+        if not others:  # it would end those, too
+            assert "stopped" in nodes.run("cluster", "down").stderr
+            assert nodes.processes() == []
+    finally:
+        nodes.end()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, tiny_model, prompts_file) -> Path:
+    """A folder with a recipe and its files, by relative paths."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "faulty.py").write_text(FAULTY_ENGINE)
+    (folder / "reward.py").write_text("def compute_score(solution_str):\n    return len(set(solution_str)) / 10\n")
+    tree = rl_recipe(tiny_model, prompts_file, folder / "unused", Path("reward.py"), run={"max_steps": STEPS})
+    tree["rollout"]["engine"] = "faulty.py:Faulty"
+    write_recipe(folder / "r.yaml", tree)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(work, nodes, tmp_path_factory) -> Path:
+    """Two processes without Ray."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    train(nodes, work, folder, "cluster.gpus=2").wait(LIMIT_S)
+    assert (folder / "model").exists(), (folder.parent / "output").read_text()
+    return folder
+
+
+def train(nodes: RayNodes, work: Path, run: Path, *overrides: str, **environment: str) -> subprocess.Popen[bytes]:
+    os.chdir(work)
+    command = nodes.start("rl", "r.yaml", f"run.dir={run}", *SAVE, *overrides, output=run.parent / "output",
+                          FAULT_FOLDER=str(run.parent), **environment)  # fmt: skip
+    (run.parent / "command.pid").write_text(str(command.pid))
+    return command
+
+
+@pytest.fixture(autouse=True)
+def _stay_here():
+    here = Path.cwd()
+    yield
+    os.chdir(here)
+
+
+def assert_same(run: Path, reference: Path) -> None:
+    assert samples(run, but=()) == samples(reference, but=())
+    assert exact_metrics(run) == exact_metrics(reference)
+    assert weight_difference(run, reference) == 0.0
+
+
+def test_a_ray_job_computes_what_two_processes_do(nodes, work, reference, tmp_path):
+    """`ray job submit`, as docs/cluster.md has it. The files of its folder are found on all nodes."""
+    submit = ["ray", "job", "submit", "--address", nodes.address, "--working-dir", str(work), "--", "plaudit", "rl", "r.yaml"]
+    done = subprocess.run(
+        [*submit, "cluster.nodes=2", f"run.dir={tmp_path / 'run'}", *SAVE], capture_output=True, text=True, timeout=LIMIT_S,
+        env={**nodes.environment, "RAY_AUTH_MODE": "token"},
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same(tmp_path / "run", reference)
+    assert f"trained model: {tmp_path / 'run/model'}" in done.stdout
+    assert f"rl {STEPS}/{STEPS}" in (tmp_path / "run/logs/rank_0000.log").read_text()
+    assert nodes.ranks() == []
+
+
+def test_a_killed_actor_and_a_lost_machine(nodes, work, reference, tmp_path):
+    run = tmp_path / "run"
+    command = train(nodes, work, run, "cluster.nodes=2", f"cluster.address={nodes.address}", FAULTS="2 actor, 4 machine")
+    while not (tmp_path / "4 machine").exists():
+        assert command.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.1)
+    nodes.join()
+    code = command.wait(LIMIT_S)
+    output = (tmp_path / "output").read_text()
+    print(output)
+    assert code == 0
+    assert output.count("was lost: its Ray actor on") == 1
+    assert output.count("was lost: the machine") == 1
+    assert "Traceback" not in output
+    assert_same(run, reference)
+    assert nodes.ranks() == []
+
+
+def test_a_killed_command_is_started_again(nodes, work, reference, tmp_path):
+    run = tmp_path / "run"
+    settings = ("cluster.nodes=2", f"cluster.address={nodes.address}")
+    assert train(nodes, work, run, *settings, FAULTS="3 command").wait(LIMIT_S) == -9
+    assert nodes.ranks() == []
+    assert train(nodes, work, run, *settings).wait(LIMIT_S) == 0, (tmp_path / "output").read_text()
+    assert_same(run, reference)
+    assert nodes.ranks() == []
+
+
+def test_restarts_that_do_not_help(nodes, work, tmp_path):
+    command = train(nodes, work, tmp_path / "run", "cluster.nodes=2", f"cluster.address={nodes.address}", "cluster.restarts=1",
+                    FAULTS="2 actor, 3 rank")  # fmt: skip
+    code = command.wait(LIMIT_S)
+    output = (tmp_path / "output").read_text()
+    print(output)
+    assert code == 1
+    assert "the run failed 2 times, and cluster.restarts is 1:" in output
+    assert "rank 1 (step 3, sampling) was killed by SIGKILL" in output
+    assert "Traceback" not in output
+    assert nodes.ranks() == []
+
+
+def test_too_few_machines(nodes, work, tmp_path):
+    command = train(nodes, work, tmp_path / "run", "cluster.nodes=3", f"cluster.address={nodes.address}", "cluster.timeout_s=1")
+    assert command.wait(LIMIT_S) == 2
+    output = (tmp_path / "output").read_text()
+    print(output)
+    assert "training needs 3 machines with 1 CPU free each" in output
+    assert output.count("1 CPU (1 free)") >= 2
+
+
+def test_status(nodes):
+    shown = nodes.run("cluster", "status", "--address", nodes.address).stdout
+    print(shown)
+    assert shown.count("1 CPU (1 free)") == 2
+
+
+def test_a_wrong_token_is_refused(nodes):
+    nodes.environment["RAY_AUTH_TOKEN"] = "0" * 64
+    try:
+        done = nodes.run("cluster", "status", "--address", nodes.address, check=False)
+    finally:
+        del nodes.environment["RAY_AUTH_TOKEN"]
+    print(done.stderr)
+    assert done.returncode == 2
+    assert "cannot join the Ray cluster" in done.stderr
+    assert "RAY_AUTH_TOKEN" in done.stderr
