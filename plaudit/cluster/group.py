@@ -42,15 +42,16 @@ class WatchedGroup(ABC):
     def __enter__(self) -> Self:
         """Starts the ranks, then `_watch_ranks`."""
 
-    def __exit__(self, _kind: object = None, error: BaseException | None = None, _trace: object = None) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Nothing is left, however it ended."""
         stuck = self._end()
         restore_terminal()
         if stuck:
-            why = f"{error}\n" if isinstance(error, PlauditError) else ""
+            why = "".join(f"{error}\n" for error in raised if isinstance(error, PlauditError))
             raise PlauditError(
-                f"{why}{' and '.join(stuck)} did not end within {KILLED_S:g} s of SIGKILL: the system waits for a disk or a GPU that "
-                "does not answer. It may still hold GPU memory and the run folder. Fix that, then start the run again to resume it."
+                f"{why}{' and '.join(stuck)} did not end within {KILLED_S:g} s of SIGKILL: the system waits for a disk or a GPU "
+                "that does not answer. It may still hold GPU memory and the run folder. Fix that, then start the run again to "
+                "resume it."
             )
 
     @abstractmethod

@@ -72,9 +72,10 @@ def connect_to(address: str, within_s: float = CONNECT_S) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        cause = str(error).strip().partition("\n")[0].removesuffix(".")
         raise PlauditError(
-            f"cannot join the Ray cluster at {address}: {str(error).strip().partition(chr(10))[0]}. All of its machines need the same "
-            f"token (here: {token_source() or 'none'}) and the same versions of Ray and Python."
+            f"cannot join the Ray cluster at {address}: {cause}. All of its machines need the same token (here: "
+            f"{token_source() or 'none'}) and the same versions of Ray and Python."
         ) from None
 
 

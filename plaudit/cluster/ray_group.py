@@ -101,7 +101,7 @@ class RayRankGroup(WatchedGroup):
         return ray.get_runtime_context().get_node_id()
 
     def _reserve(self, resource: str, per_node: int) -> list[Node]:
-        """This many of each of so many machines. STRICT_SPREAD: never two parts on one machine."""
+        """`per_node` of each of `cluster.nodes` machines. STRICT_SPREAD: never two parts on one machine."""
         from ray.util import placement_group, placement_group_table
 
         count = self._recipe.cluster.nodes

@@ -1,6 +1,7 @@
 """Two Ray nodes on this machine, with one rank each: the bits of two processes without Ray, whatever is killed in between."""
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -126,44 +127,39 @@ def test_a_ray_job_computes_what_two_processes_do(nodes, work, reference, tmp_pa
     assert nodes.ranks() == []
 
 
-def test_a_killed_actor_and_a_lost_machine(nodes, work, reference, tmp_path):
-    run = tmp_path / "run"
-    command = train(nodes, work, run, "cluster.nodes=2", f"cluster.address={nodes.address}", FAULTS="2 actor, 4 machine")
+def test_whatever_is_killed(nodes, work, reference, tmp_path):
+    """An actor, the command, a machine and a rank, one after the other: the run ends with the bits of an undisturbed one."""
+    run, output = tmp_path / "run", tmp_path / "output"
+    settings = ("cluster.nodes=2", f"cluster.address={nodes.address}", "cluster.restarts=1")
+
+    assert train(nodes, work, run, *settings, FAULTS="2 actor, 3 command").wait(LIMIT_S) == -9
+    print(first := output.read_text())
+    assert first.count("was lost: its Ray actor on") == 1
+    assert "Restart 1 of 1" in first
+    assert nodes.ranks() == [], "they end with the command"
+
+    command = train(nodes, work, run, *settings, FAULTS="4 machine, 5 rank")
     while not (tmp_path / "4 machine").exists():
-        assert command.poll() is None, (tmp_path / "output").read_text()
+        assert command.poll() is None, output.read_text()
         time.sleep(0.1)
-    nodes.join()
-    code = command.wait(LIMIT_S)
-    output = (tmp_path / "output").read_text()
-    print(output)
-    assert code == 0
-    assert output.count("was lost: its Ray actor on") == 1
-    assert output.count("was lost: the machine") == 1
-    assert "Traceback" not in output
+    nodes.join()  # the restart waits for it
+    assert command.wait(LIMIT_S) == 1
+    print(second := output.read_text())
+    assert "the run failed 2 times, and cluster.restarts is 1:" in second
+    assert (
+        len(
+            re.findall(
+                r"  1\. after step \d: rank 1 \(step \d, sampling\) was lost: the machine \S+ \(Ray node \w+\) is gone", second
+            )
+        )
+        == 1
+    )
+    assert "rank 1 (step 5, sampling) was killed by SIGKILL" in second
+    assert nodes.ranks() == []
+
+    assert train(nodes, work, run, *settings).wait(LIMIT_S) == 0, output.read_text()
+    assert "Traceback" not in first + second + output.read_text()
     assert_same(run, reference)
-    assert nodes.ranks() == []
-
-
-def test_a_killed_command_is_started_again(nodes, work, reference, tmp_path):
-    run = tmp_path / "run"
-    settings = ("cluster.nodes=2", f"cluster.address={nodes.address}")
-    assert train(nodes, work, run, *settings, FAULTS="3 command").wait(LIMIT_S) == -9
-    assert nodes.ranks() == []
-    assert train(nodes, work, run, *settings).wait(LIMIT_S) == 0, (tmp_path / "output").read_text()
-    assert_same(run, reference)
-    assert nodes.ranks() == []
-
-
-def test_restarts_that_do_not_help(nodes, work, tmp_path):
-    command = train(nodes, work, tmp_path / "run", "cluster.nodes=2", f"cluster.address={nodes.address}", "cluster.restarts=1",
-                    FAULTS="2 actor, 3 rank")  # fmt: skip
-    code = command.wait(LIMIT_S)
-    output = (tmp_path / "output").read_text()
-    print(output)
-    assert code == 1
-    assert "the run failed 2 times, and cluster.restarts is 1:" in output
-    assert "rank 1 (step 3, sampling) was killed by SIGKILL" in output
-    assert "Traceback" not in output
     assert nodes.ranks() == []
 
 
