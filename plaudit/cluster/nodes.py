@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from plaudit.cluster.ranks import TORCHRUN, RankInfo
 from plaudit.errors import RecipeError
@@ -12,8 +15,12 @@ from plaudit.recipe import TrainingRecipe
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets it for what `ray job submit` runs."""
-PRIVATE = ("RAY_", "SLURM", "PMI", *TORCHRUN, "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "XDG_", "SSH_", "DISPLAY", "SPT_NOENV")
-"""Beginnings of variables that mean this machine, or this process."""
+PRIVATE = (*TORCHRUN, "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "DISPLAY")
+PRIVATE_BEGINNINGS = ("RAY_", "SLURM_", "SSH_", "XDG_")
+"""Of variables that mean this machine, or this process."""
+
+
+CONNECT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,15 @@ def processes_per_node(recipe: TrainingRecipe, nodes: Sequence[Node], resource: 
     return max(counts, default=1)
 
 
+def answers(node: Node) -> bool:
+    """Whether its Ray processes do. Ray itself notices much later that a machine is gone."""
+    try:
+        socket.create_connection((node.address, node.port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def suffices(nodes: Iterable[Node], count: int, per_node: int) -> bool:
     return sum(node.free >= per_node for node in nodes) >= count
 
@@ -87,10 +103,10 @@ def _counted(count: int, what: str) -> str:
 def rank_environment(there: Mapping[str, str], command: Mapping[str, str], interface: str | None) -> dict[str, str]:
     """Of a rank on another machine: what that has, replaced by the command's own variables, as srun would do it, except those that
     mean a machine. `interface`: the network that leads to the others."""
-    kept = {name: value for name, value in there.items() if name not in (*TORCHRUN, *RAY_THREADS)}
-    passed = {name: value for name, value in command.items() if not name.startswith(PRIVATE)}
+    kept = {name: value for name, value in there.items() if name not in (*TORCHRUN, "OMP_NUM_THREADS")}  # Ray sets the latter
+    passed = {name: value for name, value in command.items() if name not in PRIVATE and not name.startswith(PRIVATE_BEGINNINGS)}
     if RAY_JOB in command and command.get("OMP_NUM_THREADS") == "1":
-        passed.pop("OMP_NUM_THREADS")  # Ray sets it for the drivers of its jobs
+        passed.pop("OMP_NUM_THREADS")  # as Ray sets it for the commands of its jobs
     environment = kept | passed
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -98,14 +114,8 @@ def rank_environment(there: Mapping[str, str], command: Mapping[str, str], inter
     return environment
 
 
-RAY_THREADS = ("OMP_NUM_THREADS",)
-"""Ray sets it to the CPUs of an actor."""
-
-
 def interface_of(address: str) -> str | None:
     """The network interface of this machine with this address."""
-    import psutil
-
     return next((name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own)), None)
 
 

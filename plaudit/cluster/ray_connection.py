@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from plaudit.cluster.nodes import Node, describe_need, describe_nodes, processes_per_node, suffices
+from plaudit.cluster.nodes import CONNECT_S, Node, answers, describe_need, describe_nodes, processes_per_node, suffices
 from plaudit.cluster.ray_node import (
-    CONNECT_S,
     PORT,
     NoCluster,
     node_command,
@@ -52,7 +51,6 @@ def connect(recipe: TrainingRecipe) -> None:
 
 def connect_to(address: str, within_s: float = CONNECT_S) -> None:
     """`within_s`: how long it is waited for."""
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     use_token()
     ray = import_ray()
     if ray.is_initialized():
@@ -151,7 +149,7 @@ def wait_for_nodes(
         resource = resource_of(recipe)
         nodes = live_nodes(resource)
         per_node = processes_per_node(recipe, nodes, resource)
-        if suffices(nodes, count, per_node):
+        if suffices(nodes, count, per_node) and suffices(filter(answers, nodes), count, per_node):
             return resource, per_node
         need, has = describe_need(count, per_node, resource), describe_nodes(nodes, resource)
         if clock() > deadline:

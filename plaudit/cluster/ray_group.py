@@ -8,7 +8,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 from plaudit import __version__
 from plaudit.cluster.group import GRACE_S, WatchedGroup
-from plaudit.cluster.nodes import Node, RankPlace, assign_ranks, describe_need, describe_nodes, runs_in_copy
+from plaudit.cluster.nodes import Node, RankPlace, answers, assign_ranks, describe_need, describe_nodes, runs_in_copy
 from plaudit.cluster.process import KILLED_S, RankEvent, RankStart
 from plaudit.cluster.rank import RankJob
 from plaudit.cluster.ray_actor import actor_class
@@ -31,7 +30,6 @@ PLACE_S = 30.0
 """How long Ray may take to reserve what is free."""
 ACTOR_S = 120.0
 """How long all actors may take to start, which import plaudit from a shared disk."""
-CONNECT_S = 3.0
 SIGNAL_S = 1.0
 """How long an actor may take to pass on a signal, or to read a stack."""
 CULPRIT_S = 30.0
@@ -200,10 +198,8 @@ def _name(place: RankPlace) -> str:
 
 
 def _cause(place: RankPlace) -> str:
-    """Whether the machine is gone, or only the actor. Ray itself notices the former much later."""
+    """Whether the machine is gone, or only the actor."""
     where = f"{place.node.address} (Ray node {place.node.id[:8]})"
-    try:
-        socket.create_connection((place.node.address, place.node.port), CONNECT_S).close()
-    except OSError:
-        return f"the machine {where} is gone, or its Ray processes are"
-    return f"its Ray actor on {where} has ended"
+    return (
+        f"its Ray actor on {where} has ended" if answers(place.node) else f"the machine {where} is gone, or its Ray processes are"
+    )

@@ -17,7 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from plaudit.cluster.nodes import CONNECT_S
 from plaudit.errors import PlauditError
+from plaudit.report.progress import print_line
 
 PORT = 6379
 START_S = 120.0
@@ -27,7 +29,6 @@ OBJECT_STORE_BYTES = 200_000_000
 """Ray would take a third of the memory; plaudit puts next to nothing there."""
 TOKEN_FILE = Path("~/.ray/auth_token")
 TIED = "--tied"
-CONNECT_S = 3.0
 SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Ray would run ranks at low priority."""
 
@@ -82,7 +83,7 @@ def wait_for_address(address: str, within_s: float) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise PlauditError(f"{address} should be HOST:PORT, as `plaudit cluster up` prints it on the first machine")
-    deadline = time.monotonic() + within_s
+    deadline, waited = time.monotonic() + within_s, False
     while True:
         try:
             with socket.create_connection((host, int(port)), CONNECT_S) as connection:
@@ -94,6 +95,9 @@ def wait_for_address(address: str, within_s: float) -> str:
                     f"no Ray cluster answers at {address} ({error}). Start one there with `plaudit cluster up`; firewalls must let "
                     "its machines reach each other at all ports."
                 ) from None
+        if not waited:
+            print_line(f"waiting for the Ray cluster at {address}, up to {within_s:g} s")
+        waited = True
         time.sleep(0.5)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_missing_machines_are_waited_for_and_then_named(monkeypatch, capsys):
         now[0] += seconds
 
     monkeypatch.setattr("plaudit.cluster.ray_connection.live_nodes", nodes)
+    monkeypatch.setattr("plaudit.cluster.ray_connection.answers", lambda node: True)
     assert wait_for_nodes(recipe(gpus=8, nodes=2), sleep, lambda: now[0]) == ("CPU", 8)
     assert now[0] == 2.0
     assert "waiting for 2 machines with 8 CPUs free each; the Ray cluster has 10.0.0.9: 8 CPUs (3 free)" in capsys.readouterr().err
@@ -82,11 +84,26 @@ def test_missing_machines_are_waited_for_and_then_named(monkeypatch, capsys):
     )
 
 
+def test_a_machine_that_is_gone_does_not_count_before_ray_notices(monkeypatch):
+    monkeypatch.setattr("plaudit.cluster.ray_connection.live_nodes", lambda resource: FOUR)
+    monkeypatch.setattr("plaudit.cluster.ray_connection.answers", lambda node: node.id == "a")
+    with pytest.raises(PlauditError, match="training needs 2 machines with 8 CPUs free each"):
+        wait_for_nodes(recipe(gpus=8, nodes=2, timeout_s=1), lambda seconds: None, iter(range(9)).__next__)
+
+
 def test_a_rank_gets_the_command_s_variables_but_not_its_machine_s():
     there = {"PATH": "/there", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "3", "RANK": "0", "RAY_JOB_ID": "1", "SITE": "b"}
-    command = {"PATH": "/here", "MY_KEY": "x", "CUDA_VISIBLE_DEVICES": "", "RAY_ADDRESS": "h", "SLURM_PROCID": "0", "RANK": "7"}
+    command = {
+        "PATH": "/here",
+        "MY_KEY": "x",
+        "CUDA_VISIBLE_DEVICES": "",
+        "RAY_ADDRESS": "h",
+        "SLURM_PROCID": "0",
+        "RANK": "7",
+        "RANKING": "r",
+    }
     assert rank_environment(there, command, "eth1") == {
-        "PATH": "/here", "MY_KEY": "x", "CUDA_VISIBLE_DEVICES": "3", "RAY_JOB_ID": "1", "SITE": "b",
+        "PATH": "/here", "MY_KEY": "x", "RANKING": "r", "CUDA_VISIBLE_DEVICES": "3", "RAY_JOB_ID": "1", "SITE": "b",
         "GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1",
     }  # fmt: skip
 
@@ -182,6 +199,21 @@ def test_ray_s_client_is_refused(monkeypatch):
         PlauditError, match="ray://h:10001 is the address of Ray's client or dashboard: give the cluster's own, such as HOST:6379"
     ):
         connect_to("ray://h:10001")
+
+
+def test_an_address_is_waited_for_and_resolved():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        # A machine's own name may lead to its loopback address, at which Ray's other machines do not know it.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_node, "own_address", lambda: "10.0.0.7:1")
+            assert ray_node.wait_for_address(f"localhost:{port}", 0.0) == f"10.0.0.7:{port}"
+    with pytest.raises(ray_node.NoCluster, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} \(.+\)\. Start one there with"):
+        ray_node.wait_for_address(f"127.0.0.1:{port}", 0.0)
+    with pytest.raises(PlauditError, match="node1 should be HOST:PORT, as `plaudit cluster up` prints it"):
+        ray_node.wait_for_address("node1", 0.0)
 
 
 def test_nothing_to_stop(plaudit, monkeypatch):

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,6 +37,9 @@ class Faulty(NativeEngine):
             once = Path(os.environ["FAULT_FOLDER"], fault)
             if self.rank == 1 and sampling.step == int(step) and not once.exists():
                 once.touch()
+                if what == "stop":
+                    os.kill(victim("command"), signal.SIGTERM)
+                    continue
                 os.kill(victim(what), signal.SIGKILL)
                 time.sleep(600)
         return super().generate(requests, sampling)
@@ -128,7 +133,8 @@ def test_a_ray_job_computes_what_two_processes_do(nodes, work, reference, tmp_pa
 
 
 def test_whatever_is_killed(nodes, work, reference, tmp_path):
-    """An actor, the command, a machine and a rank, one after the other: the run ends with the bits of an undisturbed one."""
+    """An actor, the command, a machine and a rank, one after the other, then SIGTERM: the run ends with the bits of an undisturbed
+    one."""
     run, output = tmp_path / "run", tmp_path / "output"
     settings = ("cluster.nodes=2", f"cluster.address={nodes.address}", "cluster.restarts=1")
 
@@ -157,8 +163,12 @@ def test_whatever_is_killed(nodes, work, reference, tmp_path):
     assert "rank 1 (step 5, sampling) was killed by SIGKILL" in second
     assert nodes.ranks() == []
 
+    assert train(nodes, work, run, *settings, FAULTS="5 stop").wait(LIMIT_S) == 130
+    print(third := output.read_text())
+    assert "saved" in third
+
     assert train(nodes, work, run, *settings).wait(LIMIT_S) == 0, output.read_text()
-    assert "Traceback" not in first + second + output.read_text()
+    assert "Traceback" not in first + second + third + output.read_text()
     assert_same(run, reference)
     assert nodes.ranks() == []
 
@@ -170,6 +180,20 @@ def test_too_few_machines(nodes, work, tmp_path):
     print(output)
     assert "training needs 3 machines with 1 CPU free each" in output
     assert output.count("1 CPU (1 free)") >= 2
+
+
+def test_without_a_cluster_one_is_started(nodes, work, tmp_path):
+    """And ends with the command, which other machines have not joined in time."""
+    elsewhere = tempfile.mkdtemp(dir="/tmp", prefix="ray_")  # where Ray would find that of this machine
+    command = train(nodes, work, tmp_path / "run", "cluster.nodes=2", "cluster.timeout_s=1", RAY_TMPDIR=elsewhere)
+    assert command.wait(LIMIT_S) == 2
+    output = (tmp_path / "output").read_text()
+    print(output)
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    [address] = re.findall(r"plaudit cluster up --join (\S+:\d+)\n", output)
+    assert address != nodes.address
+    assert "training needs 2 machines with 1 CPU free each" in output
+    assert not [line for line in nodes.processes("--port=") if address.partition(":")[2] in line]
 
 
 def test_status(nodes):
