@@ -43,9 +43,10 @@ def import_ray() -> Any:
 
 def connect(recipe: TrainingRecipe) -> None:
     """Join the cluster of `cluster.address`, once per process; if that is auto and there is none, start one."""
+    use_token()
     address = recipe.cluster.address
-    if address == "auto" and "RAY_ADDRESS" not in os.environ and not import_ray().is_initialized() and _local_cluster() is None:
-        address = _start_head(recipe.cluster.nodes)
+    if address == "auto" and not import_ray().is_initialized():
+        address = _known_cluster() or _start_head(recipe.cluster.nodes)
     connect_to(address, recipe.cluster.timeout_s)
 
 
@@ -56,9 +57,9 @@ def connect_to(address: str, within_s: float = CONNECT_S) -> None:
     if ray.is_initialized():
         return
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or _local_cluster() or "auto"
-    if address == "auto":
-        raise NoCluster("there is no Ray cluster on this machine, and RAY_ADDRESS is not set. Start one: plaudit cluster up")
+        if (known := _known_cluster()) is None:
+            raise NoCluster("there is no Ray cluster on this machine, and RAY_ADDRESS is not set. Start one: plaudit cluster up")
+        address = known
     if "://" in address:
         raise PlauditError(f"{address} is the address of Ray's client or dashboard: give the cluster's own, such as HOST:{PORT}")
     address = wait_for_address(address, within_s)
@@ -77,16 +78,16 @@ def connect_to(address: str, within_s: float = CONNECT_S) -> None:
         ) from None
 
 
-def _local_cluster() -> str | None:
-    """The address of the cluster that this machine belongs to."""
-    use_token()
-    import_ray()
+def _known_cluster() -> str | None:
+    """The address in RAY_ADDRESS, or that of the cluster that this machine belongs to."""
+    if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
+        return given
     from ray._private import services
 
     address = services.find_bootstrap_address(None)
     with contextlib.suppress(NoCluster):
         return address and wait_for_address(address, 0.0)
-    return None  # one that was killed
+    return None  # a cluster that was killed
 
 
 def _start_head(nodes: int) -> str:

@@ -44,6 +44,7 @@ class RayRankGroup(WatchedGroup):
         self._places: list[RankPlace] = []
         self._pending: dict[Any, int] = {}
         """Calls of `listen` that have not returned, and their ranks."""
+        self._lost: set[int] = set()
         self._placement: Any = None
 
     def __enter__(self) -> Self:
@@ -66,14 +67,12 @@ class RayRankGroup(WatchedGroup):
         from ray.exceptions import RayError
         from ray.util import remove_placement_group
 
-        closing = [
-            (place.node.address, actor.close.remote()) for place, actor in zip(self._places, self._actors.values(), strict=False)
-        ]
-        self._answers([call for _, call in closing], KILLED_S + GRACE_S)
+        closing = {rank: actor.close.remote() for rank, actor in self._actors.items() if rank not in self._lost}
+        self._await(list(closing.values()), KILLED_S + GRACE_S)
         stuck = []
-        for address, call in closing:
+        for rank, call in closing.items():
             with contextlib.suppress(RayError):  # an actor that is gone has left nothing
-                stuck += [f"{name} on {address}" for name in ray.get(call, timeout=0.0)]
+                stuck += [f"{name} on {self._places[rank].node.address}" for name in ray.get(call, timeout=0.0)]
         while self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(self._actors.popitem()[1])
@@ -83,7 +82,7 @@ class RayRankGroup(WatchedGroup):
         return stuck
 
     @staticmethod
-    def _answers(calls: list[Any], within_s: float) -> None:
+    def _await(calls: list[Any], within_s: float) -> None:
         """Until all calls have returned, or failed."""
         import ray
 
@@ -127,16 +126,15 @@ class RayRankGroup(WatchedGroup):
         folder = None if runs_in_copy() else os.getcwd()
         calls = []
         for place in self._places:
-            start = RankStart(
-                place.ranks, job, self._recipe, sys.argv, console.quiet, environment, path=(), has_terminal=False
-            )  # fmt: skip
+            start = RankStart(place.ranks, job, self._recipe, sys.argv, console.quiet, environment, path=(), has_terminal=False)
             calls.append(self._actors[place.ranks.rank].start.remote(start, place.node.address, __version__, folder))
         deadline = time.monotonic() + ACTOR_S
         for place, call in zip(self._places, calls, strict=True):
             try:
                 problem: Any = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
-                raise ProcessFailed(f"the Ray actor of {_name(place)} has not started within {ACTOR_S:g} s.") from None
+                name = f"rank {place.ranks.rank} on {place.node.address}"
+                raise ProcessFailed(f"the Ray actor of {name} has not started within {ACTOR_S:g} s.") from None
             except RayActorError:
                 raise ProcessFailed(f"rank {place.ranks.rank} was lost: {_cause(place)}.") from None
             if problem:
@@ -149,7 +147,7 @@ class RayRankGroup(WatchedGroup):
 
     def _listen(self, wait_s: float) -> Iterable[RankEvent]:
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         if not self._pending:
             time.sleep(wait_s)
@@ -159,7 +157,10 @@ class RayRankGroup(WatchedGroup):
             rank = self._pending.pop(call)
             try:
                 events: list[RankEvent] = ray.get(call)
+            except RayTaskError:  # a bug
+                raise
             except RayError:
+                self._lost.add(rank)
                 yield RankEvent(rank, lost=_cause(self._places[rank]))
                 continue
             yield from events
@@ -168,7 +169,7 @@ class RayRankGroup(WatchedGroup):
 
     def _signal(self, number: signal.Signals) -> None:
         # At once: this process may be about to suspend itself.
-        self._answers([actor.signal.remote(int(number)) for actor in self._actors.values()], SIGNAL_S)
+        self._await([actor.signal.remote(int(number)) for actor in self._actors.values()], SIGNAL_S)
 
     def _send_port(self, port: int) -> None:
         for actor in self._actors.values():
@@ -183,7 +184,7 @@ class RayRankGroup(WatchedGroup):
         from ray.exceptions import RayError
 
         calls = {rank: self._actors[rank].where.remote(rank) for rank in ranks}
-        self._answers(list(calls.values()), SIGNAL_S)
+        self._await(list(calls.values()), SIGNAL_S)
         found = {}
         for rank, call in calls.items():
             try:
@@ -193,13 +194,9 @@ class RayRankGroup(WatchedGroup):
         return found
 
 
-def _name(place: RankPlace) -> str:
-    return f"rank {place.ranks.rank} on {place.node.address}"
-
-
 def _cause(place: RankPlace) -> str:
     """Whether the machine is gone, or only the actor."""
     where = f"{place.node.address} (Ray node {place.node.id[:8]})"
-    return (
-        f"its Ray actor on {where} has ended" if answers(place.node) else f"the machine {where} is gone, or its Ray processes are"
-    )
+    if answers(place.node):
+        return f"its Ray actor on {where} has ended"
+    return f"the machine {where} is gone, or its Ray processes are"

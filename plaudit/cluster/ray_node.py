@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from plaudit.cluster.nodes import CONNECT_S
 from plaudit.errors import PlauditError
 from plaudit.report.progress import print_line
@@ -24,13 +26,14 @@ from plaudit.report.progress import print_line
 PORT = 6379
 START_S = 120.0
 STARTED = "Ray runtime started"
-PROGRAM = "plaudit.cluster.ray_node"
+PROGRAM = ["-P", "-m", "plaudit.cluster.ray_node"]
+"""-P: files in this folder must not shadow modules of the same name."""
 OBJECT_STORE_BYTES = 200_000_000
 """Ray would take a third of the memory; plaudit puts next to nothing there."""
 TOKEN_FILE = Path("~/.ray/auth_token")
 TIED = "--tied"
 SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Ray would run ranks at low priority."""
+"""Niceness: Ray would run ranks at low priority."""
 
 
 # Tokens --------------------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ def node_command(
     place = ["--head", f"--node-ip-address={host}", f"--port={port}"] if head else [f"--address={join}"]
     options = {"num-cpus": cpus, "num-gpus": gpus, "temp-dir": temp_dir, "object-store-memory": OBJECT_STORE_BYTES}
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return [sys.executable, "-m", PROGRAM, *([TIED] if tied else []), *place, *given, "--block"]
+    return [sys.executable, *PROGRAM, *([TIED] if tied else []), *place, *given, "--block"]
 
 
 def start_node(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> "subprocess.Popen[bytes]":
@@ -136,13 +139,12 @@ def start_node(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> "subp
 
 
 def running_nodes() -> list[int]:
-    """Process ids of this user's nodes on this machine that plaudit has started."""
-    import psutil
-
+    """Process ids of this user's nodes on this machine that `plaudit cluster up` has started."""
     found = []
     for process in psutil.process_iter(["cmdline", "uids"]):
         command, user = process.info["cmdline"] or [], process.info["uids"]
-        if command[1:3] == ["-m", PROGRAM] and user is not None and user.real == os.getuid():
+        is_node = command[1:4] == PROGRAM and command[4] != TIED
+        if is_node and user is not None and user.real == os.getuid():
             found.append(process.pid)
     return found
 

@@ -29,7 +29,8 @@ def processes_of(recipe: Recipe, gpu_memory: float | None) -> Processes:
 
 def check_gpus(recipe: TrainingRecipe, processes: Processes) -> Iterator[Finding]:
     """Compares cluster.gpus with the GPUs of this machine, unless the plan is for another one's."""
-    here, wanted, elsewhere = torch.cuda.device_count(), recipe.cluster.gpus, processes.kind is not None
+    here, wanted = torch.cuda.device_count(), recipe.cluster.gpus
+    elsewhere = processes.kind is not None or recipe.cluster.nodes > 1
     if wanted == "all" and not here and recipe.run.device != "cpu":
         yield (
             "!",

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -214,6 +215,22 @@ def test_an_address_is_waited_for_and_resolved():
         ray_node.wait_for_address(f"127.0.0.1:{port}", 0.0)
     with pytest.raises(PlauditError, match="node1 should be HOST:PORT, as `plaudit cluster up` prints it"):
         ray_node.wait_for_address("node1", 0.0)
+
+
+def test_only_nodes_that_the_user_has_started_are_found(monkeypatch):
+    """Not those that end with a command, nor another user's, nor other programs."""
+    ours, user = [sys.executable, *ray_node.PROGRAM], SimpleNamespace(real=os.getuid())
+    found = [
+        (1, [*ours, "--head"], user),
+        (2, [*ours, ray_node.TIED, "--head"], user),
+        (3, [*ours, "--head"], SimpleNamespace(real=os.getuid() + 1)),
+        (4, ["raylet", "plaudit.cluster.ray_node"], user),
+        (5, None, None),
+        (6, ray_node.node_command(join="10.0.0.1:6379"), user),
+    ]
+    processes = [SimpleNamespace(pid=pid, info={"cmdline": command, "uids": uids}) for pid, command, uids in found]
+    monkeypatch.setattr("psutil.process_iter", lambda names: processes)
+    assert ray_node.running_nodes() == [1, 6]
 
 
 def test_nothing_to_stop(plaudit, monkeypatch):
