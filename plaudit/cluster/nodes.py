@@ -100,14 +100,14 @@ def _counted(count: int, what: str) -> str:
 # Processes -----------------------------------------------------------------------------------------------------------
 
 
-def rank_environment(there: Mapping[str, str], command: Mapping[str, str], interface: str | None) -> dict[str, str]:
+def rank_environment(there: Mapping[str, str], command: Mapping[str, str], interface: str | None, leader: str) -> dict[str, str]:
     """Of a rank on another machine: what that has, replaced by the command's own variables, as srun would do it, except those that
-    mean a machine. `interface`: the network that leads to the others."""
+    mean a machine. `interface`: the network that leads to the others. `leader`: the address of rank 0's machine."""
     kept = {name: value for name, value in there.items() if name not in (*TORCHRUN, "OMP_NUM_THREADS")}  # Ray sets the latter
     passed = {name: value for name, value in command.items() if name not in PRIVATE and not name.startswith(PRIVATE_BEGINNINGS)}
     if RAY_JOB in command and command.get("OMP_NUM_THREADS") == "1":
         passed.pop("OMP_NUM_THREADS")  # as Ray sets it for the commands of its jobs
-    environment = kept | passed
+    environment = kept | passed | {"MASTER_ADDR": leader}
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # =: exactly this one

@@ -38,7 +38,7 @@ class RankActor:
                     f"{address} cannot enter {folder}, where the command runs ({error.strerror}). Run it in a folder on a disk "
                     "that all machines share, or let Ray copy your files: ray job submit --working-dir . -- plaudit …"
                 )
-        environment = rank_environment(os.environ, start.environment, interface_of(address))
+        environment = rank_environment(os.environ, start.environment, interface_of(address), start.ranks.address)
         import ray
 
         own = Path(ray.__file__).parent  # Ray puts its copies of some libraries in front

@@ -103,16 +103,16 @@ def test_a_rank_gets_the_command_s_variables_but_not_its_machine_s():
         "RANK": "7",
         "RANKING": "r",
     }
-    assert rank_environment(there, command, "eth1") == {
+    assert rank_environment(there, command, "eth1", "10.0.0.1") == {
         "PATH": "/here", "MY_KEY": "x", "RANKING": "r", "CUDA_VISIBLE_DEVICES": "3", "RAY_JOB_ID": "1", "SITE": "b",
-        "GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1",
+        "GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "MASTER_ADDR": "10.0.0.1",
     }  # fmt: skip
 
 
 def test_networks_and_threads_that_the_user_has_chosen_are_kept():
     chosen = {"GLOO_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "1"}
-    assert rank_environment({}, chosen, "eth1") == {**chosen, "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert "OMP_NUM_THREADS" not in rank_environment({}, {**chosen, RAY_JOB: "{}"}, None), "Ray sets 1 in its jobs"
+    assert rank_environment({}, chosen, "eth1", "h") == {**chosen, "NCCL_SOCKET_IFNAME": "=eth1", "MASTER_ADDR": "h"}
+    assert "OMP_NUM_THREADS" not in rank_environment({}, {**chosen, RAY_JOB: "{}"}, None, "h"), "Ray sets 1 in its jobs"
 
 
 def test_the_interface_of_an_address():

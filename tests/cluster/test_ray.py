@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.cluster.ray_node import running_nodes
+from support.paths import REPOSITORY
 from support.ranks import samples, weight_difference
 from support.ray_nodes import LIMIT_S, RayNodes
 from support.recipes import exact_metrics, rl_recipe, write_recipe
@@ -118,11 +119,12 @@ def assert_same(run: Path, reference: Path) -> None:
 
 
 def test_a_ray_job_computes_what_two_processes_do(nodes, work, reference, tmp_path):
-    """`ray job submit`, as docs/cluster.md has it. The files of its folder are found on all nodes."""
-    submit = ["ray", "job", "submit", "--address", nodes.address, "--working-dir", str(work), "--", "plaudit", "rl", "r.yaml"]
+    """With the command of docs/cluster.md. The files of its folder are found on all nodes."""
+    [command] = re.findall(r"^ray job submit .+", (REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8"), re.M)
+    words = command.replace("R.yaml", "r.yaml").replace("/shared/runs/mine", str(tmp_path / "run")).split()
     done = subprocess.run(
-        [*submit, "cluster.nodes=2", f"run.dir={tmp_path / 'run'}", *SAVE], capture_output=True, text=True, timeout=LIMIT_S,
-        env={**nodes.environment, "RAY_AUTH_MODE": "token"},
+        [*words, *SAVE], capture_output=True, text=True, timeout=LIMIT_S, cwd=work,
+        env={**nodes.environment, "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "token"},
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

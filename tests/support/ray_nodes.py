@@ -28,6 +28,7 @@ class RayNodes:
         self.environment = {
             **os.environ,
             "HOME": str(home),  # for the token
+            "TMPDIR": str(home),  # for logs
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "STARTED_BY": self.mark,
