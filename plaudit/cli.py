@@ -10,6 +10,7 @@ import typer
 
 from plaudit import __version__
 from plaudit.audit.cli import audit
+from plaudit.cluster.cli import cluster
 from plaudit.command_help import UsageError, VerbGroup, examples, usage_problem
 from plaudit.config import load
 from plaudit.errors import PlauditError, nearest_path
@@ -51,6 +52,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(prepare, name="prepare", cls=VerbGroup)
+app.add_typer(cluster, name="cluster", cls=VerbGroup)
 
 # `--optim.lr 1e-5` must reach our parser, which explains how to write an override.
 ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}

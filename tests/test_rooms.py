@@ -93,6 +93,17 @@ def test_objectives_and_rewards_import_no_distributed_code(module):
         assert package_of(module) != "objectives" or not name.startswith(("plaudit.config", "plaudit.recipe")), name
 
 
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_only_the_cluster_knows_ray(module):
+    """And imports it when it is needed: most runs do without."""
+    name = str(module.relative_to(REPOSITORY))
+    if not name.startswith("plaudit/cluster/ray_"):
+        assert not [imported for imported in imports(module) if imported.partition(".")[0] == "ray"]
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        assert "ray" not in [imported.partition(".")[0] for imported in names], f"{name}: import ray inside a function"
+
+
 def test_no_file_is_too_long():
     long = {str(m.relative_to(REPOSITORY)): n for m in MODULES if (n := len(m.read_text().splitlines())) > 450}
     assert not long, f"split these: {long}"

@@ -101,8 +101,12 @@ def _gpu_backend(ranks: RankInfo, device: torch.device, store: Store) -> str:
 
 
 def _leave_the_terminal(ranks: RankInfo) -> None:
-    """Rank 0 has it. Errors and this process's own warnings still reach it, with the rank, which plaudit's launcher adds itself."""
-    follow("" if ranks.launcher == "plaudit" else f"rank {ranks.rank}: ")
+    """Rank 0 has it. Errors and this process's own warnings still reach it, with the rank. plaudit's launcher adds that itself, and
+    writes what is printed into the rank's log."""
+    if ranks.launcher == "plaudit":
+        follow("")
+        return
+    follow(f"rank {ranks.rank}: ")
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the process)
 
 

@@ -16,7 +16,7 @@ from plaudit.errors import PlauditError, ProcessFailed
 from plaudit.host import describe_exit
 
 CULPRIT_S = 3.0
-"""How long the report of the rank that is to blame may come after those of its peers."""
+"""Of processes of one machine."""
 SAME_ERROR_S = 1.0
 """How long after the first: every rank makes the same mistakes, and the leading one's report needs no rank in front."""
 SAVE_S = 60.0
@@ -41,6 +41,8 @@ class RankState:
     done: bool = False
     result: str | None = None
     exit_code: int | None = None
+    lost: str = ""
+    """Why nothing is known of its end: where it ran, and what has happened there."""
 
     @property
     def ended(self) -> bool:
@@ -60,8 +62,9 @@ class Verdict:
 
 
 class Watch:
-    def __init__(self, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic):
-        self._timeout_s, self._clock = timeout_s, clock
+    def __init__(self, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic, *, culprit_s: float = CULPRIT_S):
+        """`culprit_s`: how long the report of the rank that is to blame may come after those of its peers."""
+        self._timeout_s, self._clock, self._culprit_s = timeout_s, clock, culprit_s
         self.ranks = [RankState(clock()) for _ in range(size)]
         self._first_failure_at: float | None = None
         self._order: list[int] = []
@@ -82,10 +85,10 @@ class Watch:
             state.failure = RankFailure(**message["failure"])
             self._failed(rank)
 
-    def ended(self, rank: int, code: int) -> None:
-        """Its process is gone. Called after all that it had to report."""
+    def ended(self, rank: int, code: int, *, lost: str = "") -> None:
+        """Its process is gone. Called after all that it had to report. `lost`: with what it ran on."""
         state = self.ranks[rank]
-        state.exit_code = code
+        state.exit_code, state.lost = code, lost
         if not state.done and state.failure is None:
             self._failed(rank)
 
@@ -136,7 +139,7 @@ class Watch:
     def _patience_s(self, culprits: list[int]) -> float:
         """How long after the first failure the others' reports are waited for."""
         if not culprits:
-            return CULPRIT_S
+            return self._culprit_s
         failure = self.ranks[culprits[0]].failure
         working = any(not state.ended and state.waiting is None for state in self.ranks)
         if failure is None or failure.trace or not working:
@@ -180,6 +183,8 @@ class Watch:
     def _exit(state: RankState) -> str:
         code = state.exit_code
         assert code is not None
+        if state.lost:
+            return f"was lost: {state.lost}"
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL, as happens when the system's memory runs out"
         return f"was {describe_exit(code)}" if code < 0 else f"ended without a result ({describe_exit(code)})"

@@ -23,13 +23,14 @@ def processes_of(recipe: Recipe, gpu_memory: float | None) -> Processes:
     memory, kind = (None, None) if gpu_memory is None else (gpu_memory, "cuda")
     if isinstance(recipe, ScoreRecipe):
         return Processes(memory=memory, kind=kind)
-    size = torch.cuda.device_count() if recipe.cluster.gpus == "all" else recipe.cluster.gpus
-    return Processes(max(size, 1), memory=memory, kind=kind)
+    per_node = torch.cuda.device_count() if recipe.cluster.gpus == "all" else recipe.cluster.gpus
+    return Processes(max(per_node, 1) * recipe.cluster.nodes, memory=memory, kind=kind)
 
 
 def check_gpus(recipe: TrainingRecipe, processes: Processes) -> Iterator[Finding]:
     """Compares cluster.gpus with the GPUs of this machine, unless the plan is for another one's."""
-    here, wanted, elsewhere = torch.cuda.device_count(), recipe.cluster.gpus, processes.kind is not None
+    here, wanted = torch.cuda.device_count(), recipe.cluster.gpus
+    elsewhere = processes.kind is not None or recipe.cluster.nodes > 1
     if wanted == "all" and not here and recipe.run.device != "cpu":
         yield (
             "!",

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plaudit.cluster.launch import RankGroup
+from plaudit.cluster.launch import rank_group
+from plaudit.cluster.nodes import require_lasting_folder
 from plaudit.cluster.ranks import launched_ranks, process_count
 from plaudit.cluster.restarts import run_ranks
 from plaudit.config import LoadedRecipe, flatten
@@ -23,13 +24,14 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """Train the recipe's model, or resume its run; returns the trained model's folder."""
     recipe = loaded.recipe
     assert not isinstance(recipe, ScoreRecipe)
+    require_lasting_folder(recipe)
     if (ranks := launched_ranks(recipe)) is not None:
         from plaudit.cluster.join import join
 
         with join(ranks, recipe) as world:
             return train_in(world, loaded, sources)
-    if (count := _processes(recipe)) > 1:
-        start = partial(RankGroup, partial(train_in, loaded=loaded, sources=sources), count, recipe)
+    if (count := _processes(recipe)) > 1 or recipe.cluster.nodes > 1:
+        start = partial(rank_group, partial(train_in, loaded=loaded, sources=sources), count, recipe)
         progress = RunProgress(Path(recipe.run.dir), flatten(recipe))
         return Path(run_ranks(start, recipe.cluster.restarts, progress) or "")
 
@@ -49,8 +51,8 @@ def train_in(world: "World", loaded: LoadedRecipe, sources: dict[str, list[Sourc
 
 
 def _processes(recipe: TrainingRecipe) -> int:
-    """How many to start. Only then torch is imported here, to count GPUs."""
-    if recipe.cluster.gpus == 1:
+    """How many to start here. Only then torch is imported, to count GPUs. Other machines count their own."""
+    if recipe.cluster.gpus == 1 or recipe.cluster.nodes > 1:
         return 1
     if recipe.run.device == "cpu":
         return process_count(recipe, 0)

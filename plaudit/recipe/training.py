@@ -146,13 +146,18 @@ class RunSettings(Section):
 
 class ClusterSettings(Section):
     gpus: Annotated[PositiveInt | Literal["all"], BeforeValidator(_require_count)] = 1
-    """GPUs to train on, with a process for each; all: every one of this machine. On a CPU: processes. Several compute what one
+    """GPUs of each machine to train on, with a process for each; all: every one. On a CPU: processes. Several compute what one
     would, up to the order of additions."""
+    nodes: PositiveInt = 1
+    """Machines to train on. Two or more: of a Ray cluster."""
+    address: str = "auto"
+    """Of the Ray cluster (HOST:PORT). auto: RAY_ADDRESS, or the one that this machine belongs to, or one that is started here and
+    that the other machines join. Without effect for one machine."""
     sharding: Literal["auto", "none", "optimiser", "full"] = "auto"
     """What the processes divide among themselves. none: nothing. optimiser: AdamW's moments and fp32 master weights. full: the
     weights too (FSDP). auto: optimiser if that fits into a GPU's memory, else full."""
     timeout_s: PositiveFloat = 600.0
-    """Stop all processes when one has made no progress for this long."""
+    """Stop all processes when one has made no progress for this long. Also how long missing machines are waited for."""
     restarts: NonNegativeInt = 3
     """How often all processes are started again, from the newest checkpoint, after one of them was lost: killed, silent for
     timeout_s, out of memory, or a server of its own gone. 0: never. Not with one process, nor under torchrun and srun."""

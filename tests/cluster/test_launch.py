@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from plaudit.cluster import launch as launching
+from plaudit.cluster import process
 from plaudit.errors import Interrupted, PlauditError, ProcessFailed, TrainingStopped
 from support import rank_jobs
 from support.processes import gone
@@ -24,10 +24,16 @@ STOPPED = "All processes were stopped; start the run again to resume it."
 KINDS = pytest.mark.parametrize("kind", ["plain", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def _logs_of_ranks(tmp_path_factory, monkeypatch):
+    """They are written into the run folder, whose path is relative here."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("folder"))
+
+
 @pytest.fixture
 def kind(request, monkeypatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(launching, "PROGRAM", rank_jobs.PLAIN)
+        monkeypatch.setattr(process, "PROGRAM", rank_jobs.PLAIN)
     return request.param
 
 
@@ -48,8 +54,9 @@ def test_ranks_work_and_the_first_one_s_result_is_returned(kind, tmp_path, monke
     lines = err.splitlines()
     assert "a warning of rank 0" in lines
     assert "rank 1: a warning of rank 1" in lines
+    assert "printed by rank 1" not in out + err, "only its errors and warnings are shown"
+    assert {"printed by rank 1", "a warning of rank 1"} <= set(Path("r/logs/rank_0001.log").read_text().splitlines())
     if kind == "torch":
-        assert "printed by rank 1" not in out + err, "only its errors and warnings are shown"
         assert "rank 1: scores of rank 1 are damaged" in lines
         assert [line for line in lines if "a warning of all ranks" in line] == ["a warning of all ranks"]
 
@@ -151,8 +158,8 @@ def test_one_message_names_all_failures(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["plain"], indirect=True)
 def test_a_rank_that_cannot_be_killed_is_no_reason_to_start_again(kind, tmp_path, monkeypatch):
     """It may hold what the next one needs."""
-    ends = launching.RankProcess.ends_before
-    monkeypatch.setattr(launching.RankProcess, "ends_before", lambda self, deadline: ends(self, deadline) and self.rank != 0)
+    ends = process.RankProcess.ends_before
+    monkeypatch.setattr(process.RankProcess, "ends_before", lambda self, deadline: ends(self, deadline) and self.rank != 0)
     with pytest.raises(PlauditError, match=r"(?s)rank 1 .* was killed by .*\nrank 0 \(process \d+\) did not end within 60 s"):
         launch(partial(rank_jobs.be_killed, folder=tmp_path, attempts=1), 2, recipe(restarts=3), tmp_path)
     assert gone(*pids_of_attempts(tmp_path, 1))

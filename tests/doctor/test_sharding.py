@@ -79,6 +79,7 @@ def test_processes_on_this_machine(plaudit, sft_file):
         (8, ["cluster.gpus=1", "--gpu-memory", "80"], None),
         (2, ["cluster.gpus=4", "--gpu-memory", "80"], None),
         (1, ["cluster.gpus=1"], None),
+        (2, ["cluster.gpus=4", "cluster.nodes=2"], None),
     ],
 )
 def test_cluster_gpus_is_compared_with_the_gpus_here(sft_file, monkeypatch, gpus_here, settings, line):
@@ -88,6 +89,10 @@ def test_cluster_gpus_is_compared_with_the_gpus_here(sft_file, monkeypatch, gpus
     found = [f"{mark} gpus {text}" for mark, text in check_gpus(recipe, processes_of(recipe, 80e9 if "80" in settings else None))]
     assert len(found) == (line is not None)
     assert all(each.startswith(line) for each in found)
+
+
+def test_processes_of_all_machines_are_counted(sft_file):
+    assert processes_of(load(sft_file, ["cluster.gpus=8", "cluster.nodes=2"]).recipe, 80e9).size == 16
 
 
 def test_all_gpus_of_a_machine_without_any_are_reported(plaudit, sft_file, monkeypatch):

@@ -132,7 +132,7 @@ def _misbehave(how: str, world: Any) -> None:
 # Ranks without torch ---------------------------------------------------------------------------------------------------
 
 PLAIN = "import sys; sys.path[:] = sys.argv[2:]; from support.rank_jobs import main; main()"
-"""In place of `launch.PROGRAM`."""
+"""In place of `process.PROGRAM`."""
 
 
 @dataclass
@@ -168,9 +168,9 @@ def work_alone(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any
 
 def launch_and_exit(name: str, folder: str, how: str) -> None:
     """A command that runs a job in two plain ranks, with the command line's exit codes."""
-    import plaudit.cluster.launch
+    import plaudit.cluster.process
 
-    plaudit.cluster.launch.PROGRAM = PLAIN
+    plaudit.cluster.process.PROGRAM = PLAIN
     try:
         launch(partial(globals()[name], folder=Path(folder), how=how), 2, recipe())
     except PlauditError as error:

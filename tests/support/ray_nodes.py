@@ -1,0 +1,101 @@
+"""A Ray cluster of several nodes on this machine, started by `plaudit cluster up`, and commands that train on it."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+from support.paths import REPOSITORY
+from support.processes import gone
+
+LIMIT_S = 240.0
+
+
+class RayNodes:
+    """Each node has one CPU, and so one rank. Everything has a mark in its environment, by which what is left over is found."""
+
+    def __init__(self, home: Path):
+        self.mark = uuid.uuid4().hex
+        self._folders: list[str] = []
+        self.environment = {
+            **os.environ,
+            "HOME": str(home),  # for the token
+            "TMPDIR": str(home),  # for logs
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "STARTED_BY": self.mark,
+        }
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            self._port = probe.getsockname()[1]
+        self.explanation = self.run("cluster", "up", "--port", self._port, "--cpus", 1).stdout
+        self.address = self.explanation.split("--join ")[1].split()[0]
+
+    def join(self) -> None:
+        """Another node, with a folder of its own: what Ray copies there for a job is not what others have."""
+        self._folders.append(tempfile.mkdtemp(dir="/tmp", prefix="ray_"))  # a socket's path has at most 107 characters
+        self.run("cluster", "up", "--join", self.address, "--cpus", 1, "--temp-dir", self._folders[-1])
+
+    def run(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A plaudit command."""
+        done = subprocess.run(
+            [sys.executable, "-m", "plaudit", *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_S,
+            env=self.environment,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def start(self, *arguments: object, output: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """A plaudit command that is not waited for."""
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "plaudit", *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                env={**self.environment, **environment},
+            )  # fmt: skip
+
+    def processes(self, word: str = "") -> list[str]:
+        """Those of this cluster whose command line has a word with this beginning."""
+        marked = [process for process in psutil.process_iter() if _environment(process).get("STARTED_BY") == self.mark]
+        commands = {process.pid: _command(process) for process in marked}
+        return [f"{pid} {' '.join(words)}" for pid, words in commands.items() if any(part.startswith(word) for part in words)]
+
+    def ranks(self) -> list[str]:
+        """After a moment, in which those that were killed end."""
+        deadline = time.monotonic() + 20.0
+        while (left := self.processes("rank=")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def end(self) -> None:
+        for line in self.processes():
+            pid = int(line.split()[0])
+            if pid != os.getpid():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                gone(pid)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
