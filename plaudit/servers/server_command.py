@@ -18,6 +18,10 @@ NOT_BESIDE_PLAUDIT = (
     "It is not installed beside plaudit: install it in an environment of its own (python -m venv .venv-{package} && "
     ".venv-{package}/bin/pip install {package}) and set {setting} to .venv-{package}/bin/{program}"
 )
+INSIDE = Path(__file__).with_name("inside")
+"""Files of plaudit that are loaded in a server's own environment."""
+KEY = "PLAUDIT_SERVER_TOKEN"
+"""The environment variable by which a server is given the key that its routes need."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """vLLM as the engine: how its server is started, called, given weights and put to sleep.
 
 Weights are taken by methods that plaudit adds to vLLM's worker (`worker/plaudit_vllm.py`). vLLM's environment need not have
-plaudit, only that folder on its path.
+plaudit, only that folder on its path, and `plaudit/servers/inside`.
 """
 
 import secrets
@@ -17,11 +17,11 @@ from plaudit.rollout.engine import Sampling, Weights
 from plaudit.rollout.served.dialect import BadAnswer, Dialect, Launch, Server, ServerLost, require_logprobs
 from plaudit.rollout.served.worker.plaudit_weight_stream import TOKEN_BYTES, Named, Sums, WeightSender, add_sums
 from plaudit.servers.process import HOST
-from plaudit.servers.vllm_command import VLLM
+from plaudit.servers.vllm_command import VLLM, vllm_environment
 
 WORKER_FOLDER = Path(__file__).with_name("worker")
 EXTENSION, GATE = "plaudit_vllm.PolicyWeights", "plaudit_vllm.VersionGate"
-VERSION_HEADER, TOKEN = "x-plaudit-version", "PLAUDIT_SERVER_TOKEN"
+VERSION_HEADER = "x-plaudit-version"
 VERSION_PATH = "/plaudit/version"
 SERVED_NAME = "policy"
 BUCKET_BYTES = 256 << 20
@@ -53,8 +53,7 @@ class Vllm(Dialect):
         return words
 
     def environment(self, token: str, inherited: Mapping[str, str]) -> dict[str, str]:
-        path = ":".join(filter(None, (str(WORKER_FOLDER), inherited.get("PYTHONPATH"))))
-        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path, TOKEN: token}
+        return {**vllm_environment(token, inherited, WORKER_FOLDER), "VLLM_NO_USAGE_STATS": "1"}
 
     # Samples -----------------------------------------------------------------------------------------------------------
 
