@@ -31,7 +31,8 @@ from plaudit.recipe import (
 )
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import nested_rewards
-from plaudit.servers.vllm_command import find_launch_problem
+from plaudit.servers.sglang_command import SGLANG
+from plaudit.servers.vllm_command import VLLM
 from plaudit.shipped import opening_comment
 
 QUICK_BYTES, QUICK_ROWS = 1 << 26, 10_000
@@ -162,19 +163,20 @@ def require_reward_files(recipe: Recipe) -> None:
 
                 read_longcot_config(one.view.longcot_config)
     if isinstance(recipe, RewardedRecipe):
-        _require_vllm(recipe.rewards)
+        _require_server_programs(recipe.rewards)
 
 
-def _require_vllm(rewards: Sequence[RewardSettings]) -> None:
-    """placement: launch. vLLM is where it will be started from."""
-    programs: dict[str | None, str] = {}
+def _require_server_programs(rewards: Sequence[RewardSettings]) -> None:
+    """placement: launch. vLLM, or SGLang, is where it will be started from."""
+    programs: dict[tuple[str | None, str], str] = {}
     for name, reward in [named for one in rewards for named in nested_rewards(one, one.label)]:
         model = getattr(reward, "model", None)
         if isinstance(model, RewardModel) and model.placement == "launch":
-            programs.setdefault(model.program, name)
-    for program, name in programs.items():
-        if problem := find_launch_problem(program):
-            raise PlauditError(f"reward '{name}': placement: launch starts a vLLM server. {problem}")
+            programs.setdefault((model.program, model.dialect), name)
+    for (program, dialect), name in programs.items():
+        command = {"vllm": VLLM, "sglang": SGLANG}[dialect]
+        if problem := command.find_problem(program):
+            raise PlauditError(f"reward '{name}': placement: launch starts a {command.title} server. {problem}")
 
 
 def require_servers(recipe: Recipe) -> None:

@@ -1,7 +1,6 @@
 """Memory checks by device: weights, training, sampling and reward models together."""
 
 import math
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.train.memory_plan import (
     ALONE,
     RESIDENT,
+    SERVER,
     Lengths,
     Processes,
     local_reward_models,
@@ -31,10 +31,8 @@ from plaudit.train.memory_plan import (
     plan_critic,
     plan_policy,
     resolve_checkpointing,
+    server_share,
 )
-
-VLLM_SHARE = 0.9
-"""Share of a GPU's memory that vLLM takes by default."""
 
 
 def check_weights(model: Path) -> Iterator[Finding]:
@@ -171,7 +169,8 @@ def check_budgets(recipe: Recipe, budgets: dict[str, Budget], processes: Process
             case _:
                 yield "✓", text
     for name, reward in local_reward_models(recipe):
-        if reward.model.placement == "launch":
+        in_table = any(need.name == name + SERVER for budget in budgets.values() for need in budget.needs)
+        if reward.model.placement == "launch" and not in_table:
             yield _launched(name, reward, budgets)
 
 
@@ -186,6 +185,8 @@ def _advice(recipe: Recipe, kind: str, budget: Budget, processes: Processes) -> 
             f"placement: offload frees {largest.name.removesuffix(RESIDENT)} while other models run; "
             f"placement: server moves it to another process.{divide}"
         )
+    if budget.peak != "training" and any(need.name.endswith(SERVER) for need in budget.needs):
+        return "Lower the server's share in model.arguments: --gpu-memory-utilization (SGLang: --mem-fraction-static)."
     if isinstance(recipe, ScoreRecipe):
         return "Use placement: server on another machine, or dtype: bfloat16."
     in_turn = " placement: server for the reward models," if any(need.in_turn for need in budget.needs) else ""
@@ -194,8 +195,7 @@ def _advice(recipe: Recipe, kind: str, budget: Budget, processes: Processes) -> 
 
 def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Finding:
     """A launched server, which takes a fixed share of the GPU."""
-    utilization = re.search(r"--gpu[-_]memory[-_]utilization[ =]+([\d.]+)", " ".join(reward.model.arguments))
-    share = float(utilization[1]) if utilization else VLLM_SHARE
+    share = server_share(reward)
     text = f"{name}: placement: launch starts a server on this machine, which is not in the table"
     if not torch.cuda.is_available():
         return "✓", text
@@ -206,8 +206,8 @@ def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Fin
         return "✓", text
     return (
         "!",
-        f"{text}, and this process needs {gigabytes(ours)}: lower --gpu-memory-utilization in model.arguments, or give it a "
-        "separate GPU",
+        f"{text}, and this process needs {gigabytes(ours)}: lower --gpu-memory-utilization in model.arguments, set model.sleep, "
+        "or give it a separate GPU",
     )
 
 

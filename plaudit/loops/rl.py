@@ -139,8 +139,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 with run.save_before_stopping(f"step {step}", step - 1):
                     collected = pipeline.take(step)
                 run.write_samples("train", step, collected.sampled)
-                pipeline.begin_training(step)
-                metrics = collected.metrics | learner.learn(collected.groups, step)
+                metrics = collected.metrics | pipeline.begin_training(step)
+                metrics |= learner.learn(collected.groups, step)
                 with run.save_before_stopping(f"step {step + 1}", step, metrics):
                     metrics |= pipeline.wait()
                 with run.save_before_stopping(f"sync after step {step}", step, metrics):

@@ -53,6 +53,10 @@ class ModelLimits(Limits):
     120 s, or the time max_new_tokens take at 20 tokens/s if that is longer."""
     start_timeout_s: PositiveFloat = 500.0
     """placement: launch. Time limit for the server to start."""
+    sleep_timeout_s: PositiveFloat = 120.0
+    """placement: launch with model.sleep. Time limit for the server to go to sleep, and to wake."""
+    restarts: NonNegativeInt = 3
+    """placement: launch. How often the server may be started again in a run, after it died or fell silent."""
     max_answer_bytes: PositiveInt = 4 * 2**20
     """placement: server or launch. Longest response that is read, after decompression; a longer one is a failure (too_large)."""
     retries: NonNegativeInt = 4
@@ -63,9 +67,10 @@ class ModelLimits(Limits):
 
     server_only: ClassVar[tuple[str, ...]] = (
         "max_concurrent_calls", "calls_per_s", "tokens_per_minute", "connect_timeout_s", "attempt_timeout_s", "timeout_s",
-        "start_timeout_s", "max_answer_bytes", "retries", "backoff_s",
+        "start_timeout_s", "sleep_timeout_s", "restarts", "max_answer_bytes", "retries", "backoff_s",
     )  # fmt: skip
     """Limits without effect on a model in this process, whose calls are batched and cannot hang."""
+    launch_only: ClassVar[tuple[str, ...]] = ("start_timeout_s", "sleep_timeout_s", "restarts")
     shared: ClassVar[tuple[str, ...]] = server_only
     """Limits of the connections, in which rewards with the same model must agree."""
 

@@ -26,12 +26,12 @@ class RewardModel(Section):
     server, the served name, which may be left out if the server has only one model."""
     placement: Literal["resident", "offload", "server", "launch"] = "resident"
     """resident: in this process, always on the device. offload: in this process, on the device only while it scores. server: behind
-    `url`. launch: a vLLM server started for it, and stopped at the end."""
+    `url`. launch: a server started for it (`dialect`: vLLM, or SGLang), and stopped at the end."""
     url: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """placement: server. Its address (http://127.0.0.1:8000); several: replicas of the same model, balanced by load."""
     dialect: Literal["vllm", "sglang", "openai"] = "vllm"
-    """placement: server. The server's API. openai: for services that reject fields of vLLM's, such as top_k; they have no scalar
-    models."""
+    """placement: server or launch. The server's API. openai: for services that reject fields of vLLM's, such as top_k; they have no
+    scalar models."""
     credential: str | None = None
     """placement: server. The NAME of the environment variable that holds its key; the key itself never appears in a recipe."""
     tokenizer: str | None = None
@@ -49,12 +49,15 @@ class RewardModel(Section):
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; a response that makes it longer is malformed, not truncated. Default: what the model's context leaves."""
     program: str | None = None
-    """placement: launch. If vLLM is installed elsewhere: its `vllm` command, or the Python that has it (`.venv-vllm/bin/python`),
-    with `env CUDA_VISIBLE_DEVICES=1 …` before it if needed. Default: the Python that runs plaudit."""
+    """placement: launch. If vLLM or SGLang is installed elsewhere: the Python that has it (`.venv-vllm/bin/python`), or its `vllm`
+    command, with `env CUDA_VISIBLE_DEVICES=1 …` before it if needed. Default: the Python that runs plaudit."""
     arguments: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """placement: launch. Further arguments of the server, as on its command line."""
     port: PositiveInt | None = None
     """placement: launch. The server's port; default: a free one."""
+    sleep: bool = False
+    """placement: launch, on the trainer's GPU. The server gives its GPU memory back while the trainer computes; its weights wait in
+    host memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Turn it on only after reading that code."""
     prompt_price: NonNegativeFloat | None = None
@@ -105,8 +108,10 @@ class RewardModel(Section):
             raise ValueError("url belongs to placement: server")
         if self.placement != "server" and self.path is None:
             raise ValueError("path is missing: a folder in Hugging Face format, or a name on the hub")
-        if self.placement != "launch" and (self.program or self.arguments or self.port is not None):
-            raise ValueError("program, arguments and port belong to placement: launch")
+        if self.placement != "launch" and (self.program or self.arguments or self.port is not None or self.sleep):
+            raise ValueError("program, arguments, port and sleep belong to placement: launch")
+        if self.placement == "launch" and self.dialect == "openai":
+            raise ValueError("placement: launch starts vLLM or SGLang: set dialect to vllm or sglang")
         if self.placement == "server" and self.rank is not None:
             raise ValueError("rank belongs to placement: resident, offload and launch; a server is reached by all processes")
         if isinstance(self.rank, tuple):
@@ -126,6 +131,12 @@ class RewardModel(Section):
     def is_served(self) -> bool:
         """On a server, so that calls take requests; otherwise the model is in this process."""
         return self.placement in ("server", "launch")
+
+    @property
+    def on_device(self) -> Literal["always", "collecting", "scoring"]:
+        """When it takes memory on the device that it shares with others: while a step's groups are sampled and scored, so not
+        while the trainer computes; or only while they are scored, in turn with other such models."""
+        return "scoring" if self.placement == "offload" else "collecting" if self.sleep else "always"
 
     @property
     def local_paths(self) -> list[str]:

@@ -17,6 +17,7 @@ from pydantic import (
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import ModelLimits
+from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import Rewards, nested_rewards
 from plaudit.recipe.rollout import SERVED_ENGINES, RolloutSettings, ValidationSettings
 from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files
@@ -264,7 +265,7 @@ class CriticSettings(Section):
 
 INSIDE = ("", "scorer.", "rule.", "judge.")
 """Where a reward's model may be: in the reward itself, or in one that it contains."""
-HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "program", "rank", "prompt_price", "answer_price")
+HOW_MODELS_ARE_REACHED = ("url", "credential", "port", "program", "sleep", "rank", "prompt_price", "answer_price")
 
 
 class RLRecipe(Section):
@@ -333,10 +334,13 @@ class RLRecipe(Section):
                 "rollout.server.sleep to false, or rollout.lag to 0"
             )
         for name, reward in (each for outer in self.rewards for each in nested_rewards(outer, outer.label)):
-            if getattr(getattr(reward, "model", None), "placement", None) == "offload":
+            model = getattr(reward, "model", None)
+            if isinstance(model, RewardModel) and model.on_device != "always":
+                setting = "placement offload" if model.on_device == "scoring" else "sleep"
                 raise ValueError(
-                    f"rollout.lag scores while the trainer computes, and the model of reward {name} has placement offload: it is "
-                    "loaded while the trainer rests. Choose placement resident, launch or server, or set rollout.lag to 0"
+                    f"rollout.lag scores while the trainer computes, and the model of reward {name} has {setting}: it is on the "
+                    "device while the trainer rests. Choose placement resident, launch without sleep, or server, or set "
+                    "rollout.lag to 0"
                 )
         return self
 

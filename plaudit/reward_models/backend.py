@@ -19,7 +19,7 @@ UNAUTHORISED = "unauthorised"
 REJECTED = "rejected"
 """The cause of a failure that the same request would repeat: the server does not accept it."""
 SERVER_DIED = "server_died"
-"""The cause of a failure that every further call would repeat: the server that was started for the model died, and did so again."""
+"""The cause of a failure that every further call would repeat: the server that was started for the model was lost too often."""
 
 
 def may_be_retried(failure: Failure | None) -> bool:
@@ -148,10 +148,11 @@ class Backend(ABC):
         return self
 
     async def load(self) -> None:  # noqa: B027 (optional)
-        """placement: offload. Move the weights to the device. If that fails, the requests that follow fail."""
+        """For a model that is not always on the device (`RewardModel.on_device`): take memory there, unless it has. If that fails,
+        so do the requests that follow."""
 
     async def unload(self) -> None:  # noqa: B027
-        """placement: offload. Move them off the device and free their memory."""
+        """For the same: give that memory back."""
 
     def info(self) -> ModelInfo:
         """Known once it is open."""

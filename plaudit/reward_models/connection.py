@@ -93,10 +93,10 @@ class Attempts:
 class Connection:
     """The connections to all servers of a model. Belongs to one event loop."""
 
-    def __init__(self, replicas: Replicas, limits: ModelLimits, credential: str | None = None):
+    def __init__(self, replicas: Replicas, limits: ModelLimits, credential: str | None = None, key: str = ""):
+        """`credential`: the environment variable that has the servers' key, unless `key` is given."""
         self.replicas, self.limits, self.usage = replicas, limits, Usage()
-        self._credential = credential
-        self._key = ""
+        self._credential, self._key = credential, key
         self._key_accepted = False
         """A call has been answered. A 403 after that is about one prompt (gateways reject some), not about the key."""
         self._rejection: Failure | None = None
@@ -110,13 +110,14 @@ class Connection:
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._credential:
+        if self._credential and not self._key:
             self._key = os.environ.get(self._credential, "")
             if not self._key:
                 raise RecipeError(
                     f"{self.replicas.all[0].root}: the environment variable {self._credential}, which should hold its key, is not "
                     f"set. Set it (export {self._credential}=…), or leave out model.credential if the server needs no key."
                 )
+        if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -282,12 +283,17 @@ class Connection:
 
     # Other calls ------------------------------------------------------------------------------------------------------
 
-    async def get(self, replica: Replica, path: str, limit_s: float) -> tuple[int, bytes] | Fault:
-        """One GET without retries, not counted: status and body."""
+    async def send(
+        self, replica: Replica, path: str, limit_s: float, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes] | Fault:
+        """One request without retries, not counted: status and body. With a body it is a POST."""
         assert self._session is not None
         try:
             timeout = aiohttp.ClientTimeout(total=limit_s)
-            async with self._session.get(replica.url(path), timeout=timeout, allow_redirects=False) as response:
+            method, data = ("GET", None) if body is None else ("POST", _ENCODER.encode(body))
+            async with self._session.request(
+                method, replica.url(path), data=data, timeout=timeout, allow_redirects=False
+            ) as response:
                 return response.status, await self._read(response)
         except TooLarge:
             return self._too_large()

@@ -1,17 +1,21 @@
-"""placement: launch. A vLLM server that is started for a reward model and ends with this process.
+"""placement: launch. A server (vLLM or SGLang) that is started for a reward model and ends with this process.
 
-`open` waits until it answers (`limits.start_timeout_s`). If it dies later it is restarted once, and the requests it lost are
-repeated. It is stopped with all its children: gracefully when the model is closed, and by a guard
-process if this process is killed with -9.
+`open` waits until it answers (`limits.start_timeout_s`). If it dies or falls silent later it is started again, after a pause that
+doubles each time, `limits.restarts` times in a run; the requests it lost are repeated. It is stopped with all its children:
+gracefully when the model is closed, and by a guard process if this process is killed with -9.
+
+With `sleep` it gives its GPU memory back between `unload` and `load`. A call that arrives meanwhile wakes it first. One that does
+not go to sleep in time is stopped, so that the memory is free in any case; one that died or cannot be woken is started again.
 """
 
 import asyncio
 import contextlib
 import os
+import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TypeVar
@@ -34,13 +38,16 @@ from plaudit.reward_models.backend import (
     Usage,
 )
 from plaudit.reward_models.server_client import ServerClient
+from plaudit.reward_models.server_program import PROGRAMS, Request
 from plaudit.servers.process import HOST, STOP_S, ServerProcess, Startup, free_port
-from plaudit.servers.vllm_command import vllm_command
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
 Result = TypeVar("Result", Answer, ScalarScore)
-RESTARTS = 1
+PAUSE_S = 2.0
+"""Before the first restart; twice as long before each further one."""
+PROBE_S = 60.0
+"""Time limit for the shortest of calls, made when others were not answered in theirs."""
 DEATH_CAUSES = ("refused", "reset", "half", "http")
 """How calls fail whose server dies (vLLM answers 500 before it exits)."""
 
@@ -58,38 +65,31 @@ class LaunchedServer(Backend):
         stop_s: float = STOP_S,
     ):
         """`log`: file for the server's output (default: a temporary one, which is kept if the server fails). `program`: the command
-        before its arguments (default: the recipe's vLLM). `environment`: added to this process's."""
+        before its arguments (default: the recipe's). `environment`: added to this process's."""
         self.model, self.scalar, self._limits, self._stop_s = model, scalar, limits, stop_s
         self._log, self._temporary, self._failed = log, log is None, False
-        self._program, self._environment = tuple(program) or vllm_command(model.program), {**os.environ, **(environment or {})}
+        self._kind = PROGRAMS[model.dialect]
+        self._program = tuple(program) or self._kind.starts.words(model.program)
+        self._environment = {**os.environ, **(environment or {})}
+        self._key_arguments: list[str] = []
+        self._private: Path | None = None
+        """A folder for the server's key."""
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
-        self._restarts = 0
-        self._restarting: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None
+        """It is being started again, woken, or put to sleep."""
+        self._asleep, self._restarts = False, 0
+        self._lost: str | None = None
+        """Why it has to be started again, if not because it died."""
+        self._in_use, self._idle = 0, asyncio.Event()
+        self._idle.set()
         self._given_up: Failure | None = None
         self.port = 0
         self.usage = Usage()
 
     @property
     def command(self) -> list[str]:
-        """The command line, from the model's settings and the user's arguments, which come last and win."""
-        model = self.model
-        user_words = [word for argument in model.arguments for word in shlex.split(argument)]
-        options: dict[str, str | None] = {"--model": str(model.path), "--host": HOST, "--port": str(self.port)}
-        positional: list[str] = []
-        if self._program[-1] == "serve":
-            positional = [str(options.pop("--model"))]  # `vllm serve` has no --model option
-        if model.tokenizer:
-            options["--tokenizer"] = model.tokenizer
-        if model.dtype != "auto":
-            options["--dtype"] = model.dtype
-        if model.trust_remote_code:
-            options["--trust-remote-code"] = None
-        if self.scalar:
-            options["--runner"] = "pooling"
-        overridden = {word.partition("=")[0] for word in user_words if word.startswith("--")}
-        words = [word for name, value in options.items() if name not in overridden for word in (name, value) if word is not None]
-        return [*self._program, *positional, *words, *user_words]
+        return self._kind.command(self._program, self.model, self.port, scalar=self.scalar, key=self._key_arguments)
 
     @property
     def name(self) -> str:
@@ -105,10 +105,16 @@ class LaunchedServer(Backend):
             )
         self.port = self._port()
         # vLLM requires the key in this variable.
-        key = self.model.credential or ("VLLM_API_KEY" if self._environment.get("VLLM_API_KEY") else None)
-        model = self.model.model_copy(update={"credential": key})
+        variable = self.model.credential or ("VLLM_API_KEY" if self._environment.get("VLLM_API_KEY") else None)
+        key = ""
+        if self.model.sleep:  # others on this machine must not put it to sleep, or wake it while the trainer computes
+            key = self._environment.get(variable or "") or secrets.token_hex(32)
+            self._private = Path(mkdtemp(prefix="plaudit-key-"))
+            self._key_arguments, added = self._kind.with_key(key, self._private / "key.yaml", self._environment)
+            self._environment |= added
+        model = self.model.model_copy(update={"credential": variable})
         url = f"http://{HOST}:{self.port}"
-        self._client = ServerClient(model, self._limits, urls=[url], scalar=self.scalar, wait_s=10.0)
+        self._client = ServerClient(model, self._limits, urls=[url], scalar=self.scalar, wait_s=10.0, key=key)
         self.usage = self._client.usage
         try:
             await self._start()
@@ -123,9 +129,7 @@ class LaunchedServer(Backend):
         except RecipeError as error:
             assert self._server is not None
             if await _is_dead(self._server):
-                error = RecipeError(
-                    f"the server for {self.model.path} died right after it started ({self._server.epitaph()}): {error}"
-                )
+                error = RecipeError(f"{self._named} died right after it started ({self._server.epitaph()}): {error}")
             raise self._failure(str(error)) from None
 
     def _failure(self, message: str) -> RecipeError:
@@ -157,15 +161,17 @@ class LaunchedServer(Backend):
         await self._wait(self._server)
 
     async def _wait(self, server: ServerProcess) -> None:
-        name = f"the server for {self.model.path}"
-        startup = Startup(server, name, self._limits.start_timeout_s, "limits.start_timeout_s")
+        startup = Startup(server, self._named, self._limits.start_timeout_s, "limits.start_timeout_s")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
             while True:
                 try:
                     startup.check()
                 except RecipeError as error:
-                    absent = "No module named 'vllm'" in str(error)
-                    hint = " Install it, or set program to a vllm installed elsewhere." if absent else ""
+                    package, hint = self._kind.starts.package, ""
+                    if f"No module named '{package}'" in str(error):
+                        hint = f" Install it, or set program to a {package} installed elsewhere."
+                    elif self.model.sleep and server.has_printed("Sleep mode is not supported"):
+                        hint = " It can sleep on a GPU only: leave out model.sleep."
                     raise self._failure(f"{error}{hint}") from None
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with session.get(f"http://{HOST}:{self.port}/health") as response:
@@ -174,16 +180,18 @@ class LaunchedServer(Backend):
                 await asyncio.sleep(0.2)
 
     async def close(self) -> None:
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.wait([self._restarting])
-            self._restarting = None
+        if self._changing is not None:
+            self._changing.cancel()
+            await asyncio.wait([self._changing])
+            self._changing = None
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
             server, self._server = self._server, None
             # Shielded: a cancelled task must not leave a server behind.
             await asyncio.shield(asyncio.to_thread(server.stop, self._stop_s))
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
         if self._temporary and self._log is not None and not self._failed:
             shutil.rmtree(self._log.parent, ignore_errors=True)
             self._log = None
@@ -191,6 +199,107 @@ class LaunchedServer(Backend):
     def info(self) -> ModelInfo:
         assert self._client is not None, "open it first"
         return self._client.info()
+
+    # Ready, or asleep -------------------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Wake it. If that fails, so do the calls that follow."""
+        if self.model.sleep:
+            await self._wait_until_ready()
+
+    async def unload(self) -> None:
+        """Put it to sleep, once the calls in flight are answered."""
+        while self._changing is not None:
+            await asyncio.shield(self._changing)
+        if self.model.sleep and not self._asleep:
+            await asyncio.shield(self._change(self._fall_asleep()))
+
+    async def _wait_until_ready(self) -> Failure | None:
+        """Wait until it is alive and awake; returns why if it stays dead."""
+        while self._given_up is None:
+            assert self._server is not None
+            if self._changing is not None:
+                await asyncio.shield(self._changing)
+            elif self._asleep or self._lost or not self._server.alive:
+                await asyncio.shield(self._change(self._revive(self._server)))
+            else:
+                break
+        return self._given_up
+
+    def _change(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        """One at a time. A separate task: a caller that times out must not cancel what the others wait for."""
+
+        async def change() -> None:
+            try:
+                await work
+            finally:
+                self._changing = None
+
+        self._changing = asyncio.create_task(change())
+        return self._changing
+
+    async def _fall_asleep(self) -> None:
+        await self._idle.wait()  # servers drop the requests that they have, or refuse to sleep
+        if self._server is not None and self._server.alive and not self._lost:
+            problem = await self._control(self._kind.sleep)
+            self._asleep = problem is None
+            if problem is not None:
+                self._lost = f"did not go to sleep ({problem})"
+                self._failed = True
+                print_own_warning(
+                    f"{self._named} {self._lost}: stopping it, so that its GPU memory is free; its output: {self._log}"
+                )
+                await asyncio.to_thread(self._server.stop, 0.0)
+
+    async def _revive(self, server: ServerProcess) -> None:
+        """Wake it, or start it again."""
+        why = self._lost or (None if server.alive else f"died ({server.epitaph()})")
+        if why is None and self._asleep:
+            problem = await self._control(self._kind.wake)
+            why = problem and (f"could not be woken ({problem})" if server.alive else f"died ({server.epitaph()})")
+        if why is not None:
+            await self._restart(server, why)
+        self._asleep, self._lost = False, None
+
+    async def _control(self, requests: Sequence[Request]) -> str | None:
+        """Why the server did not do it, if so."""
+        assert self._client is not None
+        limit = self._limits.sleep_timeout_s
+        deadline = time.monotonic() + limit
+        for request in requests:
+            while fault := await self._client.control(request.path, request.body, max(deadline - time.monotonic(), 0.001)):
+                if fault.cause == "timeout":
+                    return f"no answer within limits.sleep_timeout_s, {limit:g} s"
+                if fault.cause != "http" or not request.until_done:
+                    return fault.message.rstrip(".")
+                await asyncio.sleep(0.2)
+        return None
+
+    async def _restart(self, server: ServerProcess, why: str) -> None:
+        """Start it again, as often as that is allowed."""
+        problem = f"{self._named} {why}"
+        while True:
+            await asyncio.to_thread(server.stop, 0.0)  # and any children it left
+            if self._restarts == self._limits.restarts:
+                times = f"{self._restarts} time{'s' if self._restarts != 1 else ''}"
+                error = self._failure(f"{problem}, and was started again {times} before (limits.restarts).")
+                self._given_up = Failure(SERVER_DIED, str(error))
+                break
+            pause = PAUSE_S * 2**self._restarts
+            self._restarts += 1
+            self._failed = True
+            print_own_warning(f"{problem}: starting it again in {pause:g} s; its output: {self._log}")
+            await asyncio.sleep(pause)
+            try:
+                await self._start()
+                break
+            except RecipeError as error:
+                problem = str(error).removesuffix(f". Its output: {self._log}")
+                server = self._server or server
+
+    @property
+    def _named(self) -> str:
+        return f"the server for {self.model.path}"
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +315,7 @@ class LaunchedServer(Backend):
         call: Callable[[ServerClient, list[Item]], Awaitable[list[Result]]],
         fail: Callable[[Failure], Result],
     ) -> list[Result]:
-        """A result for each item; items that were lost because the server died are sent to the restarted one."""
+        """A result for each item; items that were lost with the server are sent to the restarted one."""
         assert self._client is not None, "open it first"
         results: dict[int, Result] = {}
         left = list(range(len(items)))
@@ -215,46 +324,56 @@ class LaunchedServer(Backend):
             if failure is not None:
                 results |= {i: fail(self._client.count_failure(failure)) for i in left}
                 break
-            server = self._server
+            server, began = self._server, time.monotonic()
             assert server is not None
-            results |= zip(left, await call(self._client, [items[i] for i in left]), strict=True)
-            lost = [i for i in left if (why := results[i].failure) is not None and why.cause in DEATH_CAUSES]
-            only_http_errors = all(why.cause == "http" for i in lost if (why := results[i].failure))
-            left = lost if lost and await _is_dead(server, within_s=0.0 if only_http_errors else 1.0) else []
+            with self._using():
+                results |= zip(left, await call(self._client, [items[i] for i in left]), strict=True)
+            failures = {i: why for i in left if (why := results[i].failure) is not None}
+            left = await self._find_lost(server, began, failures)
             for i in left:
-                self._count_as_retry(results[i].failure)
+                self._count_as_retry(failures[i])
         return [results[i] for i in range(len(items))]
 
-    def _count_as_retry(self, failure: Failure | None) -> None:
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        self._in_use += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_use -= 1
+            if not self._in_use:
+                self._idle.set()
+
+    async def _find_lost(self, server: ServerProcess, began: float, failures: Mapping[int, Failure]) -> list[int]:
+        """Of the requests that failed, those to be repeated: their server is dead, or silent."""
+        lost = [i for i, why in failures.items() if why.cause in DEATH_CAUSES]
+        unanswered = [i for i, why in failures.items() if why.cause == "timeout"]
+        if unanswered and await self._is_silent(server, began):
+            return lost + unanswered
+        only_http_errors = all(failures[i].cause == "http" for i in lost)
+        return lost if lost and await _is_dead(server, within_s=0.0 if only_http_errors else 1.0) else []
+
+    async def _is_silent(self, server: ServerProcess, began: float) -> bool:
+        """Whether it has answered no call since then, for as long as a call may take, and does not answer the shortest one either.
+        (Otherwise it is slow, and starting it again would not make it faster.)"""
+        assert self._client is not None
+        if self._client.answered_at > began:
+            return False
+        if self._changing is None and self._server is server and not self._lost:
+            self._change(self._probe(server, self._client))
+        if self._changing is not None:
+            await asyncio.shield(self._changing)
+        return self._lost is not None or self._server is not server or not server.alive
+
+    async def _probe(self, server: ServerProcess, client: ServerClient) -> None:
+        if not await client.responds(PROBE_S) and server.alive:
+            self._lost = f"is alive but silent (no call was answered within its time limit, nor the shortest one in {PROBE_S:g} s)"
+
+    def _count_as_retry(self, failure: Failure) -> None:
         """The request is repeated, so its failure counts as a failed attempt only."""
-        assert failure is not None
         self.usage.failures[failure.cause] -= 1
         self.usage.retries += 1
-
-    async def _wait_until_ready(self) -> Failure | None:
-        """Wait for a restart if the server is dead; returns why if it stays dead."""
-        assert self._server is not None
-        if self._restarting is None and self._given_up is None and not self._server.alive:
-            # A separate task: a caller that times out must not cancel the restart the others wait for.
-            self._restarting = asyncio.create_task(self._restart(self._server))
-        if self._restarting is not None:
-            await asyncio.shield(self._restarting)
-        return self._given_up
-
-    async def _restart(self, server: ServerProcess) -> None:
-        try:
-            problem = f"the server for {self.model.path} died ({server.epitaph()})"
-            if self._restarts == RESTARTS:
-                raise self._failure(f"{problem} again after a restart.")
-            self._restarts += 1
-            self._failed = True
-            print_own_warning(f"{problem}: restarting it; its output: {self._log}")
-            await asyncio.to_thread(server.stop, 0.0)  # and any children it left
-            await self._start()
-        except RecipeError as error:
-            self._given_up = Failure(SERVER_DIED, str(error))
-        finally:
-            self._restarting = None
 
 
 async def _is_dead(server: ServerProcess, within_s: float = 1.0) -> bool:

@@ -197,6 +197,12 @@ def acquire_model(settings: RewardModel, limits: ModelLimits, *, scalar: bool, l
     return ModelHandle(registry.models[key], label)
 
 
+def collecting_models(loop: asyncio.AbstractEventLoop) -> list[Backend]:
+    """The models that leave the device to the trainer while it computes."""
+    models = _REGISTRIES.get(loop, ModelRegistry()).models.values()
+    return [model.backend for model in models if model.settings.on_device == "collecting"]
+
+
 def _registry() -> ModelRegistry:
     return _REGISTRIES.setdefault(asyncio.get_running_loop(), ModelRegistry())
 

@@ -5,9 +5,9 @@
     rank: [0, 1]                a block of its layers in each of these; the first owns the model (`divided.py`)
     server                      every process is a client, with its share of the limits
 
-The process that has a model answers the calls of all: its backend counts them, and batches them as those of one process. An
-offloaded model is loaded when all processes have called `load`, so that none is sampling any more, and unloaded when all have
-called `unload`.
+The process that has a model answers the calls of all: its backend counts them, and batches them as those of one process. A model
+that is not always on the device is loaded when all processes have called `load`, so that none has other uses for it (an offloaded
+model: none is sampling any more; a server that sleeps: none is training), and unloaded when all have called `unload`.
 """
 
 import asyncio

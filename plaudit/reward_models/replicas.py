@@ -35,6 +35,8 @@ class Replica:
         self.max_tokens: int | None = None
         """Its context length, if it reports it."""
         self.in_flight = self.calls = 0
+        self.answered_at = 0.0
+        """When it last answered."""
         self.paused_until = 0.0
         self._faults, self._pauses = 0, 0
         self._urls: dict[str, URL] = {}
@@ -53,7 +55,7 @@ class Replica:
 
     def answered(self) -> None:
         self._faults = self._pauses = 0
-        self.paused_until = 0.0
+        self.paused_until, self.answered_at = 0.0, time.monotonic()
 
     def failed(self, *, gone: bool = False, for_s: float = 0.0) -> None:
         """`gone`: nothing listens there, so it is paused at once. `for_s`: the pause that the server asked for."""

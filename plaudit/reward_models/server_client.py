@@ -13,7 +13,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,11 +53,12 @@ class ServerClient(Backend):
         urls: Sequence[str] = (),
         scalar: bool = False,
         wait_s: float = 0.0,
+        key: str = "",
     ):
         """`urls`: instead of the recipe's. `scalar`: the model scores and does not generate. `wait_s`: how long `open` waits for
-        the servers."""
+        the servers. `key`: theirs, instead of the one that the recipe's `credential` names."""
         self.model, self.scalar, self._wait_s = model, scalar, wait_s
-        self._connection = Connection(Replicas(urls or model.url), limits, model.credential)
+        self._connection = Connection(Replicas(urls or model.url), limits, model.credential, key)
         self._template: ChatTemplate | None = None
         self._served_path = model.path if model.placement == "server" else None
         self.usage = self._connection.usage
@@ -112,7 +113,7 @@ class ServerClient(Backend):
         """Find the model's served name; returns the problem if that fails for now. Raises if it will never succeed."""
         deadline = time.monotonic() + self._wait_s
         while True:
-            response = await self._connection.get(replica, "/v1/models", FIRST_ANSWER_S)
+            response = await self._connection.send(replica, "/v1/models", FIRST_ANSWER_S)
             if isinstance(response, Fault):
                 problem = f"{replica.url('/v1/models')}: {response.message}"
             elif response[0] == 200:
@@ -181,6 +182,31 @@ class ServerClient(Backend):
         usage.calls = usage.retries = usage.prompt_tokens = 0
         usage.seconds = 0.0
         usage.faults.clear()
+
+    @property
+    def answered_at(self) -> float:
+        """When a server last answered a call, on the monotonic clock."""
+        return max(replica.answered_at for replica in self._connection.replicas.all)
+
+    async def control(self, path: str, body: Mapping[str, Any], limit_s: float) -> Fault | None:
+        """Have the only server do what this path is for; why not, if it does not."""
+        [replica] = self._connection.replicas.all
+        response = await self._connection.send(replica, path, limit_s, body)
+        if isinstance(response, Fault) or response[0] == 200:
+            return response if isinstance(response, Fault) else None
+        return Fault("http", quote_error(*response))
+
+    async def responds(self, limit_s: float) -> bool:
+        """Whether the only server answers the shortest of calls, which is not counted."""
+        [replica] = self._connection.replicas.all
+        if self.scalar:
+            path, body = "/classify", self._scoring(PROBE, self._template and self._template.conversation_tokens(PROBE))[0]
+        else:
+            path, body = self._generation(GenerationRequest([], text="1"), None, SamplingParams(max_new_tokens=1))
+        answered = not isinstance(await self._connection.send(replica, path, limit_s, {"model": replica.model, **body}), Fault)
+        if answered:
+            replica.answered()
+        return answered
 
     def info(self) -> ModelInfo:
         replica = self._connection.replicas.all[0]
@@ -281,12 +307,7 @@ class ServerClient(Backend):
         limit = self.model.max_prompt_tokens or replicas[0].max_tokens
         if limit is not None and tokens is not None and len(tokens) > limit:
             return ScalarScore(None, prompt_tokens=len(tokens), too_long=True)
-        if self.model.dialect == "sglang":
-            body, read = {"input_ids": tokens}, _read_sglang
-        else:
-            # Otherwise vLLM applies a sigmoid. (Before 0.11.1 the option was `activation`; unknown options are ignored.)
-            body, read = {"use_activation": False, "activation": False}, _read_classes
-            body |= {"messages": messages} if tokens is None else {"input": tokens}
+        body, read = self._scoring(messages, tokens)
         # Responses to the same prompt share its prefix.
         affinity = str(stable_seed(repr(messages[:-1]))) if len(replicas) > 1 else ""
         try:
@@ -300,6 +321,15 @@ class ServerClient(Backend):
         if limit is not None and tokens is None and prompt_tokens > limit:
             return ScalarScore(None, prompt_tokens=prompt_tokens, too_long=True)
         return ScalarScore(value, prompt_tokens=prompt_tokens or len(tokens or ()))
+
+    def _scoring(
+        self, messages: list[Message], tokens: list[int] | None
+    ) -> tuple[dict[str, Any], Callable[[Any], tuple[float, int]]]:
+        if self.model.dialect == "sglang":
+            return {"input_ids": tokens}, _read_sglang
+        # Otherwise vLLM applies a sigmoid. (Before 0.11.1 the option was `activation`; unknown options are ignored.)
+        raw = {"use_activation": False, "activation": False}
+        return raw | ({"messages": messages} if tokens is None else {"input": tokens}), _read_classes
 
     def _conversation_tokens(self, conversations: Sequence[list[Message]]) -> list[list[int] | Failure]:
         """Each conversation as tokens."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # it imports torch
 HARMLESS = ("name", "cache", "workers", "on_failure", "max_failure_rate")
 # Settings that change how a score is used, not the score.
 USE = (*HARMLESS, "when", "weight", "combine", "scale", "bounds", "normalise", "gate", "malformed")
-HOW_REACHED = ("url", "credential", "port", "program", "rank", "prompt_price", "answer_price")
+HOW_REACHED = ("url", "credential", "port", "program", "sleep", "rank", "prompt_price", "answer_price")
 """Settings of `model`: how it is reached and what it costs, not which one it is."""
 LIMITS_OF_ANSWERS = ("unreadable_retries", "retry_temperature")
 """The only `limits` that scores depend on: which of a judge's answers is read."""

@@ -1,4 +1,4 @@
-"""Rewards whose models share the device: which model is loaded next, for which passes over a step's groups."""
+"""Rewards whose models take turns on the device: which ones, which model is loaded next, for which passes over a step's groups."""
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
@@ -33,6 +33,16 @@ class Passes:
     @property
     def done(self) -> bool:
         return self.phase == len(self.phases)
+
+
+def deferred_clients(clients: Sequence[RewardClient]) -> list[RewardClient]:
+    """Rewards that wait for all groups, and those gated by one of them."""
+    deferred: list[RewardClient] = []
+    for client in clients:
+        gate = client.reward.gate
+        if client.reward.waits_for_all or (gate is not None and gate.reward in {one.reward.label for one in deferred}):
+            deferred.append(client)
+    return deferred
 
 
 def ready(left: Sequence[Passes]) -> list[Passes]:

@@ -1,10 +1,12 @@
 """Scores groups while others are still being sampled.
 
 Rewards live on an event loop in their own thread. `collect` pulls groups on the caller's thread, where sampling runs, and passes
-each one to all rewards as it arrives; results keep the order of the groups. Rewards whose models share the device are deferred
-until all groups are sampled; then one model after the other is loaded, used by all rewards that share it, and unloaded, so that
-at most one is on the device. Scores are combined when the whole step is scored, in the order of the groups: running means must
-not depend on which reward was fast.
+each one to all rewards as it arrives; results keep the order of the groups. Scores are combined when the whole step is scored, in
+the order of the groups: running means must not depend on which reward was fast.
+
+Two kinds of models give the device back (`RewardModel.on_device`). Servers that sleep have it while a step's groups are collected,
+until `rest`. Offloaded models have it in turn: their rewards are deferred until all groups are sampled; then one model after the
+other is loaded, used by all rewards that share it, and unloaded, so that at most one is on the device.
 
 `score` is for callers without steps: a service, whose groups arrive at any time and which lives on the same event loop.
 
@@ -23,7 +25,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from plaudit.errors import RecipeError
 from plaudit.recipe import RewardSettings
-from plaudit.reward_models.model_registry import UsageTotals, usage_by_model, use_independent_batches, use_peers
+from plaudit.reward_models.backend import Backend
+from plaudit.reward_models.model_registry import (
+    UsageTotals,
+    collecting_models,
+    usage_by_model,
+    use_independent_batches,
+    use_peers,
+)
 from plaudit.reward_models.peers import ModelPeers, open_together
 from plaudit.rewards.cache import ScoreCache
 from plaudit.rewards.client import SLICE_SAMPLES, RewardClient, subgroup
@@ -35,7 +44,8 @@ from plaudit.rewards.combine import (
     effective_value,
     effective_values,
 )
-from plaudit.rewards.device_passes import Passes, next_to_load, ready
+from plaudit.rewards.device_passes import Passes, deferred_clients, next_to_load, ready
+from plaudit.rewards.device_queue import DeviceQueue
 from plaudit.rewards.handover import Handover
 from plaudit.rewards.reward import LiveReward, Reward, build
 from plaudit.rewards.step_counts import StepCounts
@@ -85,16 +95,14 @@ class RewardRunner:
             for live in self.live:
                 live.use_seed(seed)
         self.rewards: list[Reward] = [live.settings for live in self.live]
-        self.waited_s = 0.0
-        """How long the last `collect` waited for scores after the last group was sampled."""
+        self.waited_s = self.loaded_s = 0.0
+        """How long the last `collect` waited for scores after the last group was sampled; and at first, for models to be loaded."""
         self.cache = ScoreCache(cache) if cache is not None else None
         self.clients = [RewardClient(live, self.cache, repeatable=repeatable) for live in self.live]
-        self._deferred = self._deferred_clients()
+        self._deferred = deferred_clients(self.clients)
         self._device = asyncio.Lock()
         """Held while models that share the device are loaded."""
-        self._queue: list[tuple[Group, ByLabel, asyncio.Future[None]]] = []
-        """Single groups that wait for such models."""
-        self._queue_task: asyncio.Task[None] | None = None
+        self._queue = DeviceQueue(self._device, self._score_deferred)
         self._step: StepCounts | None = None
         """Of the last `collect`."""
         self._tolerant, self._repeatable = tolerant, repeatable
@@ -171,6 +179,8 @@ class RewardRunner:
         scoring: Handover[Group, ByLabel] = Handover(self._loop, lambda group: self._score(group, step))
         deferred: Handover[list[ByLabel], None] = Handover(self._loop, lambda found: self._score_deferred_in(step, sampled, found))
         try:
+            # Before anything is sampled: an engine takes the memory that is free.
+            self.loaded_s = self._each_collecting_model(lambda model: model.load(), lambda: report(0, 0))
             for group in groups:
                 sampled.append(group)
                 step.samples += len(group.samples)
@@ -194,6 +204,15 @@ class RewardRunner:
             if isinstance(groups, Generator):
                 groups.close()  # sampling ends now, not when the traceback is released
             raise
+
+    def rest(self) -> float:
+        """The trainer is about to compute: servers that sleep meanwhile give its device back. Returns how long that took."""
+        return self._each_collecting_model(lambda model: model.unload(), self._beat)
+
+    @property
+    def rests(self) -> bool:
+        """Whether `rest` gives anything back."""
+        return bool(collecting_models(self._loop))
 
     def require_few_failures(self, step: "Sequence[Rewarded]") -> None:
         """Raise TrainingStopped if a reward has failed too often in a step that several processes have scored."""
@@ -225,7 +244,7 @@ class RewardRunner:
         stops nothing: it is in the scores. Cancelling it cancels its calls."""
         scores = await self._score(group)
         if self._deferred:
-            await self._enqueue(group, scores)
+            await self._queue.score(group, scores)
         return await self._combine_in_turns(group, scores)
 
     def require_rewards(self, prompts: Iterable[Prompt]) -> None:
@@ -282,43 +301,29 @@ class RewardRunner:
         step.check()
         return handed.results()
 
+    def _each_collecting_model(self, change: Callable[[Backend], Coroutine[Any, Any, None]], report: Callable[[], None]) -> float:
+        """Load or unload the models that are on the device while groups are collected; returns how long that took."""
+        models = collecting_models(self._loop)
+        if not models:
+            return 0.0
+        began, changing = time.monotonic(), Handover(self._loop, change)
+        for model in models:
+            changing.add(model)
+        try:
+            changing.wait(REPORT_EVERY_S, report)
+            changing.results()
+        except BaseException:
+            changing.cancel()
+            raise
+        return time.monotonic() - began
+
+    def _beat(self) -> None:
+        if self._world is not None:
+            self._world.heartbeat.beat()
+
     async def _score_deferred_in(self, step: StepCounts, groups: Sequence[Group], found: Sequence[ByLabel]) -> None:
         async with self._device:
             await self._score_deferred(list(zip(groups, found, strict=True)), step)
-
-    async def _enqueue(self, group: Group, found: ByLabel) -> None:
-        """Wait for the models that share the device. Loading is slow, so each load serves every group in the queue by then; a
-        cancelled group leaves the queue."""
-        waiting = (group, found, self._loop.create_future())
-        self._queue.append(waiting)
-        if self._queue_task is None:
-            self._queue_task = asyncio.create_task(self._drain_queue())
-        try:
-            await waiting[2]
-        finally:
-            self._queue = [one for one in self._queue if one is not waiting]
-
-    async def _drain_queue(self) -> None:
-        try:
-            while self._queue:
-                async with self._device:
-                    together, self._queue = self._queue, []
-                    await self._score_batch(together)
-        finally:
-            self._queue_task = None
-
-    async def _score_batch(self, together: "Sequence[tuple[Group, ByLabel, asyncio.Future[None]]]") -> None:
-        error: BaseException | None = None
-        try:
-            await self._score_deferred([(group, found) for group, found, _ in together])
-        except BaseException as problem:  # whatever it is, the waiting groups must get it
-            error = problem
-            if not isinstance(problem, Exception):
-                raise
-        finally:
-            for *_, future in together:
-                if not future.done():  # done already where the caller was cancelled
-                    future.set_result(None) if error is None else future.set_exception(error)
 
     async def _score(self, group: Group, step: StepCounts | None = None) -> ByLabel:
         """Scores by the rewards that need not wait for the other groups. A reward that ends the step does so at once, whatever the
@@ -390,15 +395,6 @@ class RewardRunner:
         gating = next(reward for reward in self.rewards if reward.label == gate.reward)
         values = [effective_value(gating, score) for score in known[gate.reward]]
         return [value is not None and value > gate.above for value in values]
-
-    def _deferred_clients(self) -> list[RewardClient]:
-        """Rewards that wait for all groups, and those gated by one of them."""
-        deferred: list[RewardClient] = []
-        for client in self.clients:
-            gate = client.reward.gate
-            if client.reward.waits_for_all or (gate is not None and gate.reward in {one.reward.label for one in deferred}):
-                deferred.append(client)
-        return deferred
 
     async def _combine_in_turns(self, group: Group, found: ByLabel) -> ScoredGroup:
         """A group's scores combined without normalisation: each sample's alone, so a large group is combined in slices."""

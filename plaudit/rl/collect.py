@@ -7,12 +7,13 @@ to the bit.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from plaudit.data.order import RowOrder, RowStream
 from plaudit.data.prompts import EncodedPrompt, with_unique_ids
 from plaudit.errors import RecipeError, StopRequested, TrainingStopped
+from plaudit.models.weights import release_memory
 from plaudit.objectives.registry import ESTIMATORS
 from plaudit.recipe import RLRecipe
 from plaudit.report.activity import Activity
@@ -53,16 +54,20 @@ class Seconds:
     total: float = 0.0
     scoring: float = 0.0
     """Of these: waiting for scores after the last sample."""
+    waking: float = 0.0
+    """Of these: waiting for reward models that left the device to the trainer."""
     waiting: float = 0.0
     """Of processes for the slowest one, on average."""
 
     @classmethod
     def of_step(cls, by_process: "Sequence[Seconds]") -> "Seconds":
         slowest = max(by_process, key=lambda seconds: seconds.total)
-        return cls(slowest.total, slowest.scoring, sum(slowest.total - one.total for one in by_process) / len(by_process))
+        waiting = sum(slowest.total - one.total for one in by_process) / len(by_process)
+        return cls(slowest.total, slowest.scoring, slowest.waking, waiting)
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.total + other.total, self.scoring + other.scoring, self.waiting + other.waiting)
+        both = zip(astuple(self), astuple(other), strict=True)
+        return Seconds(*(one + another for one, another in both))
 
 
 class Collector:
@@ -165,6 +170,11 @@ def validate(
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}
 
 
+def rest(rewards: RewardRunner) -> dict[str, float]:
+    """The trainer is about to compute: reward models give its device back. How long that took, as a metric."""
+    return {"time/judge_sleep_s": rewards.rest()} if rewards.rests else {}
+
+
 def _sample_and_score(
     engine: Engine, rewards: RewardRunner, prompts: Sequence[EncodedPrompt], n: int, sampling: Sampling, *, version: int,
     activity: Activity, shares: PromptShares, label: str, greedy: bool = False, training: bool = True,
@@ -178,6 +188,8 @@ def _sample_and_score(
 
     def sample_and_score() -> tuple[list[Rewarded], Seconds]:
         began = time.perf_counter()
+        if rewards.rests:
+            release_memory()  # what the trainer has cached: reward models take it now
         world.heartbeat.beat(f"{label}, sampling")
         with activity.phase(label, prompts=len(own), samples=len(own) * (n + greedy)) as phase:
 
@@ -195,7 +207,7 @@ def _sample_and_score(
             engine.on_step = on_step
             groups = sample(engine, own, n, sampling, version=version, on_sample=phase.sample_done)
             scored = rewards.score_all(groups, expected, report=report)
-        return scored, Seconds(time.perf_counter() - began, rewards.waited_s)
+        return scored, Seconds(time.perf_counter() - began, rewards.waited_s, rewards.loaded_s)
 
     parts = exchange(world, sample_and_score, f"groups of {label}")
     by_id = {one.group.prompt.id: one for scored, _ in parts for one in scored}
@@ -234,7 +246,9 @@ def _metrics(groups: Sequence[ScoredGroup], rewards: RewardRunner, seconds: Seco
     metrics = reward_metrics(groups) | world.sum_metrics(rewards.counts()) | length_metrics(groups)
     if greedy := [group.baseline.value for group in groups if group.baseline is not None and group.baseline.value is not None]:
         metrics["baseline_reward"] = sum(greedy) / len(greedy)
-    metrics |= {"time/sample_s": seconds.total - seconds.scoring, "time/score_s": seconds.scoring}
+    metrics |= {"time/sample_s": seconds.total - seconds.scoring - seconds.waking, "time/score_s": seconds.scoring}
+    if rewards.rests:
+        metrics["time/judge_wake_s"] = seconds.waking
     if world.size > 1:
         metrics["time/waiting_s"] = seconds.waiting
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from plaudit.checkpoint import Snapshot
-from plaudit.rl.collect import Collected, Collector, exchange
+from plaudit.rl.collect import Collected, Collector, exchange, rest
 from plaudit.rl.collected_files import read_collected, write_collected
 from plaudit.rl.learner import Learner
 from plaudit.rollout.engine import Engine, Weights
@@ -66,16 +66,17 @@ class Pipeline:
         collected, self._next = self._next, None
         return collected or self.collector.collect(step, self._version)
 
-    def begin_training(self, step: int) -> None:
-        """From here on, the trainer uses its device. With a lag, collecting the step after this one begins."""
+    def begin_training(self, step: int) -> dict[str, float]:
+        """From here on, the trainer uses its device. With a lag, collecting the step after this one begins. Returns metrics."""
         if self._held is None or step == self.total_steps:
             with engine_faults(type(self.engine)):
                 self.engine.rest()
-            return
+            return rest(self.collector.rewards)
         self._cut_short = self._version
         # A daemon: a process that has to end does not wait for it.
         self._thread = threading.Thread(target=self._collect, args=(step + 1,), name="collecting", daemon=True)
         self._thread.start()
+        return {}
 
     def _collect(self, step: int) -> None:
         try:

@@ -58,6 +58,9 @@ class ServerProcess:
         found = [match[0] for line in self._last_lines(1 << 17) if "WARNING" not in line and (match := ERROR.search(line))]
         return redact(found[-1].strip())[:300] if found else ""
 
+    def has_printed(self, text: str) -> bool:
+        return any(text in line for line in self._last_lines(1 << 17))
+
     def _last_lines(self, size: int) -> list[str]:
         with self.log.open("rb") as file:
             file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - size))

@@ -4,6 +4,7 @@ The doctor prints it; training uses it to decide how many layers to checkpoint, 
 """
 
 import math
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -50,7 +51,11 @@ from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rew
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
 from plaudit.world import World
 
-RESIDENT = ": weights, resident"
+RESIDENT, SERVER = ": weights, resident", ": server"
+SERVER_SHARES = {"vllm": 0.9, "sglang": 0.88}
+"""Share of a GPU's memory that a launched server takes by default."""
+ASLEEP = 1.5e9
+"""What a server that sleeps keeps of a GPU: CUDA's context and graphs."""
 Needs = dict[str, list[Need]]
 """By device type."""
 Trained = TypeVar("Trained", bound=TrainingRecipe)
@@ -97,11 +102,11 @@ def plan_devices(recipe: Recipe, lengths: Lengths = None, processes: Processes =
         needs[device.type].append(Need("torch and other libraries", PHASES, RUNTIME[device.type]))
         _policy(recipe, lengths, device, processes, needs)
     for name, reward in local_reward_models(recipe):
-        if reward.model.placement in ("resident", "offload"):
-            try:
+        with suppress(PlauditError, OSError, ValueError, AttributeError):
+            if reward.model.placement in ("resident", "offload"):
                 _place(recipe, name, reward, processes, needs)
-            except (PlauditError, OSError, ValueError, AttributeError):
-                continue
+            elif reward.model.sleep and trains_on == "cuda":
+                _place_server(name, reward, processes, needs)
     return {kind: Budget(tuple(some), processes.available(kind, trains_on)) for kind, some in needs.items() if some}
 
 
@@ -394,6 +399,24 @@ def _place(recipe: Recipe, name: str, reward: ModelReward, processes: Processes,
     if device.type == "cuda":  # one copy in memory that all processes of the host share
         copies = plan.weights * (len(model.rank) if isinstance(model.rank, tuple) else 1)
         needs["cpu"].append(Need(f"{name}: pinned copy", always, copies / processes.size))
+
+
+def _place_server(name: str, reward: ModelReward, processes: Processes, needs: Needs) -> None:
+    """A launched server that leaves the trainer's GPU while it computes."""
+    device = torch.device("cuda")
+    available = processes.available(device.type, device.type)
+    if math.isfinite(available):
+        needs[device.type].append(Need(name + SERVER, PHASES[:2], server_share(reward) * available))
+        needs[device.type].append(Need(f"{name + SERVER}, asleep", PHASES[2:], ASLEEP))
+    weights = plan_reward_model(reward.model, device, scalar=True, sequences=0, tokens=0).weights
+    needs["cpu"].append(Need(f"{name + SERVER}, weights while it sleeps", PHASES[2:], weights / processes.size))
+
+
+def server_share(reward: ModelReward) -> float:
+    """The share of a GPU's memory that its launched server takes."""
+    names = r"gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static"
+    given = re.search(rf"--(?:{names})[ =]+([\d.]+)", " ".join(reward.model.arguments))
+    return float(given[1]) if given else SERVER_SHARES[reward.model.dialect]
 
 
 def _judged_tokens(recipe: Recipe, reward: ModelReward) -> int:

@@ -25,7 +25,7 @@ from plaudit.models.scalar import TOKENS_PER_PASS
 from plaudit.recipe import ScoreRecipe, View
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.rewards.view import see
-from plaudit.train.memory_plan import plan_devices
+from plaudit.train.memory_plan import Processes, plan_devices
 from plaudit.types import Prompt
 from support.fault_server import FaultServer
 from support.models import BOS_TEMPLATE, make_classifier
@@ -654,6 +654,32 @@ def test_launched_server_is_reported_outside_the_budget(budget_of, scalar):
     budget, findings = budget_of(scalar_reward(scalar, model={"placement": "launch"}))
     assert budget == plain
     assert findings[1][1].startswith("bt: placement: launch starts a server on this machine, which is not in the table")
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 0.9),
+        ({"arguments": "--gpu-memory-utilization 0.3"}, 0.3),
+        ({"dialect": "sglang", "arguments": "--mem-fraction-static=0.4"}, 0.4),
+    ],
+)
+def test_a_server_that_sleeps_counts_while_groups_are_collected(tmp_path, scalar, tiny_model, prompts_file, settings, share):
+    def plan(**model: Any) -> tuple[dict[str, Budget], list[tuple[str, str]]]:
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", {}, run={"device": "auto"})
+        rewards = [scalar_reward(scalar, model={"placement": "launch", **settings, **model})]
+        recipe = load(write_recipe(tmp_path / "b.yaml", {**tree, "stage": "rl", "rewards": rewards})).recipe
+        budgets = plan_devices(recipe, processes=Processes(kind="cuda", memory=80e9))
+        return budgets, list(check_budgets(recipe, budgets, Processes(kind="cuda", memory=80e9)))
+
+    (awake, findings), (sleeping, sleeping_findings) = plan(), plan(sleep=True)
+    added = {phase: sleeping["cuda"].at(phase) - awake["cuda"].at(phase) for phase in ("sampling", "scoring", "training")}
+    assert added == pytest.approx({"sampling": share * 80e9, "scoring": share * 80e9, "training": 1.5e9})
+    on_host = {phase: sleeping["cpu"].at(phase) - awake["cpu"].at(phase) for phase in ("sampling", "training")}
+    assert on_host == pytest.approx({"sampling": 0, "training": 2 * count_parameters(str(scalar))})
+    assert [text.startswith("bt: placement: launch") for _, text in findings][-1]
+    assert not any(text.startswith("bt") for _, text in sleeping_findings)  # it is in the table
+    assert ("Lower the server's share" in str(sleeping_findings)) == (share == 0.9)
 
 
 def test_memory_table_is_printed(doctor, scalar, tiny_model):

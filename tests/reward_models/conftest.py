@@ -1,13 +1,16 @@
-"""Tiny reward models, and which of them are loaded when."""
+"""Tiny reward models, and which of them are loaded when; a program that serves one."""
 
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from plaudit.models.weights import RESIDENT_MODELS, OffloadableWeights
+from plaudit.reward_models import launch
 from support.models import make_classifier, make_grader
+from support.paths import TESTS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,6 +20,13 @@ def fast_gc() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch) -> Path:
+    """A copy of `launched_judge.py`, in a folder of its own. Restarts do not pause."""
+    monkeypatch.setattr(launch, "PAUSE_S", 0.01)
+    return Path(shutil.copy(TESTS / "support/launched_judge.py", tmp_path / "server.py"))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""Servers launched for a judge: waited for, restarted once, and always gone after we exit."""
+"""Servers launched for a judge: waited for, restarted, and always gone after we exit."""
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -21,56 +20,12 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
 from plaudit.reward_models.launch import LaunchedServer
-from plaudit.servers.vllm_command import find_launch_problem
+from plaudit.servers.vllm_command import VLLM
 from support.paths import TESTS
 from support.processes import gone
 from support.recipes import write_recipe
 from support.rows import write_jsonl
-from support.servers import launched
-
-# A fake server. Its arguments make it start slowly, have a child, ignore SIGTERM, or die after some calls.
-PROGRAM = """
-import http.server, json, os, signal, subprocess, sys, time
-given = sys.argv[1:]
-def has(name): return name in given
-def get(name, default): return given[given.index(name) + 1] if has(name) else default
-with open(get("--starts", os.devnull), "a") as file:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) if has("--child") else None
-    file.write(json.dumps({"pid": os.getpid(), "child": child and child.pid, "arguments": given}) + "\\n")
-if has("--stubborn"): signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("loading the weights", flush=True)
-time.sleep(float(get("--takes", 0)))
-if has("--broken"): sys.exit("ValueError: " + get("--says", "no such model"))
-calls = 0
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def log_message(self, *_): pass
-    def give(self, answer):
-        body = json.dumps(answer).encode()
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
-    def do_GET(self):
-        self.give({"data": [{"id": "judge"}]})
-    def do_POST(self):
-        global calls
-        calls += 1
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if calls > int(get("--dies-after", 10**9)):
-            print("out of memory", flush=True)
-            os._exit(7)
-        self.give({"choices": [{"message": {"content": f"{os.getpid()} " + body["messages"][-1]["content"]}}]})
-http.server.ThreadingHTTPServer(("127.0.0.1", int(get("--port", 0))), Handler).serve_forever()
-"""
-
-
-@pytest.fixture
-def program(tmp_path) -> Path:
-    path = tmp_path / "server.py"
-    path.write_text(PROGRAM)
-    return path
-
-
-def starts(program: Path) -> list[dict]:
-    return [json.loads(line) for line in (program.parent / "starts.jsonl").read_text().splitlines()]
+from support.servers import launched, starts
 
 
 def generate(server: LaunchedServer, *contents: str) -> list[Answer]:
@@ -195,18 +150,18 @@ def test_a_missing_vllm_is_reported_before_the_run(tmp_path, plaudit, monkeypatc
 )
 def test_the_python_that_should_have_vllm_is_tried(tmp_path, does, problem):
     for prefix in ("", "env A=1 "):
-        found = find_launch_problem(prefix + python_that(tmp_path, does))
+        found = VLLM.find_problem(prefix + python_that(tmp_path, does))
         assert (found is None) if problem is None else (problem in (found or ""))
 
 
 @pytest.mark.parametrize("program", ["no/such/python", "no/such/vllm", "env A=1 no/such/vllm"])
 def test_a_program_that_does_not_exist_is_reported(program):
-    assert f"there is no command {program.split()[-1]}" in (find_launch_problem(program) or "")
+    assert f"there is no command {program.split()[-1]}" in (VLLM.find_problem(program) or "")
 
 
 @pytest.mark.parametrize("program", ["sh start_judge.sh", "env PATH=/elsewhere vllm"])
 def test_a_program_of_unknown_kind_is_not_refused(program):
-    assert find_launch_problem(program) is None
+    assert VLLM.find_problem(program) is None
 
 
 def test_a_server_that_cannot_start_says_why(program):
@@ -237,17 +192,18 @@ def test_a_port_in_use_is_rejected(program):
     assert not (program.parent / "starts.jsonl").exists()
 
 
-def test_a_server_that_dies_is_restarted_once(program, capsys):
-    server = launched(program, "--dies-after 3", "--child")
+def test_a_server_that_dies_is_restarted_as_often_as_allowed(program, capsys):
+    server = launched(program, "--dies-after 3", "--child", limits=ModelLimits(backoff_s=0.01, retries=2, restarts=1))
     answers = generate(server, *"abcdefgh")
     first, second = starts(program)
     texts = [*(f"{first['pid']} {letter}" for letter in "abc"), *(f"{second['pid']} {letter}" for letter in "def"), None, None]
     assert [answer.text for answer in answers] == texts
-    assert "died (exit code 7, after printing 'out of memory'): restarting it" in " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
+    assert "died (exit code 7, after printing 'out of memory'): starting it again in 0.01 s" in output
     for answer in answers[6:]:
         assert answer.failure is not None
         assert answer.failure.cause == "server_died"
-        assert "again after a restart" in answer.failure.message
+        assert "and was started again 1 time before (limits.restarts)" in answer.failure.message
     usage = server.usage
     assert usage.calls == 8 + usage.retries
     assert {cause: count for cause, count in usage.failures.items() if count} == {"server_died": 2}

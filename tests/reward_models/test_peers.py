@@ -4,6 +4,7 @@ here, each with its own runner and event loop; their models are real but tiny, a
 import asyncio
 import pickle
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from plaudit.types import Group
 from support.fault_server import FaultServer
 from support.judges import Scripted
 from support.peers import GROUPS, ThreadWorld, in_threads, model, rewards_of, score
+from support.rewards import group
+from support.servers import events, length_judge
 
 JUDGING = {"kind": "judge", "sampling": {"max_new_tokens": 4}, "limits": {"unreadable_retries": 0}}
 TOKEN = b"t" * peer_channel.TOKEN_BYTES
@@ -205,6 +208,28 @@ def test_offloaded_weights_move_when_all_processes_have_called():
 
     in_peers(3, JUDGE, 1, Moves("fine"), work)
     assert moves == ["load", "unload"] * 2
+
+
+def test_a_server_sleeps_once_all_processes_rest(program):
+    def work(world: ThreadWorld) -> list[list[str]]:
+        seen: list[list[str]] = []
+        with RewardRunner(rewards_of(length_judge(program, sleep=True, rank=0)), world=world) as runner:
+            for _ in range(2):
+                [scored] = runner.score_all([group("four", id=str(world.rank))], 2)
+                assert [score.value for score in scored.scores["judge"]] == [4.0]
+                world.gather(None, "scores")
+                if world.rank == 1:
+                    time.sleep(0.2)  # the other one is resting by now
+                seen.append(events(program))
+                runner.rest()
+            world.gather(None, "the end")
+        return seen
+
+    late = in_threads(2, work)[1]
+    calls = ["/v1/chat/completions"] * 2
+    assert late[0] == calls
+    assert late[1] == [*calls, "/sleep?level=1", "/wake_up", *calls]
+    assert events(program) == [*late[1], "/sleep?level=1"]
 
 
 def test_a_cancelled_call_is_cancelled_at_the_owner():

@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -378,7 +379,7 @@ def test_a_server_that_dies_is_restarted_and_finally_stopped(models, scoring):
     after = scoring.descendants()
     assert scoring.process.wait(120) == 0, scoring.log.read_text()
     output = " ".join(scoring.log.read_text().split())
-    assert "restarting it" in output
+    assert "starting it again" in output
     assert KEY not in output
     lines = [json.loads(line) for line in scoring.out.read_text().splitlines()]
     assert len(lines) == 20 * len(ROWS)
@@ -403,3 +404,35 @@ def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_server_that_sleeps_takes_requests_from_us_only(models, tmp_path):
+    """On a CPU vLLM refuses to start in sleep mode; without it, it sleeps and wakes without effect. The routes are the same."""
+    arguments = (*ARGUMENTS, "--no-enable-sleep-mode")
+    model = RewardModel(path=str(models.judge), placement="launch", program=str(PYTHON), arguments=arguments, sleep=True)
+    server = LaunchedServer(model, environment=ENVIRONMENT, log=tmp_path / "server.log")
+    question = [GenerationRequest([{"role": "user", "content": "Grade.\nWhat is 3 + 3?\n5"}])]
+
+    def status(path: str, body: bytes | None = None) -> int:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", body).status
+        except urllib.error.HTTPError as refused:
+            return refused.code
+
+    async def use() -> None:
+        try:
+            await server.open()
+            [before] = await server.generate(question, SamplingParams(32))
+            assert [await asyncio.to_thread(status, path) for path in ("/health", "/v1/models", "/is_sleeping")] == [200, 401, 401]
+            assert [await asyncio.to_thread(status, path, b"{}") for path in ("/sleep?level=1", "/wake_up")] == [401, 401]
+            await server.unload()
+            assert (server._asleep, server._lost) == (True, None)
+            [after] = await server.generate(question, SamplingParams(32))
+            assert after.text == before.text is not None
+            assert server._client is not None
+            assert await server._client.responds(60.0)
+        finally:
+            await server.close()
+
+    asyncio.run(use())
+    assert "wake up the engine" in (tmp_path / "server.log").read_text()

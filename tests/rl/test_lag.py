@@ -275,6 +275,13 @@ def test_collected_groups_are_read_as_they_were_written(tmp_path):
             {"rewards": [{"kind": "scalar_model", "model": {"path": "rm", "placement": "offload"}}], "rollout": {"lag": 1}},
             "the model of reward scalar_model has placement offload",
         ),
+        (
+            {
+                "rewards": [{"kind": "judge", "model": {"path": "rm", "placement": "launch", "sleep": True}}],
+                "rollout": {"lag": 1},
+            },
+            "the model of reward judge has sleep",
+        ),
     ],
 )
 def test_what_needs_a_resting_trainer_is_refused(tmp_path, tiny_model, prompts_file, sections, message):

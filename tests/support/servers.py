@@ -1,11 +1,13 @@
 """Servers of judges: launched by plaudit, and the stand-in of the documentation."""
 
 import importlib.util
+import json
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
@@ -13,12 +15,32 @@ from plaudit.reward_models.launch import LaunchedServer
 from support.paths import REPOSITORY
 
 
+def starts(program: Path) -> list[dict]:
+    """Each start of the program."""
+    return [json.loads(line) for line in (program.parent / "starts.jsonl").read_text().splitlines()]
+
+
+def events(program: Path) -> list[str]:
+    """The paths of its requests, in order."""
+    return [json.loads(line)["path"] for line in (program.parent / "events.jsonl").read_text().splitlines()]
+
+
 def launched(program: Path, *arguments: str, limits: ModelLimits | None = None, stop_s: float = 10.0, **settings) -> LaunchedServer:
     folder = program.parent
-    given = [*arguments, f"--starts {folder / 'starts.jsonl'}"]
+    given = [*arguments, f"--starts {folder / 'starts.jsonl'}", f"--events {folder / 'events.jsonl'}"]
     model = RewardModel.model_validate({"placement": "launch", "path": "models/judge", "arguments": given, **settings})
     limits = limits or ModelLimits(backoff_s=0.01, retries=2)
     return LaunchedServer(model, program=[sys.executable, str(program)], log=folder / "server.log", limits=limits, stop_s=stop_s)
+
+
+def length_judge(program: Path, **model: Any) -> dict[str, Any]:
+    """A judge that scores what the program repeats: the length of the response."""
+    template = program.parent / "length.jinja"
+    template.write_text("[[{{ response | length }}]]")
+    arguments = [f"--{kind} {program.parent / kind}.jsonl" for kind in ("starts", "events")]
+    command = f"{sys.executable} {program}"
+    settings = {"path": "models/judge", "placement": "launch", "program": command, "arguments": arguments, **model}
+    return {"kind": "judge", "template": str(template), "parser": "regex", "pattern": r"\[\[(\d+)\]\]", "model": settings}
 
 
 @contextmanager

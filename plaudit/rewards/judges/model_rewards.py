@@ -47,11 +47,14 @@ class ModelReward(Reward):
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
-        allowed = {"launch": (), "server": ("start_timeout_s",)}
-        for name in allowed.get(self.model.placement, ModelLimits.server_only):
-            if getattr(self.limits, name) != type(self.limits).model_fields[name].default:
-                only = "launch" if name == "start_timeout_s" else "server and launch"
-                raise ValueError(f"limits.{name} belongs to placement: {only}, and model.placement is {self.model.placement}")
+        limits, placement = self.limits, self.model.placement
+        changed = {name for name in ModelLimits.server_only if getattr(limits, name) != type(limits).model_fields[name].default}
+        for name in {"launch": (), "server": ModelLimits.launch_only}.get(placement, ModelLimits.server_only):
+            if name in changed:
+                only = "launch" if name in ModelLimits.launch_only else "server and launch"
+                raise ValueError(f"limits.{name} belongs to placement: {only}, and model.placement is {placement}")
+        if "sleep_timeout_s" in changed and not self.model.sleep:
+            raise ValueError("limits.sleep_timeout_s has no effect without model.sleep")
         return self
 
     @model_validator(mode="after")
@@ -65,7 +68,7 @@ class ModelReward(Reward):
 
     @property
     def waits_for_all(self) -> bool:
-        return self.model.placement == "offload"
+        return self.model.on_device == "scoring"
 
     @property
     def models(self) -> list[str]:
@@ -107,7 +110,7 @@ class LiveModelReward(LiveReward[M]):
 
     @property
     def phases(self) -> list[Loadable | None]:
-        return [self.backend.weights if self.settings.model.placement == "offload" else None]
+        return [self.backend.weights if self.settings.model.on_device == "scoring" else None]
 
     @property
     def served_names(self) -> list[str]:

@@ -7,22 +7,16 @@ has no version, and refuses to sample until plaudit has set the version of what 
 Loaded in the server's environment, in which plaudit is not: only the standard library, torch and vLLM are imported.
 """
 
-import hmac
-import json
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from plaudit_gate import KeyGate, Receive, Scope, Send, answer
 from plaudit_weight_stream import receive, sums_by_layer
 
-TOKEN = "PLAUDIT_SERVER_TOKEN"
-"""The environment variable that has the key without which the server answers nothing but `/health`."""
 VERSION_HEADER = b"x-plaudit-version"
 SAMPLING = ("/v1/completions",)
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class PolicyWeights:
@@ -90,34 +84,21 @@ class PolicyWeights:
         return sorted({name for name, _ in model.named_parameters()} - loaded)
 
 
-class VersionGate:
+class VersionGate(KeyGate):
     """ASGI middleware: plaudit's key on every route but `/health`, and the right version on those that sample."""
 
     def __init__(self, app: Any):
-        self._app = app
-        self._token = os.environ[TOKEN]
+        super().__init__(app)
         self._version: str | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
-            await self._app(scope, receive, send)
-            return
+    async def admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not hmac.compare_digest(given, self._token.encode()):
-            await _answer(send, 401, {"error": "this server belongs to a plaudit run, and takes requests from it only"})
-        elif scope["path"] == "/plaudit/version":
+        if scope["path"] == "/plaudit/version":
             if scope["method"] == "POST":
                 self._version = headers[VERSION_HEADER].decode() or None
-            await _answer(send, 200, {"version": self._version})
+            await answer(send, 200, {"version": self._version})
         elif scope["path"] in SAMPLING and headers.get(VERSION_HEADER, b"").decode() != self._version:
             asked = headers.get(VERSION_HEADER, b"none").decode()
-            await _answer(send, 409, {"error": f"asked for version {asked} of the weights, and has {self._version or 'none yet'}"})
+            await answer(send, 409, {"error": f"asked for version {asked} of the weights, and has {self._version or 'none yet'}"})
         else:
-            await self._app(scope, receive, send)
-
-
-async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})
+            await self.app(scope, receive, send)
