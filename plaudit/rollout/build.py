@@ -4,6 +4,7 @@ import inspect
 
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.plugins import load_attribute
+from plaudit.recipe.rollout import SERVED_ENGINES
 from plaudit.rollout.engine import Engine, EngineSetup
 from plaudit.rollout.faults import engine_faults
 
@@ -23,10 +24,10 @@ def engine_class(reference: str) -> type[Engine]:
         from plaudit.rollout.native.engine import NativeEngine
 
         return NativeEngine
-    if reference == "vllm":
-        from plaudit.rollout.served.engine import VllmEngine
+    if reference in SERVED_ENGINES:
+        from plaudit.rollout.served.engine import ServedEngine
 
-        return VllmEngine
+        return ServedEngine
     try:
         found = load_attribute(reference)
     except PlauditError as error:

@@ -13,7 +13,8 @@ from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import ModelSettings, RolloutSettings
 from plaudit.rollout.build import build_engine
 from plaudit.rollout.engine import EngineSetup, Sampling, Weights
-from plaudit.rollout.served.engine import VllmEngine
+from plaudit.rollout.served.engine import ServedEngine
+from plaudit.rollout.served.vllm import Vllm
 from plaudit.world import World
 from support.engine_contract import EngineContract, Subject, requests_of, sharpen
 from support.vllm import ARGUMENTS, ENVIRONMENT, PYTHON, needs_vllm
@@ -44,10 +45,10 @@ class TestContract(EngineContract):
 
 def test_twenty_syncs_take_no_memory(subject: Subject):
     engine = subject.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
 
     def used() -> int:
-        return sum(worker["host"] for worker in engine._server.on_workers("plaudit_memory"))
+        return sum(worker["host"] for worker in Vllm(engine._server.settings).on_workers(engine._server, "plaudit_memory"))
 
     for version in range(5):
         subject.sync(version)
@@ -60,7 +61,7 @@ def test_twenty_syncs_take_no_memory(subject: Subject):
 
 def test_a_killed_server_is_started_again_and_nothing_is_sampled_twice(subject: Subject):
     engine = subject.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
     requests, sampling = requests_of((6, 20, 9), n=4), Sampling(max_new_tokens=24, temperature=0.0)
     expected = {(s.prompt_id, s.index): s.tokens.tolist() for s in engine.generate(requests, sampling)}
     samples = engine.generate(requests, sampling)

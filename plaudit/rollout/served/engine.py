@@ -14,12 +14,10 @@ same tokens, not always.
 
 import os
 import queue
-import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -29,11 +27,10 @@ import numpy as np
 from plaudit.errors import PlauditError, RecipeError, ServerGone, TrainingStopped
 from plaudit.rollout.engine import Capabilities, Engine, EngineSetup, Request, Sampling, Weights
 from plaudit.rollout.lengths import require_lengths
-from plaudit.rollout.served import vllm
-from plaudit.rollout.served.server import PolicyServer, ServerLost
+from plaudit.rollout.served.dialect import Launch, ServerLost, dialect_of
+from plaudit.rollout.served.server import PolicyServer
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.seeding import stable_seed
-from plaudit.servers.vllm_command import find_launch_problem, vllm_command
 from plaudit.types import Sample
 
 POLL_S = 0.1
@@ -49,16 +46,21 @@ class _Job:
 
     request: Request
     index: int
+    limit: int
+    """Of new tokens."""
     body: dict[str, Any]
 
 
-class VllmEngine(Engine):
+class ServedEngine(Engine):
+    """Samples with a server of the kind that `rollout.engine` names."""
+
     capabilities = Capabilities(keyed_noise=False, truncated_logprobs=False)
 
     def __init__(self, setup: EngineSetup):
         settings = setup.rollout.server
-        if problem := find_launch_problem(settings.program, "rollout.server.program"):
-            raise RecipeError(f"rollout.engine vllm: {problem}")
+        self._dialect = dialect_of(setup.rollout.engine)(settings)
+        if problem := self._dialect.command.find_problem(settings.program, "rollout.server.program"):
+            raise RecipeError(f"rollout.engine {self._dialect.name}: {problem}")
         if settings.tensor_parallel > 1 and setup.world.size > 1:
             raise RecipeError(
                 "rollout.server.tensor_parallel: with cluster.gpus each process has a server on its own GPU; set it to 1"
@@ -73,22 +75,13 @@ class VllmEngine(Engine):
         """Since it was last started again: one that cannot sample at all need not be tried again and again."""
         self._folder = Path(mkdtemp(prefix="plaudit-policy-"))
         """The model without weights: its config and tokenizer."""
-        setup.model.config.save_pretrained(self._folder)
-        setup.tokenizer.save_pretrained(self._folder)
+        self._dialect.save_model(self._folder, setup.model, setup.tokenizer)
         on_gpu = self._device.type == "cuda"
         self._sleeps = settings.sleep and on_gpu
-        command = partial(
-            vllm.arguments,
-            self._folder,
-            dtype=str(setup.model.dtype).removeprefix("torch."),
-            sleeps=self._sleeps,
-            memory_share=settings.memory_share if on_gpu else None,
-            tensor_parallel=settings.tensor_parallel,
-        )
-        words = [word for argument in settings.arguments for word in shlex.split(argument)]
+        dtype = str(setup.model.dtype).removeprefix("torch.")
         self._server = PolicyServer(
-            settings,
-            lambda port: [*vllm_command(settings.program), *command(port), *words],
+            self._dialect,
+            Launch(self._folder, dtype, on_gpu=on_gpu, sleeps=self._sleeps),
             self._gpu_environment(),
             shares_gpu=on_gpu and settings.weights == "auto" and settings.tensor_parallel == 1,
             log=setup.folder and setup.folder / f"engine_{setup.world.rank}.log",
@@ -211,7 +204,8 @@ class VllmEngine(Engine):
             problem = "again, without a sample since it was started again"
         if problem is not None:
             raise ServerGone(
-                f"rollout.engine vllm: its server is lost ({why}), {problem}. Its output: {self._server.log}. {IF_AGAIN}"
+                f"rollout.engine {self._dialect.name}: its server is lost ({why}), {problem}. Its output: {self._server.log}. "
+                f"{IF_AGAIN}"
             )
         self._has_sampled = False
         pause_until = time.monotonic() + PAUSE_S * 2**self._restarts
@@ -231,7 +225,8 @@ class VllmEngine(Engine):
         limit = request.max_new_tokens or sampling.max_new_tokens
         ends = sorted(stopping.end_tokens)
         seeds = (stable_seed("sample", sampling.seed, sampling.step, request.prompt_id, index) for index in range(request.n))
-        return [_Job(request, index, vllm.request(request.tokens, sampling, limit, seed, ends)) for index, seed in enumerate(seeds)]
+        bodies = (self._dialect.request(request.tokens, sampling, limit, seed, ends) for seed in seeds)
+        return [_Job(request, index, limit, body) for index, body in enumerate(bodies)]
 
     def _ask(self, jobs: Any, answers: "queue.SimpleQueue[tuple[_Job, Any]]") -> list[Any]:
         version = self.version
@@ -247,12 +242,11 @@ class VllmEngine(Engine):
 
     def _sample(self, job: _Job, tokens: list[int], logprobs: list[float], stopping: Stopping) -> Sample:
         """The server may see a stop string later than we do: what follows it is cut off."""
-        limit = job.body["max_tokens"]
         end = stopping.end_of(tokens)
-        if end is None and len(tokens) < limit:
+        if end is None and len(tokens) < job.limit:
             raise TrainingStopped(
-                f"rollout.engine vllm: prompt {job.request.prompt_id}, sample {job.index}: its server ended it after {len(tokens)} "
-                f"of {limit} tokens, and neither an end token nor a stop string is in it"
+                f"rollout.engine {self._dialect.name}: prompt {job.request.prompt_id}, sample {job.index}: its server ended it "
+                f"after {len(tokens)} of {job.limit} tokens, and neither an end token nor a stop string is in it"
             )
         tokens = tokens[: len(tokens) if end is None else end + 1]
         return Sample(

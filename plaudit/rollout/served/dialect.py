@@ -1,0 +1,140 @@
+"""How one kind of server is spoken to: the dialect of `rollout.engine`.
+
+`engine.py` has the contract of engines, `server.py` one server's life and its requests; what differs between vLLM and SGLang is
+here: command line, requests, answers, how weights are sent, sleep.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+from plaudit.rollout.engine import Sampling, Weights
+from plaudit.servers.server_command import ServerCommand
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from plaudit.recipe.rollout import EngineServerSettings
+
+
+class ServerLost(Exception):
+    """The server is gone, or does not answer any more; a new one may do better."""
+
+
+class BadAnswer(Exception):
+    """What the server answered cannot be used, and another one would answer the same: it ends the run."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a server is started with."""
+
+    folder: Path
+    """The model without weights: its config and tokenizer."""
+    dtype: str
+    on_gpu: bool
+    sleeps: bool
+    """It will give its GPU memory back and take it again."""
+
+
+class Server(Protocol):
+    """A running server, as a dialect sees it. Calls raise ServerLost."""
+
+    settings: "EngineServerSettings"
+    folder: Path
+    """For files that the server reads."""
+    shares_gpu: bool
+    """Its GPU is the one that we train on."""
+
+    def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+        """The answer to a POST request."""
+        ...
+
+    def begin(self, path: str, body: Any = None) -> "Future[Any]":
+        """The same, without waiting."""
+        ...
+
+    def wait(self, answer: "Future[Any]", what: str) -> Any:
+        """For what was begun."""
+        ...
+
+    @property
+    def check(self) -> Callable[[], None]:
+        """To be called several times per second while we wait; it may raise."""
+        ...
+
+
+class Dialect(ABC):
+    """One for each server. Its methods raise ServerLost and BadAnswer."""
+
+    name: ClassVar[str]
+    """As in `rollout.engine`."""
+    command: ClassVar[ServerCommand]
+    sample_path: ClassVar[str]
+    health_path: ClassVar[str] = "/health"
+
+    def __init__(self, settings: "EngineServerSettings"):
+        self.settings = settings
+
+    def save_model(self, folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+        """The model without weights, as the server reads it."""
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    @abstractmethod
+    def arguments(self, launch: Launch, port: int, token: str) -> list[str]:
+        """What follows the command. `token`: the key without which the server must answer nothing."""
+
+    @abstractmethod
+    def environment(self, token: str, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Variables that are added to those inherited."""
+
+    @abstractmethod
+    def request(
+        self, tokens: np.ndarray, sampling: Sampling, max_new_tokens: int, seed: int, end_tokens: Sequence[int]
+    ) -> dict[str, Any]:
+        """The body for one sample of a prompt."""
+
+    def request_headers(self, version: int) -> dict[str, str]:
+        """Those of a sample by this version of the weights."""
+        return {}
+
+    @abstractmethod
+    def read(self, answer: Any, version: int) -> tuple[list[int], list[float]]:
+        """The sampled tokens, with the end token, and the log-prob of each, under the temperature. Raises ServerLost if they are
+        not by this version of the weights, BadAnswer if they are missing."""
+
+    @abstractmethod
+    def load(self, server: Server, weights: Weights, version: int, *, first: bool) -> None:
+        """Give the server these weights; until they are complete, it must sample nothing that counts. `first`: since it was
+        started."""
+
+    @abstractmethod
+    def sleep(self, server: Server) -> None:
+        """Give its GPU memory back: weights too, which the next sync sends again."""
+
+    @abstractmethod
+    def wake(self, server: Server, what: str) -> None:
+        """Take GPU memory again, for `weights` or `kv_cache`."""
+
+
+def require_logprobs(tokens: Any, logprobs: Any) -> None:
+    """Raises BadAnswer unless these are tokens with a log-prob each."""
+    if not tokens or len(tokens) != len(logprobs):
+        raise BadAnswer(f"{len(tokens)} tokens with {len(logprobs)} log-probs")
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):
+        raise BadAnswer("a token that is no id")
+    if not all(isinstance(one, int | float) and np.isfinite(one) for one in logprobs):
+        raise BadAnswer("a log-prob that is no finite number")
+
+
+def dialect_of(name: str) -> type[Dialect]:
+    """That of an engine in `SERVED_ENGINES`."""
+    from plaudit.rollout.served.vllm import Vllm
+
+    return {"vllm": Vllm}[name]
