@@ -66,7 +66,7 @@ def push(size: str, model: Path, given: argparse.Namespace) -> None:
     from plaudit.models.trainable import load_policy
     from plaudit.recipe import ModelSettings, RolloutSettings
     from plaudit.rollout.engine import EngineSetup, Weights
-    from plaudit.rollout.served.engine import ServedEngine
+    from plaudit.rollout.served.engine import VllmEngine
     from plaudit.world import World
 
     settings, device = ModelSettings(path=str(model)), torch.device("cuda")
@@ -76,7 +76,7 @@ def push(size: str, model: Path, given: argparse.Namespace) -> None:
     for way in given.ways:
         server: Any = {"program": given.program, "weights": way, "arguments": ["--enforce-eager"]}
         rollout = RolloutSettings(engine="vllm", server=server)
-        engine = ServedEngine(EngineSetup(rollout, policy, template.tokenizer, World.alone(device)))
+        engine = VllmEngine(EngineSetup(rollout, policy, template.tokenizer, World.alone(device)))
         try:
             engine.sync(0, Weights(policy))
             seconds = []

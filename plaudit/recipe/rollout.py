@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from plaudit.recipe.section import BelowOne, Section, zero_or_more
 
-SERVED_ENGINES = ("vllm",)
+SERVED_ENGINES = ("vllm", "sglang")
 ENGINES = ("native", *SERVED_ENGINES)
 
 

@@ -25,9 +25,9 @@ def engine_class(reference: str) -> type[Engine]:
 
         return NativeEngine
     if reference in SERVED_ENGINES:
-        from plaudit.rollout.served.engine import ServedEngine
+        from plaudit.rollout.served.engine import SERVED
 
-        return ServedEngine
+        return SERVED[reference]
     try:
         found = load_attribute(reference)
     except PlauditError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from plaudit.rollout.engine import Sampling, Weights
+from plaudit.rollout.engine import Capabilities, Sampling, Weights
 from plaudit.servers.server_command import ServerCommand
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Launch:
     folder: Path
     """The model without weights: its config and tokenizer."""
     dtype: str
+    context: int | None
+    """The longest sequence that the model can have."""
     on_gpu: bool
     sleeps: bool
     """It will give its GPU memory back and take it again."""
@@ -53,6 +55,10 @@ class Server(Protocol):
 
     def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         """The answer to a POST request."""
+        ...
+
+    def until_done(self, path: str) -> None:
+        """The same, again and again while the server says that it cannot do it yet (HTTP 400)."""
         ...
 
     def begin(self, path: str, body: Any = None) -> "Future[Any]":
@@ -75,6 +81,7 @@ class Dialect(ABC):
     name: ClassVar[str]
     """As in `rollout.engine`."""
     command: ClassVar[ServerCommand]
+    capabilities: ClassVar[Capabilities]
     sample_path: ClassVar[str]
     health_path: ClassVar[str] = "/health"
 
@@ -131,10 +138,3 @@ def require_logprobs(tokens: Any, logprobs: Any) -> None:
         raise BadAnswer("a token that is no id")
     if not all(isinstance(one, int | float) and np.isfinite(one) for one in logprobs):
         raise BadAnswer("a log-prob that is no finite number")
-
-
-def dialect_of(name: str) -> type[Dialect]:
-    """That of an engine in `SERVED_ENGINES`."""
-    from plaudit.rollout.served.vllm import Vllm
-
-    return {"vllm": Vllm}[name]

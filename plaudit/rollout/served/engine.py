@@ -20,15 +20,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from plaudit.errors import PlauditError, RecipeError, ServerGone, TrainingStopped
-from plaudit.rollout.engine import Capabilities, Engine, EngineSetup, Request, Sampling, Weights
+from plaudit.rollout.engine import Engine, EngineSetup, Request, Sampling, Weights
 from plaudit.rollout.lengths import require_lengths
-from plaudit.rollout.served.dialect import Launch, ServerLost, dialect_of
+from plaudit.rollout.served.dialect import Dialect, Launch, ServerLost
 from plaudit.rollout.served.server import PolicyServer
+from plaudit.rollout.served.sglang import Sglang
+from plaudit.rollout.served.vllm import Vllm
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.seeding import stable_seed
 from plaudit.types import Sample
@@ -52,13 +54,13 @@ class _Job:
 
 
 class ServedEngine(Engine):
-    """Samples with a server of the kind that `rollout.engine` names."""
+    """Samples with a server that speaks a dialect."""
 
-    capabilities = Capabilities(keyed_noise=False, truncated_logprobs=False)
+    dialect: ClassVar[type[Dialect]]
 
     def __init__(self, setup: EngineSetup):
         settings = setup.rollout.server
-        self._dialect = dialect_of(setup.rollout.engine)(settings)
+        self._dialect = self.dialect(settings)
         if problem := self._dialect.command.find_problem(settings.program, "rollout.server.program"):
             raise RecipeError(f"rollout.engine {self._dialect.name}: {problem}")
         if settings.tensor_parallel > 1 and setup.world.size > 1:
@@ -78,10 +80,10 @@ class ServedEngine(Engine):
         self._dialect.save_model(self._folder, setup.model, setup.tokenizer)
         on_gpu = self._device.type == "cuda"
         self._sleeps = settings.sleep and on_gpu
-        dtype = str(setup.model.dtype).removeprefix("torch.")
+        dtype, context = str(setup.model.dtype).removeprefix("torch."), getattr(setup.model.config, "max_position_embeddings", None)
         self._server = PolicyServer(
             self._dialect,
-            Launch(self._folder, dtype, on_gpu=on_gpu, sleeps=self._sleeps),
+            Launch(self._folder, dtype, context, on_gpu=on_gpu, sleeps=self._sleeps),
             self._gpu_environment(),
             shares_gpu=on_gpu and settings.weights == "auto" and settings.tensor_parallel == 1,
             log=setup.folder and setup.folder / f"engine_{setup.world.rank}.log",
@@ -259,3 +261,14 @@ class ServedEngine(Engine):
             untempered_logprobs=None,
             version=self.version,
         )
+
+
+class VllmEngine(ServedEngine):
+    dialect, capabilities = Vllm, Vllm.capabilities
+
+
+class SglangEngine(ServedEngine):
+    dialect, capabilities = Sglang, Sglang.capabilities
+
+
+SERVED: dict[str, type[ServedEngine]] = {kind.dialect.name: kind for kind in (VllmEngine, SglangEngine)}

@@ -25,6 +25,10 @@ from plaudit.servers.process import HOST, ServerProcess, Startup, free_port
 POLL_S = 0.2
 
 
+class Refused(TrainingStopped):
+    """The server answered that it will not do what it was called for."""
+
+
 class PolicyServer:
     """One server, for one process that trains."""
 
@@ -136,16 +140,28 @@ class PolicyServer:
                 if response.status == 200:
                     return json.loads(text) if response.content_type == "application/json" else text
         except json.JSONDecodeError:
-            raise self._stop(f"its answer at {path} is no JSON: {text[:200]!r}") from None
+            raise TrainingStopped(self._message(f"its answer at {path} is no JSON: {text[:200]!r}")) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(str(error) or type(error).__name__) from error
         if response.status >= 500:
             raise ServerLost(f"HTTP {response.status} at {path}: {text[:500]}")
-        raise self._stop(f"HTTP {response.status} at {path}: {text[:500]}")
+        raise Refused(self._message(f"HTTP {response.status} at {path}: {text[:500]}"))
 
     def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         """The answer, for a caller that has no event loop. Raises ServerLost, also if there is none within the time limit."""
         return self.wait(self._http.submit(self._post(path, body, headers)), path)
+
+    def until_done(self, path: str) -> None:
+        """The same, again and again while the server says that it cannot do it yet (HTTP 400)."""
+        deadline = time.monotonic() + self.settings.call_timeout_s
+        while True:
+            try:
+                self.call(path)
+                return
+            except Refused:
+                if time.monotonic() > deadline:
+                    raise ServerLost(f"not done within rollout.server.call_timeout_s: {path}") from None
+            time.sleep(POLL_S)
 
     def begin(self, path: str, body: Any = None) -> "Future[Any]":
         """The same, without waiting."""
@@ -185,7 +201,7 @@ class PolicyServer:
         try:
             yield
         except BadAnswer as error:
-            raise self._stop(str(error)) from error
+            raise TrainingStopped(self._message(str(error))) from error
 
-    def _stop(self, why: str) -> TrainingStopped:
-        return TrainingStopped(f"rollout.engine {self._dialect.name}: {why}. Its output: {self.log}")
+    def _message(self, why: str) -> str:
+        return f"rollout.engine {self._dialect.name}: {why}. Its output: {self.log}"

@@ -5,7 +5,6 @@ plaudit, only that folder on its path.
 """
 
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.rollout.engine import Sampling, Weights
+from plaudit.rollout.engine import Capabilities, Sampling, Weights
 from plaudit.rollout.served.dialect import BadAnswer, Dialect, Launch, Server, ServerLost, require_logprobs
+from plaudit.rollout.served.weight_files import weight_files
 from plaudit.rollout.served.worker.plaudit_weight_stream import TOKEN_BYTES, Named, Sums, WeightSender, add_sums
 from plaudit.servers.process import HOST
 from plaudit.servers.vllm_command import VLLM
@@ -33,6 +33,7 @@ SUMS_AGREE = 1e-5
 class Vllm(Dialect):
     name = "vllm"
     command = VLLM
+    capabilities = Capabilities(keyed_noise=False, truncated_logprobs=False)
     sample_path = "/v1/completions"
 
     # Start -------------------------------------------------------------------------------------------------------------
@@ -135,17 +136,9 @@ class Vllm(Dialect):
             sender.close()
 
     def _send_files(self, server: Server, weights: Iterator[Named]) -> None:
-        from safetensors.torch import save_file
-
         folder = server.folder / "weights"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        count = size = 0
-        for count, (name, tensor) in enumerate(weights, 1):
-            size += tensor.nbytes
-            save_file({name: tensor.detach().cpu().contiguous()}, folder / f"{count:06d}.safetensors")
-        _require_all(self.on_workers(server, "plaudit_load_files", str(folder)), count, size)
-        shutil.rmtree(folder)
+        with weight_files(folder, weights) as (count, size):
+            _require_all(self.on_workers(server, "plaudit_load_files", str(folder)), count, size)
 
     def _compare_sums(self, server: Server, ours: Mapping[str, Sequence[float]]) -> None:
         """The sums of each layer's weights are the trainer's, so they were loaded where they belong, and completely. Layers that
