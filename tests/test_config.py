@@ -589,7 +589,7 @@ def test_old_names_suggest_the_new_ones(error_for, old, new):
 def test_the_engine_is_native_or_a_class_in_a_file(read, error_for):
     assert read(RL, "rollout.engine=engines/mine.py:Mine").recipe.rollout.engine == "engines/mine.py:Mine"
     for wrong in ("vlm", "mine.py", ".py:Mine", ":Mine", "mine:Mine"):
-        assert "rollout.engine: should be native, vllm, or your own engine as file.py:Class" in error_for(
+        assert "rollout.engine: should be native, vllm, sglang, or your own engine as file.py:Class" in error_for(
             RL, f"rollout.engine={wrong}"
         )
 

@@ -16,8 +16,8 @@ class EngineServerSettings(Section):
     """The server that samples, for an engine that is one."""
 
     program: str | None = None
-    """If vLLM is installed elsewhere, as it should be: its `vllm` command, or the Python that has it (`.venv-vllm/bin/python`).
-    Default: the Python that runs plaudit."""
+    """If vLLM or SGLang is installed elsewhere, as it should be: its command (`vllm`, `sglang`), or the Python that has it
+    (`.venv-vllm/bin/python`). Default: the Python that runs plaudit."""
     arguments: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """Further arguments of the server, as on its command line."""
     tensor_parallel: PositiveInt = 1
@@ -27,8 +27,8 @@ class EngineServerSettings(Section):
     sleep: bool = True
     """On a GPU: the server gives its memory back while the trainer computes."""
     weights: Literal["auto", "stream", "files"] = "auto"
-    """How new weights reach it. auto: through memory of the GPU that both use, else stream. stream: through a connection. files:
-    through a folder; slow, and works wherever the server sees it."""
+    """How new weights reach it. auto: through memory of the GPU that both use, else stream; SGLang: files. stream: through a
+    connection. files: through a folder; slow, and works wherever the server sees it."""
     restarts: NonNegativeInt = 3
     """How often it may be started again in a run, after it died or fell silent."""
     start_timeout_s: PositiveFloat = 900.0
@@ -41,10 +41,10 @@ class EngineServerSettings(Section):
 
 class RolloutSettings(Section):
     engine: str = "native"
-    """The engine that samples. native: plaudit's own, on the trainer's weights. vllm: a vLLM server, started for it, that gets new
-    weights after every step. Or a class of yours, path/to/file.py:Class."""
+    """The engine that samples. native: plaudit's own, on the trainer's weights. vllm, sglang: a vLLM or SGLang server, started for
+    it, that gets new weights after every step. Or a class of yours, path/to/file.py:Class."""
     server: EngineServerSettings = EngineServerSettings()
-    """engine: vllm. Its server."""
+    """engine: vllm or sglang. Its server."""
     lag: Literal[0, 1] = 0
     """1: the next step is sampled and scored while this one is trained, so with weights that are one step older. It saves time
     if the engine has another GPU than the trainer (docs/engine.md)."""

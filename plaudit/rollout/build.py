@@ -19,7 +19,7 @@ def build_engine(setup: EngineSetup) -> Engine:
 
 
 def engine_class(reference: str) -> type[Engine]:
-    """`native`, `vllm`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
+    """`native`, `vllm`, `sglang`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
     if reference == "native":
         from plaudit.rollout.native.engine import NativeEngine
 

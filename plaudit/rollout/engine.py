@@ -3,7 +3,7 @@
 Everything random is keyed by (seed, step, prompt id, sample index, token position): the same key draws the same noise, whatever
 else is in the batch and however often a run was resumed. An engine that cannot do this says so (`Capabilities`).
 
-A recipe names its engine as `rollout.engine`: `native`, `vllm`, or a class of yours as `file.py:Class` (docs/engine.md).
+A recipe names its engine as `rollout.engine`: `native`, `vllm`, `sglang`, or a class of yours as `file.py:Class` (docs/engine.md).
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,5 @@
 """SGLang as the engine, with a stand-in for its server: the contract of engines, new weights, faults, sleep."""
 
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,17 +14,16 @@ from plaudit.errors import RecipeError, TrainingStopped
 from plaudit.models.trainable import load_policy
 from plaudit.recipe import ModelSettings, RolloutSettings
 from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup, Sampling, Weights
+from plaudit.rollout.engine import EngineSetup, Request, Sampling, Weights
 from plaudit.rollout.served import engine as served
 from plaudit.rollout.served.engine import ServedEngine, SglangEngine
 from plaudit.rollout.served.sglang import Sglang
 from plaudit.types import Sample
 from plaudit.world import World
-from support.engine_contract import EngineContract, Subject, changed_weights, requests_of, sharpen
-from support.paths import TESTS
+from support.engine_contract import EngineContract, Subject, changed_weights, prompt_of, requests_of, sharpen
+from support.sglang import stand_in, stand_ins
 
-pytestmark = pytest.mark.slow
-STAND_IN = TESTS / "support" / "sglang_server.py"
+SILENCE_S = 5.0
 REQUESTS, GREEDY = requests_of((6, 20, 9), n=4), Sampling(max_new_tokens=24, temperature=0.0)
 
 
@@ -39,8 +37,7 @@ def subject(tiny_model, fault) -> Iterator[Subject]:
     tokenizer = load_tokenizer(str(tiny_model))
     settings = ModelSettings(path=str(tiny_model), dtype="float32")
     model = sharpen(load_policy(settings, load_template(tokenizer, None), torch.device("cpu")).model)
-    arguments = ["--enable-deterministic-inference", "--enable-memory-saver", f"--fault-file {fault}"]
-    server = {"program": f"{sys.executable} {STAND_IN}", "arguments": arguments, "restarts": 100, "silence_s": 5.0}
+    server = stand_in("--enable-memory-saver", f"--fault-file {fault}", restarts=100, silence_s=SILENCE_S)
     setup = EngineSetup(RolloutSettings(engine="sglang", server=server), model, tokenizer, World.alone())  # pyright: ignore
     with pytest.MonkeyPatch.context() as patch, closing(build_engine(setup)) as engine:
         patch.setattr(served, "PAUSE_S", 0.0)
@@ -58,10 +55,11 @@ def engine_of(subject: Subject) -> ServedEngine:
 
 
 def server_process() -> psutil.Process:
-    [found] = [process for process in psutil.Process().children(recursive=True) if str(STAND_IN) in process.cmdline()]
+    [found] = stand_ins()
     return found
 
 
+@pytest.mark.slow
 class TestContract(EngineContract):
     pass
 
@@ -72,15 +70,19 @@ def test_the_key_is_not_on_the_command_line(subject: Subject):
 
 
 def test_a_killed_server_is_started_again_and_nothing_is_sampled_twice(subject: Subject):
-    expected = tokens_of(subject)
-    samples = subject.engine.generate(REQUESTS, GREEDY)
-    first = next(samples)
-    server_process().kill()
-    rest = list(samples)
-    assert len(rest) == len(expected) - 1
-    assert {(s.prompt_id, s.index): s.tokens.tolist() for s in [first, *rest]} == expected
+    requests = [Request("short", prompt_of(5), max_new_tokens=1), *requests_of((6, 20, 9), n=4)]
+    sampling = Sampling(max_new_tokens=60, temperature=0.0)
+    expected = {(s.prompt_id, s.index): s.tokens.tolist() for s in subject.engine.generate(requests, sampling)}
+    samples = subject.engine.generate(requests, sampling)
+    got, killed = [next(samples)], server_process()
+    killed.kill()
+    got += samples
+    assert server_process().pid != killed.pid, "or all samples were there before"
+    assert len(got) == len(expected)
+    assert {(s.prompt_id, s.index): s.tokens.tolist() for s in got} == expected
 
 
+@pytest.mark.slow
 def test_a_killed_server_gets_the_weights_of_the_last_sync(subject: Subject):
     before = tokens_of(subject)
     with changed_weights(subject), torch.no_grad():
@@ -94,33 +96,31 @@ def test_a_killed_server_gets_the_weights_of_the_last_sync(subject: Subject):
     assert tokens_of(subject) == before
 
 
-def test_samples_by_other_weights_are_refused(subject: Subject, fault: Path, capfd):
+def test_samples_by_other_weights_are_refused(subject: Subject, capfd):
     """The server says which weights it sampled with; it is started again, and gets the right ones."""
-    expected = tokens_of(subject)
-    samples = subject.engine.generate(REQUESTS, GREEDY)
-    got = [next(samples)]
-    server = server_process()
-    dialect = engine_of(subject)._dialect
+    expected, server, dialect = tokens_of(subject), server_process(), engine_of(subject)._dialect
     assert isinstance(dialect, Sglang)
-    dialect._label = "another"  # as if a sync had failed to reach the server
-    got += samples
-    assert {(s.prompt_id, s.index): s.tokens.tolist() for s in got} == expected
+    dialect._label = "another"  # as if the last sync had not reached the server
+    assert tokens_of(subject) == expected
     assert "it sampled with weights 'plaudit-" in capfd.readouterr().err
     assert server_process().pid != server.pid
+
+
+SILENT = rf"its server is lost \(no sample for {SILENCE_S:g} s \(rollout.server.silence_s\)\), again, without a sample"
+LOST = "its server is lost .*, again, without a sample since it was started again"
+STALE = r"its server is lost \(it sampled with weights 'of another run' instead of 'plaudit-.*'\), again"
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("garbage", r"no tokens with log-probs and weight_version in its answer .*: SGLang 0.5.3 or later is needed"),
+        ("garbage", r"no tokens with log-probs and weight_version in its answer .*: SGLang 0\.5\.3 or later is needed"),
         ("no json", "its answer at /generate is no JSON"),
         ("error", "HTTP 400 at /generate: .*out of luck"),
-        (
-            "stale",
-            r"its server is lost \(it sampled with weights 'of another run' instead of 'plaudit-.*'\), again, without a sample",
-        ),
-        ("die", "its server is lost .* again, without a sample since it was started again"),
-        ("hang", "its server is lost .no sample for 5 s .rollout.server.silence_s.*, again, without a sample"),
+        ("not finite", "its logits are not finite"),
+        pytest.param("stale", STALE, marks=pytest.mark.slow),
+        pytest.param("die", LOST, marks=pytest.mark.slow),
+        pytest.param("hang", SILENT, marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_misbehaves_ends_the_run_with_one_clear_error(subject: Subject, fault: Path, what: str, message: str):
@@ -130,8 +130,8 @@ def test_a_server_that_misbehaves_ends_the_run_with_one_clear_error(subject: Sub
             tokens_of(subject)
     finally:
         fault.unlink()
-    engine_of(subject)._has_sampled = True
-    subject.sync(subject.engine.version)
+        engine_of(subject)._has_sampled = True  # so that other tests can use the engine
+        subject.sync(subject.engine.version)
     assert len(tokens_of(subject)) == 12
 
 
@@ -154,7 +154,6 @@ def test_a_server_that_slept_has_the_next_weights(subject: Subject):
 
 
 def test_weights_as_a_stream_are_refused(subject: Subject):
-    server = {"program": f"{sys.executable} {STAND_IN}", "weights": "stream"}
-    rollout = RolloutSettings(engine="sglang", server=server)  # pyright: ignore
+    rollout = RolloutSettings(engine="sglang", server=stand_in(weights="stream"))  # pyright: ignore
     with pytest.raises(RecipeError, match=r"rollout\.server\.weights: SGLang takes them as files"):
         SglangEngine(EngineSetup(rollout, subject.model, subject.tokenizer, World.alone()))

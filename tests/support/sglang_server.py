@@ -1,4 +1,4 @@
-"""A stand-in for an SGLang server: SGLang's routes and rules, around the policy's own model in transformers.
+"""A stand-in for an SGLang server: SGLang's routes and rules, around a small Llama that computes in numpy and starts at once.
 
     python sglang_server.py --model-path FOLDER --port 30000 --config FILE … --fault-file FILE
 
@@ -8,21 +8,84 @@ process too. The word in the fault file, if there is one, says how it misbehaves
 
 import argparse
 import asyncio
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import yaml
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 DEFAULT_VERSION = "default"
 EVERYTHING = 1 << 30
+
+
+class Llama:
+    """The model of a config.json, in fp32. Weights are random until some are loaded."""
+
+    def __init__(self, config: dict[str, Any]):
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        self.layers, self.heads, self.kv_heads = (
+            config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
+        )
+        self.size, self.eps = config["head_dim"], config["rms_norm_eps"]
+        self.frequencies = config["rope_parameters"]["rope_theta"] ** (-np.arange(0, self.size, 2) / self.size)
+        hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+        queries, keys = self.heads * self.size, self.kv_heads * self.size
+        shapes = {"model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,), "lm_head": (vocabulary, hidden)}
+        for i in range(self.layers):
+            shapes |= {
+                f"model.layers.{i}.self_attn.{name}_proj": (out, hidden)
+                for name, out in zip("qkv", (queries, keys, keys), strict=True)
+            }
+            shapes |= {f"model.layers.{i}.self_attn.o_proj": (hidden, queries), f"model.layers.{i}.mlp.down_proj": (hidden, inner)}
+            shapes |= {f"model.layers.{i}.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+            shapes |= {f"model.layers.{i}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+        random = np.random.default_rng()
+        self.weights = {f"{name}.weight": random.normal(0, 0.02, shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def new_cache(self) -> list[np.ndarray]:
+        """Keys and values of each layer: [2, kv heads, tokens, size]."""
+        return [np.zeros((2, self.kv_heads, 0, self.size), dtype=np.float32) for _ in range(self.layers)]
+
+    def logits(self, tokens: list[int], cache: list[np.ndarray]) -> np.ndarray:
+        """Of the token that follows; the cache grows."""
+        w = self.weights
+        x = w["model.embed_tokens.weight"][tokens]
+        before = cache[0].shape[2]
+        angles = (before + np.arange(len(tokens)))[:, None] * self.frequencies
+        cos, sin = (np.concatenate([part, part], 1).astype(np.float32) for part in (np.cos(angles), np.sin(angles)))
+        unseen = np.arange(before + len(tokens)) > before + np.arange(len(tokens))[:, None]
+        for i in range(self.layers):
+            at = f"model.layers.{i}."
+            h = self.norm(x, at + "input_layernorm")
+            q, k, v = (
+                (h @ w[f"{at}self_attn.{name}_proj.weight"].T).reshape(len(tokens), -1, self.size).swapaxes(0, 1) for name in "qkv"
+            )
+            q, k = (a * cos + np.concatenate([-a[..., self.size // 2 :], a[..., : self.size // 2]], -1) * sin for a in (q, k))
+            cache[i] = np.concatenate([cache[i], np.stack([k, v])], 2)
+            keys, values = np.repeat(cache[i], self.heads // self.kv_heads, 1)
+            scores = np.where(unseen, -np.inf, q @ keys.swapaxes(1, 2) / self.size**0.5)
+            attended = np.exp(log_softmax(scores)) @ values
+            x = x + attended.swapaxes(0, 1).reshape(len(tokens), -1) @ w[at + "self_attn.o_proj.weight"].T
+            h = self.norm(x, at + "post_attention_layernorm")
+            gate, up = (h @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[at + "mlp.down_proj.weight"].T
+        return self.norm(x[-1:], "model.norm")[0] @ w["lm_head.weight"].T
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.eps) * self.weights[f"{name}.weight"]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 class Strict(BaseModel):
@@ -70,14 +133,17 @@ def end_ids(value: int | list[int] | None) -> set[int]:
 class Server:
     def __init__(self, given: argparse.Namespace):
         self.given, self.context = given, given.context_length
-        config = AutoConfig.from_pretrained(given.model_path)
-        derived = config.max_position_embeddings
+        folder = Path(given.model_path)
+        config, generation, names = (
+            json.loads((folder / f"{name}.json").read_text()) for name in ("config", "generation_config", "tokenizer_config")
+        )
+        derived = config["max_position_embeddings"]
         if self.context > derived and os.environ.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") != "1":
             raise SystemExit(f"ValueError: context_length ({self.context}) is greater than the derived one ({derived})")
-        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, given.dtype)).eval()  # random: load format dummy
-        self.tokenizer = AutoTokenizer.from_pretrained(given.model_path)
-        generation = yaml.safe_load((Path(given.model_path) / "generation_config.json").read_text())
-        self.ends = end_ids(config.eos_token_id) | end_ids(generation.get("eos_token_id")) | {self.tokenizer.eos_token_id}
+        assert given.dtype == "float32"
+        self.model, self.tokenizer = Llama(config), Tokenizer.from_file(str(folder / "tokenizer.json"))
+        own_end = self.tokenizer.token_to_id(names["eos_token"])
+        self.ends = end_ids(config["eos_token_id"]) | end_ids(generation["eos_token_id"]) | end_ids(own_end)
         self.key = yaml.safe_load(Path(given.config).read_text())["api-key"]
         self.version = DEFAULT_VERSION
         self.load_format = given.load_format
@@ -94,7 +160,6 @@ class Server:
         finally:
             self.running -= 1
 
-    @torch.no_grad()
     async def generate(self, request: web.Request) -> web.Response:
         asked = Generate.model_validate(await request.json())
         match self.given.fault_file and self.given.fault_file.exists() and self.given.fault_file.read_text():
@@ -108,6 +173,10 @@ class Server:
                 return web.Response(text="{", content_type="application/json")
             case "error":
                 raise ValueError("out of luck")
+            case "not finite":
+                reason = {"type": "stop", "matched": "NaN happened"}
+                info = {"finish_reason": reason, "weight_version": self.version, "output_token_logprobs": [[-1.0, 2, None]]}
+                return web.json_response({"text": "", "output_ids": [2], "meta_info": info})
             case "stale":
                 self.version = "of another run"
         how, prompt = asked.sampling_params, asked.input_ids
@@ -127,48 +196,50 @@ class Server:
         }
         if asked.return_logprob:
             info["output_token_logprobs"] = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
-        return web.json_response({"text": self.tokenizer.decode(tokens), "output_ids": tokens, "meta_info": info})
+        return web.json_response({"text": self.decode(tokens), "output_ids": tokens, "meta_info": info})
 
     async def sample(self, prompt: list[int], how: SamplingParams) -> tuple[list[int], list[float], dict[str, Any]]:
         began = self.abort_round
         limit = min(how.max_new_tokens, (self.context - 1) - len(prompt) - 1)
         top_k, temperature = (1, 1.0) if how.temperature < 1e-6 else (how.top_k, how.temperature)
         stops = [how.stop] if isinstance(how.stop, str) else how.stop or []
-        reach = max((len(self.tokenizer.encode(stop, add_special_tokens=False)) for stop in stops), default=0) + 1
+        reach = max((len(self.tokenizer.encode(stop, add_special_tokens=False).ids) for stop in stops), default=0) + 1
         tokens: list[int] = []
         logprobs: list[float] = []
-        cache, new = None, prompt
+        cache, new = self.model.new_cache(), prompt
         while True:
             await asyncio.sleep(0)  # others' turn
             if self.abort_round != began:
                 return tokens, logprobs, {"type": "abort", "message": "Aborted"}
-            out = self.model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True)
-            cache, logits = out.past_key_values, out.logits[0, -1].float()
-            tempered = (logits / temperature).log_softmax(-1)
+            logits = self.model.logits(new, cache)
+            tempered = log_softmax(logits / temperature)
             original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "0").lower() in ("1", "true")
-            token = self.draw(tempered.exp(), top_k, how, len(prompt) + len(tokens))
+            token = self.draw(np.exp(tempered), top_k, how, len(prompt) + len(tokens))
             tokens.append(token)
-            logprobs.append(float((logits.log_softmax(-1) if original else tempered)[token]))
+            logprobs.append(float((log_softmax(logits) if original else tempered)[token]))
             new = [token]
             if len(tokens) >= limit:
                 return tokens, logprobs, {"type": "length", "length": limit}
             if not how.ignore_eos and token in self.ends | set(how.stop_token_ids or ()):
                 return tokens, logprobs, {"type": "stop", "matched": token}
-            tail = self.tokenizer.decode(tokens[-reach:])
+            tail = self.decode(tokens[-reach:])
             for stop in (stop for stop in stops if stop in tail):
                 return tokens, logprobs, {"type": "stop", "matched": stop}
 
-    def draw(self, probs: torch.Tensor, top_k: int, how: SamplingParams, position: int) -> int:
-        sorted_probs, order = probs.sort(descending=True)
-        left = sorted_probs.clone()
+    def draw(self, probs: np.ndarray, top_k: int, how: SamplingParams, position: int) -> int:
+        order = np.argsort(-probs, kind="stable")
+        ranked = probs[order]
+        left = ranked.copy()
         left[top_k if top_k > 0 else EVERYTHING :] = 0
-        left[sorted_probs.cumsum(0) - sorted_probs > how.top_p] = 0
-        left[sorted_probs < how.min_p * sorted_probs[0]] = 0
-        generator = None
+        left[ranked.cumsum() - ranked > how.top_p] = 0
+        left[ranked < how.min_p * ranked[0]] = 0
+        seed = None
         if self.given.enable_deterministic_inference:
-            seed = 42 if how.sampling_seed is None else how.sampling_seed
-            generator = torch.Generator().manual_seed(hash((seed, position)) % 2**63)
-        return int(order[left.multinomial(1, generator=generator)])
+            seed = (42 if how.sampling_seed is None else how.sampling_seed, position)
+        return int(order[np.random.default_rng(seed).choice(len(left), p=left / left.sum(dtype=np.float64))])
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     # Control
 
@@ -183,8 +254,8 @@ class Server:
         if load_format == "dummy" or not files or "weights" in self.released:
             content = {"success": False, "message": "Failed to get model loader or weights.", "num_paused_requests": 0}
             return web.json_response(content, status=400)
-        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self.model.load_state_dict(weights, strict=False)
+        for name, weight in (item for file in files for item in load_file(file).items()):
+            self.model.weights[name][:] = weight
         self.load_format = load_format
         if asked.weight_version is not None:
             self.version = asked.weight_version
@@ -205,8 +276,8 @@ class Server:
             os._exit(1)
         self.released |= set(tags)
         if "weights" in tags:
-            for parameter in self.model.parameters():
-                parameter.data.fill_(float("nan"))
+            for weight in self.model.weights.values():
+                weight.fill(np.nan)
         return web.json_response(None)
 
     async def resume(self, request: web.Request) -> web.Response:
@@ -241,7 +312,6 @@ def main() -> None:
         parser.add_argument(name, action="store_true")
     parser.add_argument("--fault-file", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
     server = Server(given)
     app = web.Application(middlewares=[server.check], client_max_size=1 << 30)
     app.add_routes([
