@@ -151,7 +151,8 @@ class AlgorithmSettings(Section):
                 users = ", ".join(other.name for other in POLICY_LOSSES.values() if name in other.settings)
                 ineffective[name] = f"it applies to loss {users}, not {self.loss}"
         if not loss.uses_ratio and self.kl_reward is None and self.importance in (None, "auto"):
-            ineffective["old_logprobs"] = f"loss {self.loss} has no ratio"
+            # With a server as the engine, `sampler` would only make every importance weight 1, which has a setting of its own.
+            ineffective["old_logprobs"] = f"loss {self.loss} has no ratio; to train without importance weights, set importance=null"
         if not self.needs_reference:
             ineffective["kl_estimator"] = "no KL is computed; set kl_coefficient or kl_reward"
         if not self.compares_groups:
