@@ -22,7 +22,7 @@ from plaudit.prepare.sorting import make_sorting
 from plaudit.prepare.tiny_model import make_tiny_model
 
 VLLM_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-ARGUMENTS = ["--enforce-eager", "--dtype float32", "--distributed-executor-backend uni", "--no-enable-chunked-prefill"]
+ARGUMENTS = ["--enforce-eager", "--dtype float32", "--distributed-executor-backend uni"]
 COLUMNS = ("engine", "seed", "before", "after", "mean of all validations", "mismatch", "s a step", "s of the whole run")
 
 

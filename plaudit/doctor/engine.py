@@ -8,14 +8,15 @@ import torch
 from plaudit.doctor.findings import Finding
 from plaudit.recipe import RLRecipe
 from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
-from plaudit.rl.collect import check_capabilities
+from plaudit.rl.collect import check_capabilities, require_lag_possible
 from plaudit.rollout.build import engine_class
-from plaudit.rollout.served.dialect import dialect_of
+from plaudit.rollout.served.engine import SERVED
 from plaudit.train.memory_plan import Processes
 
 
 def check_engine(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:
     engine = recipe.rollout.engine
+    require_lag_possible(recipe, processes.device(recipe.run.device))
     for warning in check_capabilities(engine_class(engine).capabilities, recipe):
         yield "!", warning
     if engine in SERVED_ENGINES:
@@ -29,7 +30,7 @@ def _server(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:
     if settings.url:
         yield from _running(settings)
         return
-    command = dialect_of(recipe.rollout.engine).command
+    command = SERVED[recipe.rollout.engine].dialect.command
     if problem := command.find_problem(settings.program, "rollout.server.program"):
         yield "✗", problem
     else:
@@ -38,10 +39,8 @@ def _server(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:
     if settings.gpus:
         yield from _own_gpus(settings, processes)
     elif settings.tensor_parallel > 1 and processes.size > 1:
-        yield "✗", (
-            f"rollout.server.tensor_parallel is {settings.tensor_parallel}, but each of {processes.size} processes has one GPU to "
-            "share: set rollout.server.gpus to GPUs that are the servers' alone"
-        )
+        problem = f"rollout.server.tensor_parallel is {settings.tensor_parallel}, and each of {processes.size} processes has a GPU"
+        yield "✗", f"{problem}: set rollout.server.gpus to GPUs that are the servers' alone"
 
 
 def _running(settings: EngineServerSettings) -> Iterator[Finding]:
@@ -56,9 +55,10 @@ def _running(settings: EngineServerSettings) -> Iterator[Finding]:
 def _own_gpus(settings: EngineServerSettings, processes: Processes) -> Iterator[Finding]:
     servers = len(settings.gpus) // settings.tensor_parallel
     if servers != processes.size:
-        yield "✗", (
-            f"rollout.server.gpus are enough for {servers} servers of {settings.tensor_parallel} GPUs, and {processes.size} processes "
-            "have one each"
+        needed = settings.tensor_parallel * processes.size
+        yield (
+            "✗",
+            f"rollout.server.gpus names {len(settings.gpus)} GPUs; {processes.size} processes need {needed}",
         )
     if trained := sorted(set(settings.gpus) & set(range(processes.size))):
         yield "✗", f"rollout.server.gpus: the trainer uses GPU {trained[0]} too (cluster.gpus): name others"

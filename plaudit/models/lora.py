@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
-from plaudit.lora_folder import WEIGHTS, LoraFolder
+from plaudit.lora_folder import LoraFolder
 from plaudit.models.host_memory import HostMemory
 from plaudit.models.sharded import is_sharded, iter_some, iter_whole
 from plaudit.recipe import LoraSettings
@@ -109,7 +108,8 @@ def _iter_own_names(model: nn.Module, *, merge: bool) -> Iterator[tuple[str, Ten
 
 
 class Adapters:
-    """All that is trained of a model with LoRA: A and B of each adapted layer, in peft's format."""
+    """All that is trained of a model with LoRA, in peft's format. Iterating yields (name, tensor): A and B of each adapted layer.
+    If the model is sharded, all its processes must iterate over all of them."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -125,18 +125,18 @@ class Adapters:
     def rank(self) -> int:
         return self._config.r
 
-    def save(self, folder: Path) -> None:
-        """As a folder that peft reads. If the model is sharded, all its processes must save it, each in a folder of its own."""
-        from safetensors.torch import save_file
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of adapter_config.json."""
+        config = self._config.to_dict()
+        targets = config["target_modules"]
+        return config | {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
 
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         names = [name for name, _ in self._model.named_parameters() if ".lora_" in name]
         named = iter_some(self._model, names) if is_sharded(self._model) else ((n, self._model.get_parameter(n)) for n in names)
-        saved = {
-            f"{PEFT_PREFIX}{name.replace('.default.', '.')}": tensor.detach().cpu().contiguous() for name, tensor in named
-        }  # fmt: skip
-        folder.mkdir(parents=True)
-        save_file(saved, folder / WEIGHTS)
-        self._config.save_pretrained(str(folder))
+        for name, tensor in named:
+            yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", tensor.detach()
 
 
 def merged_weights(model: PreTrainedModel, memory: HostMemory | None = None) -> dict[str, Tensor]:

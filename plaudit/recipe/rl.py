@@ -328,7 +328,8 @@ class RLRecipe(Section):
         """What needs the trainer's GPU cannot wait until it rests: it never does."""
         if not self.rollout.lag:
             return self
-        if self.rollout.engine in SERVED_ENGINES and self.rollout.server.sleep:
+        server = self.rollout.server
+        if self.rollout.engine in SERVED_ENGINES and server.sleep and not (server.gpus or server.url):
             raise ValueError(
                 "rollout.lag samples while the trainer computes, and rollout.server.sleep stops the server then: set "
                 "rollout.server.sleep to false, or rollout.lag to 0"

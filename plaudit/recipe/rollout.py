@@ -58,12 +58,13 @@ class EngineServerSettings(Section):
     """Time limit for its start: a large model takes minutes."""
     call_timeout_s: PositiveFloat = 600.0
     """Time limit for one call that is no sample: new weights, sleep, waking."""
-    silence_s: PositiveFloat = 300.0
-    """It is taken for dead if it computes no token for so long."""
+    silence_s: PositiveFloat | None = None
+    """It is taken for dead if it computes no token for so long. Default: 300; for a server that only says when a sample is complete
+    (sglang), 1800."""
 
     @property
     def resolved_memory_share(self) -> float:
-        return self.memory_share or (0.9 if self.gpus else 0.5)
+        return self.memory_share or (0.9 if self.gpus or self.url else 0.5)
 
     def ineffective_settings(self) -> dict[str, str]:
         if self.url:
@@ -73,7 +74,9 @@ class EngineServerSettings(Section):
         return without_url | ({"sleep": "servers with gpus of their own keep their memory"} if self.gpus else {})
 
     @model_validator(mode="after")
-    def _require_whole_groups(self) -> "EngineServerSettings":
+    def _require_places(self) -> "EngineServerSettings":
+        if self.url and self.weights == "files" and self.weights_folder is None:
+            raise ValueError("weights: files with url needs weights_folder, a folder that plaudit and the servers see")
         if len(set(self.gpus)) < len(self.gpus):
             raise ValueError(f"gpus names a GPU twice: {list(self.gpus)}")
         if len(self.gpus) % self.tensor_parallel:

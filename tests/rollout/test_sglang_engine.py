@@ -66,7 +66,7 @@ class TestContract(EngineContract):
 
 def test_the_key_is_not_on_the_command_line(subject: Subject):
     words = server_process().cmdline()
-    assert all(engine_of(subject)._server._token not in word for word in words)
+    assert all(engine_of(subject)._servers[0]._token not in word for word in words)
 
 
 def test_a_killed_server_is_started_again_and_nothing_is_sampled_twice(subject: Subject):

@@ -73,7 +73,7 @@ class Sglang(Dialect):
         if launch.context is not None:
             words += ["--context-length", str(launch.context + CONTEXT_MARGIN)]
         if launch.on_gpu:
-            words += ["--mem-fraction-static", f"{self.settings.memory_share:.3f}"]
+            words += ["--mem-fraction-static", f"{self.settings.resolved_memory_share:.3f}"]
         else:
             words += ["--device", "cpu"]
         if launch.sleeps:
