@@ -13,6 +13,7 @@ from plaudit.audit.cli import audit
 from plaudit.cluster.cli import cluster
 from plaudit.command_help import UsageError, VerbGroup, examples, usage_problem
 from plaudit.config import load
+from plaudit.doctor.engine_command import engine_command
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
@@ -26,6 +27,8 @@ from plaudit.options import (
     MaxPromptTokens,
     ModelName,
     ModelTokenizer,
+    Overrides,
+    RecipeFile,
     RewardRecipe,
     Rollouts,
     SamplingSeed,
@@ -56,13 +59,6 @@ app.add_typer(cluster, name="cluster", cls=VerbGroup)
 
 # `--optim.lr 1e-5` must reach our parser, which explains how to write an override.
 ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}
-RecipeFile = Annotated[Path, typer.Argument(metavar="R.yaml", help="The recipe.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="section.name=value", help="Settings that replace the recipe's own, such as optim.lr=1e-5.", show_default=False
-    ),
-]
 
 
 def _set_quiet(quiet: bool) -> bool:
@@ -411,6 +407,9 @@ def doctor(
 
     memory = None if gpu_memory is None else gpu_memory * 1e9
     raise typer.Exit(0 if run_checkup(loaded, sources, max_rows=rows, gpu_memory=memory) else 1)
+
+
+app.command("engine-command", context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("engine-command"))(engine_command)
 
 
 @app.callback(invoke_without_command=True)

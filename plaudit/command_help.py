@@ -44,6 +44,7 @@ EXAMPLES = {
         "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",
         "plaudit doctor recipes/smollm2/grpo.yaml cluster.gpus=8 --gpu-memory 141",
     ),
+    "engine-command": ("plaudit engine-command recipes/smollm2/grpo.yaml rollout.engine=vllm",),
 }
 
 OTHER_VERBS = {

@@ -9,6 +9,13 @@ import typer
 
 from plaudit.errors import PlauditError
 
+RecipeFile = Annotated[Path, typer.Argument(metavar="R.yaml", help="The recipe.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="section.name=value", help="Settings that replace the recipe's own, such as optim.lr=1e-5.", show_default=False
+    ),
+]
 RewardRecipe = Annotated[
     Path, typer.Argument(metavar="R.yaml", help="A recipe with `rewards:`, or an RL recipe.", show_default=False)
 ]

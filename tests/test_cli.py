@@ -97,6 +97,7 @@ HELP = [
     ),
     (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
     (("config",), ["Print the resolved recipe", "where each value comes from", "--explain", "R.yaml"]),
+    (("engine-command",), ["Print how to start a server for sampling", "R.yaml"]),
     (("doctor",), ["Check a recipe before any training", "--rows", "How many rows to render", "R.yaml"]),
     (("prepare",), ["Prepare data sets and small models", "tiny-model"]),
     (("prepare", "tiny-model"), ["random weights", "--out", "--kind", "llama|qwen2|qwen3|mistral", "--hidden-size", "--seed"]),

@@ -589,9 +589,26 @@ def test_old_names_suggest_the_new_ones(error_for, old, new):
 def test_the_engine_is_native_or_a_class_in_a_file(read, error_for):
     assert read(RL, "rollout.engine=engines/mine.py:Mine").recipe.rollout.engine == "engines/mine.py:Mine"
     for wrong in ("vlm", "mine.py", ".py:Mine", ":Mine", "mine:Mine"):
-        assert "rollout.engine: should be native, vllm, or your own engine as file.py:Class" in error_for(
+        assert "rollout.engine: should be native, vllm, sglang, or your own engine as file.py:Class" in error_for(
             RL, f"rollout.engine={wrong}"
         )
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (["url=http://a:1", "tensor_parallel=2"], "tensor_parallel has no effect: url names servers that run already"),
+        (["url=http://a:1", "program=vllm"], "program has no effect"),
+        (["url=http://a:1?x=1"], "should have no user, password or query"),
+        (["url=http://a:1", "weights=files"], "weights: files with url needs weights_folder"),
+        (["credential=KEY"], "credential has no effect: a server that plaudit starts gets a key of its own"),
+        (["gpus=[1]", "sleep=true"], "sleep has no effect: servers with gpus of their own keep their memory"),
+        (["gpus=[1,1]"], "gpus names a GPU twice"),
+        (["gpus=[1,2,3]", "tensor_parallel=2"], "3 gpus cannot be divided among servers that need 2 each (tensor_parallel)"),
+    ],
+)
+def test_contradictory_settings_of_an_engines_server(error_for, server, message):
+    assert message in error_for(RL, "rollout.engine=vllm", *(f"rollout.server.{setting}" for setting in server))
 
 
 def test_settings_are_at_most_four_levels_deep():

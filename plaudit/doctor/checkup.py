@@ -22,9 +22,9 @@ from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.doctor import memory, preferences, rewards, rows, sharding
 from plaudit.doctor.compatibility import PolicyContext, check_compatibility, check_lengths
 from plaudit.doctor.critic import check_critic
+from plaudit.doctor.engine import check_engine
 from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Finding, print_text, print_title
 from plaudit.doctor.reward_models import ModelRewardCheck, check_ranks
-from plaudit.models.devices import resolve_device
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
     DPORecipe,
@@ -39,8 +39,6 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
-from plaudit.rl.collect import check_capabilities, require_lag_possible
-from plaudit.rollout.build import engine_class
 from plaudit.train.memory_plan import Processes, plan_devices, resolve_checkpointing, resolve_sharding
 from plaudit.types import Conversation, Example, Prompt
 
@@ -104,7 +102,7 @@ class _Checkup(Checks):
             longest = self.longest_prompt or recipe.data.max_prompt_tokens
             self.check("context", lambda: rows.check_context(recipe, longest))
             self.check("algorithm", lambda: rewards.check_algorithm(recipe))
-            self.check("engine", lambda: _engine(recipe))
+            self.check("engine", lambda: check_engine(recipe, self.processes))
             if (critic := recipe.critic) is not None:
                 self.check("critic", lambda: check_critic(critic, recipe, self.template, longest))
             if recipe.audit.require is not None:
@@ -265,12 +263,3 @@ class _Checkup(Checks):
         for check in self.reward_checks:
             for title, text in check.first_inputs():
                 print_text(self.console, title, text)
-
-
-def _engine(recipe: RLRecipe) -> Iterator[Finding]:
-    reference = recipe.rollout.engine
-    require_lag_possible(recipe, resolve_device(recipe.run.device))
-    for warning in check_capabilities(engine_class(reference).capabilities, recipe):
-        yield "!", warning
-    if reference != "native":
-        yield "✓", f"{reference}. The memory below is the native engine's: this one's is not known"

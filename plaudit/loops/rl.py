@@ -27,13 +27,12 @@ from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
-from plaudit.errors import RecipeError, StopRequested
+from plaudit.errors import StopRequested
 from plaudit.files import weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.devices import resolve_device
 from plaudit.models.trainable import load_policy, load_sampled
 from plaudit.recipe import RLDataSettings, RLRecipe
-from plaudit.recipe.rollout import SERVED_ENGINES
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
 from plaudit.report.samples import best_and_worst
@@ -68,7 +67,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     assert isinstance(recipe, RLRecipe)
     if recipe.audit.require is not None:
         require_passed(recipe.audit, recipe.rewards)
-    for warning in check_capabilities(engine_class(recipe.rollout.engine).capabilities, recipe):
+    engine_kind = engine_class(recipe.rollout.engine)
+    for warning in check_capabilities(engine_kind.capabilities, recipe):
         print_line(warning, "yellow")
     require_lag_possible(recipe, world.device)
     lag = recipe.rollout.lag > 0
@@ -100,18 +100,14 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 print_line(note, "yellow")
         resolved, sharding = plan_training(recipe, [len(prompt.tokens) for prompt in prompts], world)
         run.sharding = sharding
-        if sharding == "full" and recipe.rollout.engine in SERVED_ENGINES:
-            raise RecipeError(
-                f"rollout.engine {recipe.rollout.engine} needs whole weights in every process, and cluster.sharding is full: set "
-                "it to optimiser, or use the native engine"
-            )
         learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
         setting = "rollout.max_new_tokens" if recipe.validation.max_new_tokens is None else "validation.max_new_tokens"
         longest_response = validation_sampling(recipe, 0).max_new_tokens
         require_context(learner.configs["the model"], val_prompts, longest_response, setting=setting)
-        sampled = load_sampled(recipe.model, learner.policy, copy=lag)
+        own_weights = engine_kind.own_weights and not lag
+        sampled = learner.policy.model if own_weights else load_sampled(recipe.model, learner.policy, copy=lag)
         reserved = learner.resident_bytes(sampled)
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder)
         engine = stack.enter_context(closing(build_engine(setup)))

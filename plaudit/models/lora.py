@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import LoraFolder
 from plaudit.models.host_memory import HostMemory
-from plaudit.models.sharded import iter_whole
+from plaudit.models.sharded import is_sharded, iter_some, iter_whole
 from plaudit.recipe import LoraSettings
 
 if TYPE_CHECKING:
@@ -82,6 +82,15 @@ def merge_lora(base: PreTrainedModel, lora: LoraFolder) -> PreTrainedModel:
 
 def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """W + ΔW under the model's own names, in layer order. Adapters are left as they are: merging in place and back is not exact."""
+    return _iter_own_names(model, merge=True)
+
+
+def iter_base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same without ΔW."""
+    return _iter_own_names(model, merge=False)
+
+
+def _iter_own_names(model: nn.Module, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
     from peft.tuners.lora import LoraLayer
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
@@ -91,11 +100,43 @@ def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         name = name.replace(".modules_to_save.default.", ".")
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers:
-            if leaf == "weight":
+            if leaf == "weight" and merge:
                 delta = layers[owner].get_delta_weight("default")  # pyright: ignore
                 tensor = (tensor.float() + delta.float()).to(tensor.dtype)
             name = f"{owner}.{leaf}"
         yield name, tensor
+
+
+class Adapters:
+    """All that is trained of a model with LoRA, in peft's format. Iterating yields (name, tensor): A and B of each adapted layer.
+    If the model is sharded, all its processes must iterate over all of them."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._config: Any = model.peft_config["default"]  # pyright: ignore (peft has put it there)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Adapters | None":
+        """None if the model has none, or if other weights are trained too."""
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return cls(model) if trained and all(".lora_" in name for name in trained) else None
+
+    @property
+    def rank(self) -> int:
+        return self._config.r
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of adapter_config.json."""
+        config = self._config.to_dict()
+        targets = config["target_modules"]
+        return config | {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        names = [name for name, _ in self._model.named_parameters() if ".lora_" in name]
+        named = iter_some(self._model, names) if is_sharded(self._model) else ((n, self._model.get_parameter(n)) for n in names)
+        for name, tensor in named:
+            yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", tensor.detach()
 
 
 def merged_weights(model: PreTrainedModel, memory: HostMemory | None = None) -> dict[str, Tensor]:

@@ -104,7 +104,10 @@ _PRECISION = (
     "Weights are trained in float32 or bfloat16. To save memory: model.lora.rank, model.gradient_checkpointing, "
     "optim.placement=offload (docs/memory.md)."
 )
-_ENGINE = "plaudit samples with its own engine, on the trainer's weights: remove it, or set rollout.engine=vllm (docs/engine.md)."
+_ENGINE = (
+    "plaudit samples with its own engine, on the trainer's weights: remove it, or set rollout.engine=vllm or sglang "
+    "(docs/engine.md)."
+)
 _ONE_DEVICE = "A run uses one process and one device: remove it."
 _AUTOMATIC = "It is chosen automatically: remove it."
 UNNEEDED = {

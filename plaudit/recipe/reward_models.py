@@ -1,7 +1,6 @@
 """The model behind a reward: which one, where it runs, and how it generates."""
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import (
     BeforeValidator,
@@ -13,8 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from plaudit.recipe.section import Section, zero_or_more
-from plaudit.redaction import keep_secret, redact
+from plaudit.recipe.section import Credential, Section, Urls, zero_or_more
 
 DIVIDED_BY_SERVER = "--tensor-parallel-size"
 """vLLM's argument."""
@@ -27,12 +25,12 @@ class RewardModel(Section):
     placement: Literal["resident", "offload", "server", "launch"] = "resident"
     """resident: in this process, always on the device. offload: in this process, on the device only while it scores. server: behind
     `url`. launch: a server started for it (`dialect`: vLLM, or SGLang), and stopped at the end."""
-    url: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
+    url: Urls = ()
     """placement: server. Its address (http://127.0.0.1:8000); several: replicas of the same model, balanced by load."""
     dialect: Literal["vllm", "sglang", "openai"] = "vllm"
     """placement: server or launch. The server's API. openai: for services that reject fields of vLLM's, such as top_k; they have no
     scalar models."""
-    credential: str | None = None
+    credential: Credential = None
     """placement: server. The NAME of the environment variable that holds its key; the key itself never appears in a recipe."""
     tokenizer: str | None = None
     """Folder or name of another model whose tokenizer to use."""
@@ -64,32 +62,6 @@ class RewardModel(Section):
     """Price of a million prompt tokens; with it, the model's cost is a metric (judge/cost)."""
     answer_price: NonNegativeFloat | None = None
     """Price of a million answer tokens."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            try:
-                parts = urlsplit(url)
-                fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-            except ValueError:
-                parts, fine = urlsplit(""), False
-            if not fine:
-                raise ValueError(f"{redact(url)} should look like http://127.0.0.1:8000")
-            if "@" in parts.netloc or parts.query or parts.fragment:
-                plain = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-                raise ValueError(
-                    f"should have no user, password or query: {plain}. Put a key into an environment variable, and its name into "
-                    "credential"
-                )
-        return urls
-
-    @field_validator("credential")
-    @classmethod
-    def _keep_secret(cls, credential: str | None) -> str | None:
-        if credential is not None:
-            keep_secret(credential)
-        return credential
 
     @field_validator("arguments")
     @classmethod

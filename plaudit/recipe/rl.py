@@ -152,7 +152,8 @@ class AlgorithmSettings(Section):
                 users = ", ".join(other.name for other in POLICY_LOSSES.values() if name in other.settings)
                 ineffective[name] = f"it applies to loss {users}, not {self.loss}"
         if not loss.uses_ratio and self.kl_reward is None and self.importance in (None, "auto"):
-            ineffective["old_logprobs"] = f"loss {self.loss} has no ratio"
+            # With a server as the engine, `sampler` would only make every importance weight 1, which has a setting of its own.
+            ineffective["old_logprobs"] = f"loss {self.loss} has no ratio; to train without importance weights, set importance=null"
         if not self.needs_reference:
             ineffective["kl_estimator"] = "no KL is computed; set kl_coefficient or kl_reward"
         if not self.compares_groups:
@@ -328,7 +329,8 @@ class RLRecipe(Section):
         """What needs the trainer's GPU cannot wait until it rests: it never does."""
         if not self.rollout.lag:
             return self
-        if self.rollout.engine in SERVED_ENGINES and self.rollout.server.sleep:
+        server = self.rollout.server
+        if self.rollout.engine in SERVED_ENGINES and server.sleep and not (server.gpus or server.url):
             raise ValueError(
                 "rollout.lag samples while the trainer computes, and rollout.server.sleep stops the server then: set "
                 "rollout.server.sleep to false, or rollout.lag to 0"

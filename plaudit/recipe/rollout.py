@@ -4,11 +4,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from plaudit.recipe.section import BelowOne, Section, zero_or_more
+from plaudit.recipe.section import BelowOne, Credential, Section, Urls, zero_or_more
 
-SERVED_ENGINES = ("vllm",)
+SERVED_ENGINES = ("vllm", "sglang")
 ENGINES = ("native", *SERVED_ENGINES)
 
 
@@ -16,35 +25,73 @@ class EngineServerSettings(Section):
     """The server that samples, for an engine that is one."""
 
     program: str | None = None
-    """If vLLM is installed elsewhere, as it should be: its `vllm` command, or the Python that has it (`.venv-vllm/bin/python`).
-    Default: the Python that runs plaudit."""
+    """If vLLM or SGLang is installed elsewhere, as it should be: its command (`vllm`, `sglang`), or the Python that has it
+    (`.venv-vllm/bin/python`). Default: the Python that runs plaudit."""
     arguments: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """Further arguments of the server, as on its command line."""
+    url: Urls = ()
+    """Servers that run already, instead of one that is started for each process: http://node2:8000. Started as `plaudit
+    engine-command` prints. With fewer servers than processes, processes share them."""
+    credential: Credential = None
+    """With url: the NAME of the environment variable that holds the servers' key; the key itself never appears in a recipe."""
+    gpus: tuple[NonNegativeInt, ...] = ()
+    """Numbers of GPUs of this machine that are the servers' alone, not the trainer's; tensor_parallel of them for each process.
+    Default: a server uses the GPU of the process that it samples for."""
     tensor_parallel: PositiveInt = 1
     """GPUs that one server divides the model's weights among."""
-    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """The share of the GPU's memory that the server may use, weights and cache."""
+    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """The share of the GPU's memory that the server may use, weights and cache. Default: 0.5; with gpus, 0.9."""
     sleep: bool = True
-    """On a GPU: the server gives its memory back while the trainer computes."""
+    """On a GPU that it shares with the trainer: the server gives its memory back while the trainer computes."""
     weights: Literal["auto", "stream", "files"] = "auto"
-    """How new weights reach it. auto: through memory of the GPU that both use, else stream. stream: through a connection. files:
-    through a folder; slow, and works wherever the server sees it."""
+    """How new weights reach it. auto: through memory of the GPU that both use, else stream; SGLang: files. stream: through a
+    connection. files: through a folder; slow, and works wherever the server sees it."""
+    weights_folder: Path | None = None
+    """For weights that go through files: a folder that plaudit writes and the servers read, under the same path. Default: a
+    temporary one on this machine."""
+    lora: Literal["auto", "adapters", "merged"] = "auto"
+    """With model.lora. adapters: the base's weights are sent once, then only the adapters, after every step. merged: all weights,
+    with the adapters merged in. auto: adapters, if the server can use them."""
     restarts: NonNegativeInt = 3
-    """How often it may be started again in a run, after it died or fell silent."""
+    """How often it may be started again in a run, after it died or fell silent; with url, how often it may be lost."""
     start_timeout_s: PositiveFloat = 900.0
     """Time limit for its start: a large model takes minutes."""
     call_timeout_s: PositiveFloat = 600.0
     """Time limit for one call that is no sample: new weights, sleep, waking."""
-    silence_s: PositiveFloat = 1800.0
-    """It is taken for dead if no sample arrives for so long."""
+    silence_s: PositiveFloat | None = None
+    """It is taken for dead if it computes no token for so long. Default: 300; for a server that only says when a sample is complete
+    (sglang), 1800."""
+
+    @property
+    def resolved_memory_share(self) -> float:
+        return self.memory_share or (0.9 if self.gpus or self.url else 0.5)
+
+    def ineffective_settings(self) -> dict[str, str]:
+        if self.url:
+            names = ("program", "arguments", "gpus", "tensor_parallel", "memory_share", "sleep")
+            return dict.fromkeys(names, "url names servers that run already; it belongs on their command line")
+        without_url = {"credential": "a server that plaudit starts gets a key of its own; it applies to url"}
+        return without_url | ({"sleep": "servers with gpus of their own keep their memory"} if self.gpus else {})
+
+    @model_validator(mode="after")
+    def _require_places(self) -> "EngineServerSettings":
+        if self.url and self.weights == "files" and self.weights_folder is None:
+            raise ValueError("weights: files with url needs weights_folder, a folder that plaudit and the servers see")
+        if len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(f"gpus names a GPU twice: {list(self.gpus)}")
+        if len(self.gpus) % self.tensor_parallel:
+            raise ValueError(
+                f"{len(self.gpus)} gpus cannot be divided among servers that need {self.tensor_parallel} each (tensor_parallel)"
+            )
+        return self
 
 
 class RolloutSettings(Section):
     engine: str = "native"
-    """The engine that samples. native: plaudit's own, on the trainer's weights. vllm: a vLLM server, started for it, that gets new
-    weights after every step. Or a class of yours, path/to/file.py:Class."""
+    """The engine that samples. native: plaudit's own, on the trainer's weights. vllm, sglang: a vLLM or SGLang server, started for
+    it, that gets new weights after every step. Or a class of yours, path/to/file.py:Class."""
     server: EngineServerSettings = EngineServerSettings()
-    """engine: vllm. Its server."""
+    """engine: vllm or sglang. Its server."""
     lag: Literal[0, 1] = 0
     """1: the next step is sampled and scored while this one is trained, so with weights that are one step older. It saves time
     if the engine has another GPU than the trainer (docs/engine.md)."""

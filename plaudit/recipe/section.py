@@ -1,9 +1,12 @@
 """The base class of all recipe sections, and value types that several of them share."""
 
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
+
+from plaudit.redaction import keep_secret, redact
 
 
 class Section(BaseModel):
@@ -65,6 +68,34 @@ def require_files(files: tuple[str, ...]) -> tuple[str, ...]:
     return files
 
 
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            parts, fine = urlsplit(""), False
+        if not fine:
+            raise ValueError(f"{redact(url)} should look like http://127.0.0.1:8000")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            plain = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+            raise ValueError(
+                f"should have no user, password or query: {plain}. Put a key into an environment variable, and its name into "
+                "credential"
+            )
+    return urls
+
+
+def _keep_secret(credential: str | None) -> str | None:
+    if credential is not None:
+        keep_secret(credential)
+    return credential
+
+
+Urls = Annotated[tuple[str, ...], BeforeValidator(zero_or_more), AfterValidator(_check_urls)]
+"""Addresses of servers."""
+Credential = Annotated[str | None, AfterValidator(_keep_secret)]
+"""The name of an environment variable with a secret."""
 Files = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
 """A path or a list of paths."""
 OptionalFiles = Annotated[tuple[str, ...], BeforeValidator(zero_or_more)]

@@ -19,15 +19,15 @@ def build_engine(setup: EngineSetup) -> Engine:
 
 
 def engine_class(reference: str) -> type[Engine]:
-    """`native`, `vllm`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
+    """`native`, `vllm`, `sglang`, or a user's `path/file.py:Class`: a complete subclass of `Engine` that takes an `EngineSetup`."""
     if reference == "native":
         from plaudit.rollout.native.engine import NativeEngine
 
         return NativeEngine
     if reference in SERVED_ENGINES:
-        from plaudit.rollout.served.engine import ServedEngine
+        from plaudit.rollout.served.engine import SERVED
 
-        return ServedEngine
+        return SERVED[reference]
     try:
         found = load_attribute(reference)
     except PlauditError as error:

@@ -3,7 +3,7 @@
 Everything random is keyed by (seed, step, prompt id, sample index, token position): the same key draws the same noise, whatever
 else is in the batch and however often a run was resumed. An engine that cannot do this says so (`Capabilities`).
 
-A recipe names its engine as `rollout.engine`: `native`, `vllm`, or a class of yours as `file.py:Class` (docs/engine.md).
+A recipe names its engine as `rollout.engine`: `native`, `vllm`, `sglang`, or a class of yours as `file.py:Class` (docs/engine.md).
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from plaudit.models.lora import Adapters
     from plaudit.recipe import RolloutSettings
     from plaudit.world import World
 
@@ -84,6 +85,27 @@ class Weights:
         """Whether an engine that samples `model` shares their storage, so that there is nothing to copy."""
         return model is self._model
 
+    @property
+    def gathered(self) -> bool:
+        """Whether they are gathered from several processes, so that each of these must iterate over all of them."""
+        from plaudit.models.sharded import is_sharded
+
+        return is_sharded(self._model)
+
+    @property
+    def adapters(self) -> "Adapters | None":
+        """All that changes from step to step, if that is LoRA. For an engine that adds it to the `base` weights itself."""
+        from plaudit.models.lora import Adapters
+
+        return Adapters.of(self._model)
+
+    @property
+    def base(self) -> "Iterator[tuple[str, Tensor]]":
+        """As iterating over the weights, without LoRA."""
+        from plaudit.models.lora import iter_base_weights
+
+        return iter_base_weights(self._model)
+
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
         from plaudit.models.lora import iter_merged_weights
 
@@ -114,8 +136,8 @@ class EngineSetup:
     rollout: "RolloutSettings"
     """The recipe's section."""
     model: "PreTrainedModel"
-    """The policy, or a copy of it if the policy is sharded, or trained meanwhile (rollout.lag). An engine may sample this very
-    model, and so share its storage, or load its own copy and `sync` it."""
+    """The policy; or a whole copy of it, if the policy is trained meanwhile (rollout.lag), or is sharded and the engine has no
+    `own_weights`. An engine may sample this very model, and so share its storage, or load its own copy and `sync` it."""
     tokenizer: "PreTrainedTokenizerBase"
     world: "World"
     reserved_bytes: int = 0
@@ -132,6 +154,8 @@ class Engine(ABC):
     """Samples from one policy, with the weights of the last `sync`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+    own_weights: ClassVar[bool] = False
+    """It never samples `EngineSetup.model` itself, and only reads its config, dtype and generation config."""
     version: int = 0
     """Training steps behind the weights; samples carry it."""
     on_step: Callable[[int], None] = staticmethod(_ignore)

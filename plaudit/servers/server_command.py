@@ -13,6 +13,7 @@ from plaudit.redaction import redact
 
 PROBE = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({package!r}) is None else 0)"
 """What a Python that may have the package is given: it ends with 3 if it has not."""
+VERSION_PROBE = "from importlib import metadata; print(metadata.version(metadata.packages_distributions()[{package!r}][0]))"
 PROBE_S = 60.0
 NOT_BESIDE_PLAUDIT = (
     "It is not installed beside plaudit: install it in an environment of its own (python -m venv .venv-{package} && "
@@ -46,6 +47,19 @@ class ServerCommand:
         elif name.startswith("python"):
             words += ["-m", self.module]
         return tuple(words)
+
+    def find_version(self, program: str | None) -> str | None:
+        """Of the package; None if it cannot be found quickly."""
+        words = _words(program)
+        if Path(words[-1]).name == self.package:
+            command = shutil.which(words[-1])
+            words[-1] = str(Path(command or words[-1]).with_name("python"))
+        probe = VERSION_PROBE.format(package=self.package)
+        try:
+            done = subprocess.run([*words, "-c", probe], stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S)
+        except (subprocess.TimeoutExpired, OSError):
+            return None
+        return done.stdout.decode(errors="replace").strip() or None if done.returncode == 0 else None
 
     def find_problem(self, program: str | None, setting: str = "model.program") -> str | None:
         """Why this program, the value of `setting`, cannot start it, with what to do; None if nothing speaks against it."""

@@ -46,6 +46,7 @@ from plaudit.recipe import (
     SFTRecipe,
     TrainingRecipe,
 )
+from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
 from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
@@ -301,12 +302,16 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
 def _engine(
     recipe: RLRecipe, lengths: Lengths, device: torch.device, policy: MemoryPlan, processes: Processes, here: list[Need]
 ) -> None:
-    config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     size = resolve_dtype(recipe.model.dtype, device).itemsize
-    if processes.sharding == "full" or recipe.rollout.lag:
+    served = recipe.rollout.engine in SERVED_ENGINES
+    if recipe.rollout.lag or (processes.sharding == "full" and not served):
         adapters = 4 * policy.trainable if recipe.model.lora is not None else 0
         phases = PHASES if recipe.rollout.lag else ("sampling",)
         here.append(Need("engine: whole weights", phases, policy.parameters * size + adapters, part="sampling"))
+    if served:
+        _server(recipe.rollout.server, policy.parameters * size, device, processes, here)
+        return
+    config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     sequences = _concurrent_sequences(recipe, device, processes)
     longest = max(lengths) if lengths else recipe.data.max_prompt_tokens
     length = longest + recipe.rollout.max_new_tokens
@@ -315,6 +320,19 @@ def _engine(
     prefill = min(PREFILL_TOKENS[device.type], _prompts_of_a_process(recipe, processes) * longest)
     working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, lora=recipe.model.lora is not None)
     here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
+
+
+def _server(server: EngineServerSettings, weights: float, device: torch.device, processes: Processes, here: list[Need]) -> None:
+    """What a server takes of the trainer's device: of a GPU its share; in host memory, we only know of its weights."""
+    if server.url or server.gpus:
+        return
+    if device.type == "cpu":
+        here.append(Need("server: weights", PHASES, weights, part="sampling"))
+        return
+    share = server.resolved_memory_share
+    phases = ("sampling",) if server.sleep else PHASES
+    size = share * processes.available(device.type, device.type)
+    here.append(Need(f"server: {share:g} of the GPU", phases, size, part="sampling"))
 
 
 def _state(whose: str, plan: MemoryPlan, always: tuple[Any, ...], needs: Needs, device: torch.device) -> None:

@@ -83,7 +83,7 @@ def test_capabilities_are_checked_before_anything_is_loaded(tmp_path, recipe, pl
 def test_an_unusable_engine_is_reported_before_anything_starts(tmp_path, recipe, plaudit):
     for reference, message in (
         (f"{EXAMPLE.with_name('transformers_engin.py')}:TransformersEngine", "transformers_engin.py is not a file. Did you mean"),
-        ("mine", "should be native, vllm, or your own engine as file.py:Class"),
+        ("mine", "should be native, vllm, sglang, or your own engine as file.py:Class"),
     ):
         code, _, err = plaudit("rl", recipe(), f"rollout.engine={reference}")
         assert code == 2

@@ -402,7 +402,10 @@ def test_a_batch_counts_the_target_tokens_of_each_sequence():
             {"loss": "policy_gradient", "clip_ratio": 0.1},
             "clip_ratio has no effect: it applies to loss clipped, gspo, cispo, not policy_gradient",
         ),
-        ({"loss": "policy_gradient", "old_logprobs": "sampler"}, "old_logprobs has no effect: loss policy_gradient has no ratio"),
+        (
+            {"loss": "policy_gradient", "old_logprobs": "sampler"},
+            "old_logprobs has no effect: loss policy_gradient has no ratio; to train without importance weights, set importance=",
+        ),
         # The default value is refused too: whoever writes it down expects an effect.
         ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip has no effect: it applies to loss clipped, not cispo"),
         ({"loss": "policy_gradient", "clip_ratio": 0.2}, "clip_ratio has no effect"),

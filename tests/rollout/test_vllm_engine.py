@@ -47,8 +47,10 @@ def test_twenty_syncs_take_no_memory(subject: Subject):
     engine = subject.engine
     assert isinstance(engine, ServedEngine)
 
+    [server] = engine._servers
+
     def used() -> int:
-        return sum(worker["host"] for worker in Vllm(engine._server.settings).on_workers(engine._server, "plaudit_memory"))
+        return sum(worker["host"] for worker in Vllm(server.settings).on_workers(server, "plaudit_memory"))
 
     for version in range(5):
         subject.sync(version)

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from plaudit.rollout.engine import Sampling, Weights
+from plaudit.rollout.engine import Capabilities, Sampling, Weights
+from plaudit.servers.process import HOST
 from plaudit.servers.server_command import ServerCommand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from plaudit.recipe.rollout import EngineServerSettings
+
+
+SILENCE_S, SILENCE_OF_TOKENS_S = 1800.0, 300.0
+"""Without a complete sample; without a token."""
 
 
 class ServerLost(Exception):
@@ -37,9 +42,15 @@ class Launch:
     folder: Path
     """The model without weights: its config and tokenizer."""
     dtype: str
+    context: int | None
+    """The longest sequence that the model can have."""
     on_gpu: bool
     sleeps: bool
     """It will give its GPU memory back and take it again."""
+    lora_rank: int | None = None
+    """Of adapters that it will be given."""
+    host: str = HOST
+    """The address that it listens at."""
 
 
 class Server(Protocol):
@@ -48,11 +59,21 @@ class Server(Protocol):
     settings: "EngineServerSettings"
     folder: Path
     """For files that the server reads."""
+    listen_on: str
+    """Where its workers reach this process."""
     shares_gpu: bool
     """Its GPU is the one that we train on."""
 
     def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         """The answer to a POST request."""
+        ...
+
+    def until_done(self, path: str) -> None:
+        """The same, again and again while the server says that it cannot do it yet (HTTP 400)."""
+        ...
+
+    def refusal(self, path: str, body: Any) -> str | None:
+        """What the server says if it does not do what a POST request says."""
         ...
 
     def begin(self, path: str, body: Any = None) -> "Future[Any]":
@@ -75,11 +96,36 @@ class Dialect(ABC):
     name: ClassVar[str]
     """As in `rollout.engine`."""
     command: ClassVar[ServerCommand]
+    capabilities: ClassVar[Capabilities]
     sample_path: ClassVar[str]
     health_path: ClassVar[str] = "/health"
+    metrics_path: ClassVar[str | None] = None
+    """Where the server reports what `tokens_computed` reads; None: it is judged by its samples alone."""
+    takes_adapters: ClassVar[bool] = False
+    """Whether it can be given LoRA adapters instead of merged weights."""
+    own_calls: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    """Paths and bodies of POST requests that only a server started for plaudit answers. None: rollout.server.url is refused."""
 
     def __init__(self, settings: "EngineServerSettings"):
         self.settings = settings
+        self.run_key = ""
+        """The same in all processes of a run, and in no other: a server that outlives a run must not be taken for one that has
+        this run's weights."""
+        self.syncs = 0
+        """How often there were new weights, which need not have a new version."""
+
+    @property
+    def silence_s(self) -> float:
+        """After so long without a sign of life it is taken for dead."""
+        return self.settings.silence_s or (SILENCE_S if self.metrics_path is None else SILENCE_OF_TOKENS_S)
+
+    def label(self, version: int) -> str:
+        """The name by which servers know the weights of the last sync."""
+        return f"{self.run_key}{version}.{self.syncs}"
+
+    def tokens_computed(self, metrics: str) -> float:
+        """Prompt and response tokens since its start, of all requests: as long as they grow, the server is alive."""
+        raise NotImplementedError
 
     def save_model(self, folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
         """The model without weights, as the server reads it."""
@@ -131,10 +177,3 @@ def require_logprobs(tokens: Any, logprobs: Any) -> None:
         raise BadAnswer("a token that is no id")
     if not all(isinstance(one, int | float) and np.isfinite(one) for one in logprobs):
         raise BadAnswer("a log-prob that is no finite number")
-
-
-def dialect_of(name: str) -> type[Dialect]:
-    """That of an engine in `SERVED_ENGINES`."""
-    from plaudit.rollout.served.vllm import Vllm
-
-    return {"vllm": Vllm}[name]

@@ -14,21 +14,31 @@ same tokens, not always.
 
 import os
 import queue
-import shutil
+import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import numpy as np
 
 from plaudit.errors import PlauditError, RecipeError, ServerGone, TrainingStopped
-from plaudit.rollout.engine import Capabilities, Engine, EngineSetup, Request, Sampling, Weights
+from plaudit.models.lora import Adapters
+from plaudit.models.sharded import is_sharded
+from plaudit.rollout.engine import Engine, EngineSetup, Request, Sampling, Weights
 from plaudit.rollout.lengths import require_lengths
-from plaudit.rollout.served.dialect import Launch, ServerLost, dialect_of
+from plaudit.rollout.served.dialect import Dialect, Launch, ServerLost
+from plaudit.rollout.served.gathered import sync_together
+from plaudit.rollout.served.launched import LaunchedServer
+from plaudit.rollout.served.placement import server_gpus, share_urls
+from plaudit.rollout.served.running import RunningServer
 from plaudit.rollout.served.server import PolicyServer
+from plaudit.rollout.served.sglang import Sglang
+from plaudit.rollout.served.shares import Answer, Job, Share
+from plaudit.rollout.served.vllm import Vllm
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.seeding import stable_seed
 from plaudit.types import Sample
@@ -40,77 +50,76 @@ IF_AGAIN = "If that happens again, fix the cause, then run the same command to r
 """Several processes start again by themselves first (`cluster.restarts`)."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One sample to be drawn."""
-
-    request: Request
-    index: int
-    limit: int
-    """Of new tokens."""
-    body: dict[str, Any]
-
-
 class ServedEngine(Engine):
-    """Samples with a server of the kind that `rollout.engine` names."""
+    """Samples with servers that speak a dialect."""
 
-    capabilities = Capabilities(keyed_noise=False, truncated_logprobs=False)
+    dialect: ClassVar[type[Dialect]]
+    own_weights = True
 
     def __init__(self, setup: EngineSetup):
-        settings = setup.rollout.server
-        self._dialect = dialect_of(setup.rollout.engine)(settings)
-        if problem := self._dialect.command.find_problem(settings.program, "rollout.server.program"):
-            raise RecipeError(f"rollout.engine {self._dialect.name}: {problem}")
-        if settings.tensor_parallel > 1 and setup.world.size > 1:
-            raise RecipeError(
-                "rollout.server.tensor_parallel: with cluster.gpus each process has a server on its own GPU; set it to 1"
-            )
-        self._settings, self._model, self._tokenizer = settings, setup.model, setup.tokenizer
-        self._world, self._device = setup.world, setup.world.device
+        settings, world = setup.rollout.server, setup.world
+        self._dialect = self.dialect(settings)
+        if settings.lora == "adapters" and not self._dialect.takes_adapters:
+            raise RecipeError(f"rollout.server.lora: rollout.engine {self._dialect.name} takes merged weights only; remove it")
+        self._settings, self._model, self._tokenizer, self._world = settings, setup.model, setup.tokenizer, world
         self._may_stop = True
         self._end_tokens = end_tokens_of(setup.model)
         self._weights: Weights | None = None
-        self._asleep, self._restarts = False, 0
+        self._restarts = 0
+        self._asleep = False
+        """Only of a server that shares the trainer's GPU, so of the only one."""
         self._has_sampled = True
-        """Since it was last started again: one that cannot sample at all need not be tried again and again."""
-        self._folder = Path(mkdtemp(prefix="plaudit-policy-"))
-        """The model without weights: its config and tokenizer."""
-        self._dialect.save_model(self._folder, setup.model, setup.tokenizer)
-        on_gpu = self._device.type == "cuda"
-        self._sleeps = settings.sleep and on_gpu
-        dtype = str(setup.model.dtype).removeprefix("torch.")
-        self._server = PolicyServer(
+        """Since a server was last started again: one that cannot sample at all need not be tried again and again."""
+        on_gpu = world.device.type == "cuda"
+        self._sleeps = settings.sleep and on_gpu and not settings.gpus and not settings.url
+        with ExitStack() as stack:
+            self._servers = self._join(stack) if settings.url else [self._launch(setup, stack, on_gpu=on_gpu)]
+            for server in self._servers:
+                server.start()
+            self._resources = stack.pop_all()
+
+    def _launch(self, setup: EngineSetup, stack: ExitStack, *, on_gpu: bool) -> PolicyServer:
+        """The server of this process."""
+        settings, world = self._settings, self._world
+        if problem := self._dialect.command.find_problem(settings.program, "rollout.server.program"):
+            raise RecipeError(f"rollout.engine {self._dialect.name}: {problem}")
+        environment = server_gpus(settings, world, os.environ)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="plaudit-policy-", ignore_cleanup_errors=True)))
+        self._dialect.save_model(folder, setup.model, setup.tokenizer)
+        adapters = None if is_sharded(setup.model) else Adapters.of(setup.model)
+        dtype, context = str(setup.model.dtype).removeprefix("torch."), getattr(setup.model.config, "max_position_embeddings", None)
+        server = LaunchedServer(
             self._dialect,
-            Launch(self._folder, dtype, on_gpu=on_gpu, sleeps=self._sleeps),
-            self._gpu_environment(),
-            shares_gpu=on_gpu and settings.weights == "auto" and settings.tensor_parallel == 1,
-            log=setup.folder and setup.folder / f"engine_{setup.world.rank}.log",
+            Launch(folder, dtype, context, on_gpu=on_gpu, sleeps=self._sleeps, lora_rank=adapters and adapters.rank),
+            environment,
+            shares_gpu=on_gpu and settings.weights == "auto" and settings.tensor_parallel == 1 and not settings.gpus,
+            log=setup.folder and setup.folder / f"engine_{world.rank}.log",
             check=self._check,
         )
-        try:
-            self._server.start()
-        except BaseException:
-            self.close()
-            raise
+        stack.callback(server.close)
+        return server
 
-    def _gpu_environment(self) -> dict[str, str]:
-        """The server's GPU is ours. With several, it takes the first of those that we see."""
-        if self._device.type != "cuda" or self._settings.tensor_parallel > 1:
-            return {}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        index = self._device.index or 0
-        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+    def _join(self, stack: ExitStack) -> list[PolicyServer]:
+        """This process's share of the servers that run already."""
+        if not self._dialect.own_calls:
+            raise RecipeError(f"rollout.server.url: rollout.engine {self._dialect.name} starts its own servers; remove url")
+        self._dialect.run_key = self._world.agree(f"{secrets.token_hex(4)}-", "the run's key")
+        servers: list[PolicyServer] = []
+        for url in share_urls(self._settings.url, self._world):
+            servers.append(RunningServer(self._dialect, url, self._check))
+            stack.callback(servers[-1].close)
+        return servers
 
     # The contract ------------------------------------------------------------------------------------------------------
 
     def sync(self, version: int, weights: Weights) -> None:
         self._weights = weights
-        while True:
-            try:
-                self._load(version)
-                break
-            except ServerLost as error:
-                self._restart(str(error))
+        self._dialect.syncs += 1
+        if weights.gathered:
+            sync_together(self._servers, weights, self._world, load=partial(self._load, version), restart=self._restart)
+        else:
+            for server in self._servers:
+                self._load_until_done(server, version)
         self.version = version
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
@@ -119,38 +128,39 @@ class ServedEngine(Engine):
         stopping = Stopping(self._tokenizer, self._end_tokens, sampling.stop)
         if self._weights is None and requests:
             raise PlauditError("the engine has no weights yet: call sync first")
-        left = {(job.request.prompt_id, job.index): job for request in requests for job in self._jobs(request, sampling, stopping)}
-        answers: queue.SimpleQueue[tuple[_Job, Any]] = queue.SimpleQueue()
-        pending = self._ask(left.values(), answers)
-        heard = time.monotonic()
+        jobs = [job for request in requests for job in self._jobs(request, sampling, stopping)]
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        count = len(self._servers)
+        shares = [Share(server, jobs[i::count], self.version, answers) for i, server in enumerate(self._servers)]
+        for share in shares:
+            share.ask()
         try:
-            while left:
+            while any(share.left for share in shares):
                 try:
-                    job, answer = answers.get(timeout=POLL_S)
+                    answer = answers.get(timeout=POLL_S)
                 except queue.Empty:
                     self.on_step(0)
-                    if time.monotonic() - heard > self._settings.silence_s:
-                        silent = f"no sample for {self._settings.silence_s:g} s (rollout.server.silence_s)"
-                        answers.put((next(iter(left.values())), ServerLost(silent)))
+                    for share in shares:
+                        if share.silent_for() > self._dialect.silence_s:
+                            what = "token" if share.server.reports_progress else "sample"
+                            self._replace(share, f"no {what} for {self._dialect.silence_s:g} s (rollout.server.silence_s)")
                     continue
-                if isinstance(answer, ServerLost):
-                    for future in pending:
-                        future.cancel()
-                    self._restart_with_weights(str(answer))
-                    answers = queue.SimpleQueue()
-                    pending, heard = self._ask(left.values(), answers), time.monotonic()
+                if not answer.is_current:
                     continue
-                if isinstance(answer, BaseException):
-                    raise answer
-                heard, self._has_sampled = time.monotonic(), True
-                del left[job.request.prompt_id, job.index]
-                tokens, logprobs = answer
-                sample = self._sample(job, tokens, logprobs, stopping)
+                if isinstance(answer.result, ServerLost):
+                    self._replace(answer.share, str(answer.result))
+                    continue
+                if isinstance(answer.result, BaseException):
+                    raise answer.result
+                self._has_sampled = True
+                answer.share.arrived(answer.job)
+                tokens, logprobs = answer.result
+                sample = self._sample(answer.job, tokens, logprobs, stopping)
                 self.on_step(len(sample.tokens))
                 yield sample
         finally:
-            for future in pending:
-                future.cancel()  # closes its connection, which ends its request
+            for share in shares:
+                share.cancel()
 
     def rest(self) -> None:
         """A stop that was asked for waits until the step is complete."""
@@ -158,45 +168,58 @@ class ServedEngine(Engine):
             return
         self._may_stop = False
         try:
-            self._server.sleep()
+            for server in self._servers:
+                server.sleep()
             self._asleep = True
         except ServerLost:
-            self._server.kill()  # the next sync starts it again
+            for server in self._servers:
+                server.kill()  # the next sync starts it again
         finally:
             self._may_stop = True
 
     def close(self) -> None:
-        self._server.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._resources.close()
 
     def _check(self) -> None:
-        """While we wait for the server."""
+        """While we wait for a server."""
         self._world.heartbeat.beat()
         if self._may_stop:
             self.on_step(0)
 
     # Weights -----------------------------------------------------------------------------------------------------------
 
-    def _load(self, version: int) -> None:
-        assert self._weights is not None
+    def _load(self, version: int, server: PolicyServer, weights: Weights) -> None:
         if self._asleep:
-            self._server.wake("weights")
-        self._server.load(self._weights, version)
+            server.wake("weights")
+        server.load(weights, version)
         if self._asleep:
-            self._server.wake("kv_cache")
+            server.wake("kv_cache")
             self._asleep = False
 
-    def _restart_with_weights(self, why: str) -> None:
+    def _load_until_done(self, server: PolicyServer, version: int) -> None:
+        assert self._weights is not None
         while True:
-            self._restart(why)
             try:
-                self._load(self.version)
+                self._load(version, server, self._weights)
                 return
             except ServerLost as error:
-                why = str(error)
+                self._restart(server, str(error))
 
-    def _restart(self, why: str) -> None:
-        why = self._server.lost or why
+    def _replace(self, share: Share, why: str) -> None:
+        """Start the server again, give it the weights, and ask it for what is left."""
+        share.cancel()
+        assert self._weights is not None
+        if self._weights.gathered:
+            raise ServerGone(
+                f"rollout.engine {self._dialect.name}: a server is lost ({share.server.lost or why}). With cluster.sharding full "
+                f"only all processes together can give it weights again. {IF_AGAIN}"
+            )
+        self._restart(share.server, why)
+        self._load_until_done(share.server, self.version)
+        share.ask()
+
+    def _restart(self, server: PolicyServer, why: str) -> None:
+        why = server.lost or why
         problem = None
         if self._restarts == self._settings.restarts:
             problem = f"and was started again {self._restarts} times already (rollout.server.restarts)"
@@ -204,43 +227,30 @@ class ServedEngine(Engine):
             problem = "again, without a sample since it was started again"
         if problem is not None:
             raise ServerGone(
-                f"rollout.engine {self._dialect.name}: its server is lost ({why}), {problem}. Its output: {self._server.log}. "
-                f"{IF_AGAIN}"
+                f"rollout.engine {self._dialect.name}: its server is lost ({why}), {problem}. {server.where_to_look}. {IF_AGAIN}"
             )
         self._has_sampled = False
         pause_until = time.monotonic() + PAUSE_S * 2**self._restarts
         self._restarts += 1
         while time.monotonic() < pause_until:
-            self.on_step(0)
+            self._check()
             time.sleep(POLL_S)
         try:
-            self._server.restart(why)
+            server.restart(why)
         except RecipeError as error:  # it did start before, so this is no mistake in the recipe
-            raise ServerGone(f"{error} {IF_AGAIN}") from None
+            raise ServerGone(f"{str(error).rstrip('.')}. {IF_AGAIN}") from None
         self._asleep = False
 
     # Samples -----------------------------------------------------------------------------------------------------------
 
-    def _jobs(self, request: Request, sampling: Sampling, stopping: Stopping) -> list[_Job]:
+    def _jobs(self, request: Request, sampling: Sampling, stopping: Stopping) -> list[Job]:
         limit = request.max_new_tokens or sampling.max_new_tokens
         ends = sorted(stopping.end_tokens)
         seeds = (stable_seed("sample", sampling.seed, sampling.step, request.prompt_id, index) for index in range(request.n))
         bodies = (self._dialect.request(request.tokens, sampling, limit, seed, ends) for seed in seeds)
-        return [_Job(request, index, limit, body) for index, body in enumerate(bodies)]
+        return [Job(request, index, limit, body) for index, body in enumerate(bodies)]
 
-    def _ask(self, jobs: Any, answers: "queue.SimpleQueue[tuple[_Job, Any]]") -> list[Any]:
-        version = self.version
-
-        async def ask(job: _Job) -> None:
-            try:
-                answer: Any = await self._server.sample(job.body, version)
-            except Exception as error:
-                answer = error
-            answers.put((job, answer))
-
-        return [self._server.submit(ask(job)) for job in list(jobs)]
-
-    def _sample(self, job: _Job, tokens: list[int], logprobs: list[float], stopping: Stopping) -> Sample:
+    def _sample(self, job: Job, tokens: list[int], logprobs: list[float], stopping: Stopping) -> Sample:
         """The server may see a stop string later than we do: what follows it is cut off."""
         end = stopping.end_of(tokens)
         if end is None and len(tokens) < job.limit:
@@ -259,3 +269,14 @@ class ServedEngine(Engine):
             untempered_logprobs=None,
             version=self.version,
         )
+
+
+class VllmEngine(ServedEngine):
+    dialect, capabilities = Vllm, Vllm.capabilities
+
+
+class SglangEngine(ServedEngine):
+    dialect, capabilities = Sglang, Sglang.capabilities
+
+
+SERVED: dict[str, type[ServedEngine]] = {kind.dialect.name: kind for kind in (VllmEngine, SglangEngine)}

@@ -1,11 +1,8 @@
-"""A server that samples for the policy: started, awaited, called, given weights, put to sleep, started again, stopped."""
+"""A server that samples for the policy: called, given weights, put to sleep. `launched.py` starts one, `running.py` joins one."""
 
 import json
-import os
-import secrets
-import shlex
-import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -15,106 +12,88 @@ from typing import Any
 
 import aiohttp
 
-from plaudit.errors import RecipeError, TrainingStopped
-from plaudit.report.progress import print_line, print_own_warning
+from plaudit.errors import TrainingStopped
 from plaudit.rollout.engine import Weights
-from plaudit.rollout.served.dialect import BadAnswer, Dialect, Launch, ServerLost
+from plaudit.rollout.served.dialect import BadAnswer, Dialect, ServerLost
 from plaudit.rollout.served.http_loop import HttpLoop
-from plaudit.servers.process import HOST, ServerProcess, Startup, free_port
+from plaudit.servers.process import HOST
 
 POLL_S = 0.2
+STALE = 409
+"""What a server answers that has other weights than a request names."""
 
 
-class PolicyServer:
-    """One server, for one process that trains."""
+class Refused(TrainingStopped):
+    """The server answered that it will not do what it was called for."""
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        launch: Launch,
-        environment: Mapping[str, str],
-        *,
-        shares_gpu: bool,
-        log: Path | None = None,
-        check: Callable[[], None],
-    ):
-        """`shares_gpu`: its GPU is the one that we train on. `check` is called several times per second while we wait, and may
-        raise."""
-        self._dialect, self._launch, self.shares_gpu, self.check = dialect, launch, shares_gpu, check
+
+class PolicyServer(ABC):
+    """One server, as one process that trains sees it."""
+
+    url: str
+    """Without a path."""
+    where_to_look: str
+    """For messages: where the server's output is."""
+    shares_gpu = False
+    """Its GPU is the one that we train on."""
+    listen_on = HOST
+    """Where its workers reach this process."""
+
+    def __init__(self, dialect: Dialect, token: str, check: Callable[[], None]):
+        """`token`: the key to the server. `check` is called several times per second while we wait, and may raise."""
+        self._dialect, self._token, self.check = dialect, token, check
         self.settings = dialect.settings
         self._title = dialect.command.title
-        self._environment = dict(environment)
-        self.folder = Path(mkdtemp(prefix="plaudit-engine-"))
-        self.log = log or self.folder / "server.log"
-        self._token = secrets.token_hex(32)
-        self._process: ServerProcess | None = None
-        self._port = 0
-        self._http = HttpLoop({"Authorization": f"Bearer {self._token}"})
-        self._has_weights, self._failed = False, False
+        parent = self.settings.weights_folder and self.settings.weights_folder.expanduser().resolve()
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(mkdtemp(prefix="plaudit-engine-", dir=parent))
+        self._http = HttpLoop({"Authorization": f"Bearer {token}"})
+        self._has_weights = False
 
     # Life --------------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def start(self) -> None:
-        """Start it and wait until it answers."""
-        self._port = free_port()
-        environment = {**os.environ, **self._dialect.environment(self._token, os.environ), **self._environment}
-        print_line(f"starting the {self._title} server on port {self._port} for sampling; its output: {self.log}")
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        words = [word for argument in self.settings.arguments for word in shlex.split(argument)]
-        program = self._dialect.command.words(self.settings.program)
-        command = [*program, *self._dialect.arguments(self._launch, self._port, self._token), *words]
-        try:
-            self._process = ServerProcess(command, self.log, environment)
-        except OSError as error:
-            raise RecipeError(f"rollout.server.program: {command[0]} cannot be started: {error.strerror}") from None
-        limit_s = self.settings.start_timeout_s
-        startup = Startup(self._process, f"the {self._title} server for sampling", limit_s, "rollout.server.start_timeout_s")
-        while not self._answers():
-            try:
-                startup.check()
-            except RecipeError as error:
-                self._failed = True
-                raise RecipeError(f"rollout.engine {self._dialect.name}: {error} Its output: {self.log}") from None
-            self.check()
-            time.sleep(POLL_S)
-        startup.ready()
+        """Return once it answers."""
 
+    @abstractmethod
     def restart(self, why: str) -> None:
-        print_own_warning(f"the {self._title} server is lost ({why}): starting it again")
-        self._failed = True
-        self.kill()
-        self._has_weights = False
-        self.start()
+        """The same for one that was lost: it has no weights."""
 
+    @abstractmethod
     def kill(self) -> None:
-        """End it at once, so that its GPU memory is free."""
-        if self._process is not None:
-            self._process.stop(grace_s=0.0)
+        """Give up on it, at once, so that its GPU memory is free."""
 
-    def close(self) -> None:
-        self._http.close()
-        if self._process is not None:
-            self._process.stop()
-        if not self._failed or self.log.parent != self.folder:  # else the log may be read
-            shutil.rmtree(self.folder, ignore_errors=True)
+    @abstractmethod
+    def close(self) -> None: ...
 
     @property
     def lost(self) -> str | None:
-        """Why it is lost, if it is."""
-        assert self._process is not None
-        return None if self._process.alive else self._process.last_error() or self._process.epitaph()
+        """Why it is lost, if that is known."""
+        return None
 
     def _answers(self) -> bool:
-        async def ask() -> bool:
-            url, limit = self._url(self._dialect.health_path), aiohttp.ClientTimeout(total=5.0)
-            with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with self._http.session.get(url, timeout=limit) as response:
-                    return response.status == 200
-            return False
-
-        return self._http.submit(ask()).result()
+        return self._http.submit(self._get(self._dialect.health_path)).result() is not None
 
     # Requests ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def reports_progress(self) -> bool:
+        return self._dialect.metrics_path is not None
+
+    async def tokens_computed(self) -> float | None:
+        """Since its start; None if it does not answer."""
+        assert self._dialect.metrics_path is not None
+        metrics = await self._get(self._dialect.metrics_path)
+        return None if metrics is None else self._dialect.tokens_computed(metrics)
+
+    async def _get(self, path: str) -> str | None:
+        """What it answers within a few seconds; None for nothing, or an error."""
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._http.session.get(self.url + path, timeout=aiohttp.ClientTimeout(total=5.0)) as response:
+                return await response.text() if response.status == 200 else None
+        return None
 
     async def sample(self, body: dict[str, Any], version: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of one sample, by these weights. Raises ServerLost. On the event loop."""
@@ -125,27 +104,49 @@ class PolicyServer:
     def submit(self, work: Any) -> "Future[Any]":
         return self._http.submit(work)
 
-    def _url(self, path: str) -> str:
-        return f"http://{HOST}:{self._port}{path}"
-
     async def _post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         text = ""
         try:
-            async with self._http.session.post(self._url(path), json=body, headers=headers) as response:
+            async with self._http.session.post(self.url + path, json=body, headers=headers) as response:
                 text = await response.text()
                 if response.status == 200:
                     return json.loads(text) if response.content_type == "application/json" else text
         except json.JSONDecodeError:
-            raise self._stop(f"its answer at {path} is no JSON: {text[:200]!r}") from None
+            raise TrainingStopped(self._message(f"its answer at {path} is no JSON: {text[:200]!r}")) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(str(error) or type(error).__name__) from error
-        if response.status >= 500:
+        if response.status >= 500 or response.status == STALE:
             raise ServerLost(f"HTTP {response.status} at {path}: {text[:500]}")
-        raise self._stop(f"HTTP {response.status} at {path}: {text[:500]}")
+        raise Refused(self._message(f"HTTP {response.status} at {path}: {text[:500]}"))
 
     def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         """The answer, for a caller that has no event loop. Raises ServerLost, also if there is none within the time limit."""
         return self.wait(self._http.submit(self._post(path, body, headers)), path)
+
+    def until_done(self, path: str) -> None:
+        """The same, again and again while the server says that it cannot do it yet (HTTP 400)."""
+        deadline = time.monotonic() + self.settings.call_timeout_s
+        while True:
+            try:
+                self.call(path)
+                return
+            except Refused:
+                if time.monotonic() > deadline:
+                    raise ServerLost(f"not done within rollout.server.call_timeout_s: {path}") from None
+            time.sleep(POLL_S)
+
+    def refusal(self, path: str, body: Any) -> str | None:
+        """What the server says if it does not do what a POST request says."""
+
+        async def ask() -> str | None:
+            try:
+                async with self._http.session.post(self.url + path, json=body) as response:
+                    text = await response.text()
+                    return None if response.status == 200 else f"HTTP {response.status}: {' '.join(text.split())[:300]}"
+            except (aiohttp.ClientError, OSError) as error:
+                raise ServerLost(str(error) or type(error).__name__) from error
+
+        return self.wait(self._http.submit(ask()), path)
 
     def begin(self, path: str, body: Any = None) -> "Future[Any]":
         """The same, without waiting."""
@@ -185,7 +186,7 @@ class PolicyServer:
         try:
             yield
         except BadAnswer as error:
-            raise self._stop(str(error)) from error
+            raise TrainingStopped(self._message(str(error))) from error
 
-    def _stop(self, why: str) -> TrainingStopped:
-        return TrainingStopped(f"rollout.engine {self._dialect.name}: {why}. Its output: {self.log}")
+    def _message(self, why: str) -> str:
+        return f"rollout.engine {self._dialect.name}: {why}. {self.where_to_look}"

@@ -2,13 +2,18 @@
 
 `--worker-extension-cls plaudit_vllm.PolicyWeights` adds methods to vLLM's worker, which plaudit calls through `/collective_rpc`.
 `--middleware plaudit_vllm.VersionGate` stands before vLLM's own routes: a server that was just started, or is being given weights,
-has no version, and refuses to sample until plaudit has set the version of what it has loaded.
+has no version, and refuses to sample until plaudit has set the version of what it has loaded. Of several processes that share the
+server, one is let through to load a version.
 
 Loaded in the server's environment, in which plaudit is not: only the standard library, torch and vLLM are imported.
 """
 
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +21,10 @@ from plaudit_gate import KeyGate, Receive, Scope, Send, answer
 from plaudit_weight_stream import receive, sums_by_layer
 
 VERSION_HEADER = b"x-plaudit-version"
+STATE = ("version", "base", "adapter")
+"""What the server has: the version of its weights; with LoRA, whose base model they are for, and the newest adapter's name. Set by
+a header each, `x-plaudit-…`; an empty one is none."""
+CLAIMANT, CLAIM_S = b"x-plaudit-claimant", b"x-plaudit-claim-s"
 SAMPLING = ("/v1/completions",)
 
 
@@ -55,9 +64,24 @@ class PolicyWeights:
 
         return received | {"missing": self._plaudit_reload(read())}
 
+    def plaudit_take_adapter(self, address: str, token: str, config: str, where: str) -> str:
+        """The folder in which the adapter that plaudit sends was written: below `where`, or in a temporary folder of this machine.
+        The one before is removed."""
+        from safetensors.torch import save_file
+
+        if previous := getattr(self, "_plaudit_adapter", None):
+            shutil.rmtree(previous, ignore_errors=True)
+        self._plaudit_adapter = folder = tempfile.mkdtemp(prefix="plaudit-adapter-", dir=where or None)
+        tensors = {name: tensor.contiguous() for name, tensor in receive(address, token, torch.device("cpu"))}
+        save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))
+        with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+            file.write(config)
+        return folder
+
     def plaudit_sums(self) -> dict[str, list[float]]:
         """What `sums_by_layer` says of the weights that this worker samples with."""
-        return sums_by_layer(self.model_runner.get_model().named_parameters())
+        weights = self.model_runner.get_model().named_parameters()
+        return sums_by_layer((_without_lora(name), tensor) for name, tensor in weights)
 
     def plaudit_memory(self) -> dict[str, int]:
         """Bytes that this process holds: on the GPU, and in RAM."""
@@ -78,10 +102,35 @@ class PolicyWeights:
 
         model.load_weights = load_and_remember
         try:
-            self.reload_weights(weights_iterator=weights)
+            with _without_lora_layers(model):
+                self.reload_weights(weights_iterator=weights)
+                return sorted({name for name, _ in model.named_parameters()} - loaded)
         finally:
             del model.load_weights  # the class's method is visible again
-        return sorted({name for name, _ in model.named_parameters()} - loaded)
+
+
+@contextmanager
+def _without_lora_layers(model: torch.nn.Module) -> Iterator[None]:
+    """With `--enable-lora`, vLLM wraps layers to add the adapters' results. Not every version can load weights into those, so that
+    they stand aside for a moment."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if any(kind.__name__ == "BaseLayerWithLoRA" for kind in type(child).__mro__)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
+def _without_lora(name: str) -> str:
+    """The name of a weight in a model whose layers vLLM has not wrapped to add LoRA's."""
+    return name.replace(".base_layer.", ".")
 
 
 class VersionGate(KeyGate):
@@ -89,16 +138,43 @@ class VersionGate(KeyGate):
 
     def __init__(self, app: Any):
         super().__init__(app)
-        self._version: str | None = None
+        self._state: dict[str, str | None] = dict.fromkeys(STATE)
+        self._claimed: bytes | None = None
+        self._claim_ends = 0.0
 
     async def admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        if scope["path"] == "/plaudit/version":
+        version = headers.get(VERSION_HEADER, b"").decode()
+        if scope["path"] == "/plaudit/state":
+            if version and headers.get(CLAIMANT) != self._claimed:
+                await answer(
+                    send, 409, {"error": f"version {version} was loaded, but another process has claimed the server since"}
+                )
+                return
             if scope["method"] == "POST":
-                self._version = headers[VERSION_HEADER].decode() or None
-            await answer(send, 200, {"version": self._version})
-        elif scope["path"] in SAMPLING and headers.get(VERSION_HEADER, b"").decode() != self._version:
-            asked = headers.get(VERSION_HEADER, b"none").decode()
-            await answer(send, 409, {"error": f"asked for version {asked} of the weights, and has {self._version or 'none yet'}"})
+                self._set({name: headers[key].decode() for name in STATE if (key := f"x-plaudit-{name}".encode()) in headers})
+            await answer(send, 200, self._state)
+        elif scope["path"] == "/plaudit/claim":
+            claim = self._claim(version, headers[CLAIMANT], float(headers[CLAIM_S]))
+            await answer(send, 200, {"claim": claim, **self._state})
+        elif scope["path"] in SAMPLING and version != self._state["version"]:
+            has = self._state["version"] or "none yet"
+            await answer(send, 409, {"error": f"version {version or 'none'} of the weights was requested; it has {has}"})
         else:
             await self.app(scope, receive, send)
+
+    def _set(self, given: dict[str, str]) -> None:
+        self._state |= {name: value or None for name, value in given.items()}
+        if self._state["version"] is not None:
+            self._claimed = None
+
+    def _claim(self, version: str, claimant: bytes, seconds: float) -> str:
+        """`yours`: to load this version. `has`: it is loaded. `wait`: another process is loading weights; one that is gone is
+        waited for no longer than it said."""
+        if self._state["version"] == version:
+            return "has"
+        if self._claimed not in (None, claimant) and time.monotonic() < self._claim_ends:
+            return "wait"
+        self._claimed, self._claim_ends = claimant, time.monotonic() + seconds
+        self._state["version"] = None
+        return "yours"

@@ -1,0 +1,78 @@
+"""A real vLLM server that is given LoRA adapters: the base's weights once, then only the adapters."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.models.trainable import load_policy
+from plaudit.prepare.tiny_model import make_tiny_model
+from plaudit.recipe import LoraSettings, ModelSettings, RolloutSettings
+from plaudit.rollout.build import build_engine
+from plaudit.rollout.engine import EngineSetup, Sampling
+from plaudit.rollout.served.engine import ServedEngine
+from plaudit.rollout.served.vllm import Vllm
+from plaudit.world import World
+from support.engine_contract import Subject, assert_logprobs, reference_logits, requests_of, sharpen
+from support.vllm import ARGUMENTS, ENVIRONMENT, PYTHON, needs_vllm
+
+pytestmark = [pytest.mark.slow, needs_vllm]
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory, rows_file) -> Iterator[Subject]:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model([rows_file], folder, hidden_size=128, layers=2, vocabulary=320)
+    tokenizer = load_tokenizer(str(folder))
+    settings = ModelSettings(path=str(folder), dtype="float32", lora=LoraSettings(rank=4, alpha=8.0))
+    model = sharpen(load_policy(settings, load_template(tokenizer, None), torch.device("cpu")).model)
+    server = {"program": str(PYTHON), "arguments": ARGUMENTS, "lora": "adapters"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        setup = EngineSetup(RolloutSettings(engine="vllm", server=server), model, tokenizer, World.alone())  # pyright: ignore
+        with closing(build_engine(setup)) as engine:
+            yield Subject(engine, model, tokenizer)
+
+
+def test_samples_are_the_adapted_models_after_every_update(subject: Subject, monkeypatch):
+    sent: list[str] = []
+    send, send_adapter = Vllm._send, Vllm._send_adapter
+    monkeypatch.setattr(Vllm, "_send", lambda *a, **k: (sent.append("all weights"), send(*a, **k))[1])
+    monkeypatch.setattr(Vllm, "_send_adapter", lambda *a, **k: (sent.append("adapter"), send_adapter(*a, **k))[1])
+    torch.manual_seed(0)
+    for version in (0, 1, 2):
+        change_adapters(subject)
+        subject.sync(version)
+        assert_samples_by_the_trainers_model(subject)
+    assert sent == ["all weights", "adapter", "adapter", "adapter"]
+
+
+def test_a_server_that_was_lost_gets_base_and_adapters(subject: Subject):
+    engine = subject.engine
+    assert isinstance(engine, ServedEngine)
+    change_adapters(subject)
+    subject.sync(3)
+    [server] = engine._servers
+    server.kill()
+    assert_samples_by_the_trainers_model(subject)
+
+
+def change_adapters(subject: Subject) -> None:
+    with torch.no_grad():
+        for name, parameter in subject.model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+
+
+def assert_samples_by_the_trainers_model(subject: Subject) -> None:
+    requests = requests_of((3, 40, 9), n=2)
+    samples = subject.sample(requests, Sampling(max_new_tokens=16))
+    prompts = {request.prompt_id: request.tokens for request in requests}
+    subject.model.eval()
+    logits = reference_logits(subject.model, [(prompts[sample.prompt_id], sample.tokens) for sample in samples])
+    for sample, expected in zip(samples, logits, strict=True):
+        assert_logprobs(sample, expected, temperature=1.0)
+        assert sample.version == subject.engine.version
