@@ -314,7 +314,7 @@ def check_capabilities(able: Capabilities, recipe: RLRecipe) -> list[str]:
         if uses:
             raise RecipeError(
                 f"{' and '.join(uses)} needs the sampler's log-probs, and under rollout.top_p, top_k or min_p rollout.engine "
-                f"{recipe.rollout.engine} returns those of the truncated distribution: remove these, or use the native engine"
+                f"{recipe.rollout.engine} may return those of the truncated distribution: remove these, or use the native engine"
             )
         lag = ", and no importance weights correct for rollout.lag" if recipe.rollout.lag else ""
         warnings.append(

@@ -171,6 +171,8 @@ class Dialect(ABC):
 
 def require_logprobs(tokens: Any, logprobs: Any) -> None:
     """Raises BadAnswer unless these are tokens with a log-prob each."""
+    if not isinstance(tokens, list) or not isinstance(logprobs, list):
+        raise BadAnswer(f"no lists of tokens and log-probs in its answer: {str(tokens)[:100]}, {str(logprobs)[:100]}")
     if not tokens or len(tokens) != len(logprobs):
         raise BadAnswer(f"{len(tokens)} tokens with {len(logprobs)} log-probs")
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):

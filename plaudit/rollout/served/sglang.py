@@ -4,7 +4,8 @@
     /update_weights_from_disk      new weights, with the label that answers carry from then on
     /release_memory_occupation     sleep; /resume_memory_occupation wakes
 
-Log-probs are those of the tempered distribution, before top-p, top-k and min-p, unless SGLANG_RETURN_ORIGINAL_LOGPROB is set.
+Log-probs are those of the tempered distribution, unless (SGLANG_)RETURN_ORIGINAL_LOGPROB is set. They are taken before top-p, top-k
+and min-p in version 0.5.23, but in versions up to 0.5.6 with min-p on a GPU after them, so they count as truncated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from plaudit.rollout.served.dialect import BadAnswer, Dialect, Launch, Server, S
 from plaudit.rollout.served.weight_files import weight_files
 from plaudit.rollout.stopping import end_tokens_of
 from plaudit.servers.process import HOST
-from plaudit.servers.sglang_command import SGLANG
+from plaudit.servers.sglang_command import SGLANG, key_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ NOT_FINITE = "NaN happened"
 class Sglang(Dialect):
     name = "sglang"
     command = SGLANG
-    capabilities = Capabilities(keyed_noise=False)
+    capabilities = Capabilities(keyed_noise=False, truncated_logprobs=False)
     sample_path = "/generate"
 
     def __init__(self, settings: "EngineServerSettings"):
@@ -62,12 +63,10 @@ class Sglang(Dialect):
         tokenizer.save_pretrained(folder)
 
     def arguments(self, launch: Launch, port: int, token: str) -> list[str]:
-        """Weights are random until the first sync. The key is in a file: command lines are visible to everyone on a machine."""
-        options = launch.folder / "server.yaml"
-        options.touch(mode=0o600)
-        options.write_text(f"api-key: {token}\n", encoding="utf-8")
+        """Weights are random until the first sync."""
         words = [
-            *("--model-path", str(launch.folder), "--host", HOST, "--port", str(port), "--config", str(options)),
+            *("--model-path", str(launch.folder), "--host", HOST, "--port", str(port)),
+            *key_arguments(launch.folder / "server.yaml", token),
             *("--load-format", "dummy", "--dtype", launch.dtype),
         ]
         if launch.context is not None:
@@ -83,7 +82,8 @@ class Sglang(Dialect):
         return words
 
     def environment(self, token: str, inherited: Mapping[str, str]) -> dict[str, str]:
-        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+        untempered = dict.fromkeys(("SGLANG_RETURN_ORIGINAL_LOGPROB", "RETURN_ORIGINAL_LOGPROB"), "0")  # its name before 0.5.4
+        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **untempered}
 
     # Samples -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+"""A real SGLang server as the engine: the contract of engines, a server that is killed. PLAUDIT_SGLANG_PYTHON: what has SGLang."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import psutil
+import pytest
+import torch
+
+from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.models.trainable import load_policy
+from plaudit.prepare.tiny_model import make_tiny_model
+from plaudit.recipe import ModelSettings, RolloutSettings
+from plaudit.rollout.build import build_engine
+from plaudit.rollout.engine import EngineSetup, Sampling, Weights
+from plaudit.world import World
+from support.engine_contract import EngineContract, Subject, requests_of, sharpen
+
+PYTHON = os.environ.get("PLAUDIT_SGLANG_PYTHON")
+ARGUMENTS = [
+    "--attention-backend torch_native",
+    "--disable-overlap-schedule",
+    "--max-total-tokens 20000",
+    "--mem-fraction-static 0.3",
+]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="needs SGLang: set PLAUDIT_SGLANG_PYTHON")]
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory, rows_file) -> Iterator[Subject]:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model([rows_file], folder, hidden_size=128, layers=2, vocabulary=320)
+    tokenizer = load_tokenizer(str(folder))
+    policy = load_policy(ModelSettings(path=str(folder), dtype="float32"), load_template(tokenizer, None), torch.device("cpu"))
+    model = sharpen(policy.model)
+    server = {"program": PYTHON, "arguments": ARGUMENTS}
+    setup = EngineSetup(RolloutSettings(engine="sglang", server=server), model, tokenizer, World.alone())  # pyright: ignore
+    with closing(build_engine(setup)) as engine:
+        engine.sync(0, Weights(model))
+        yield Subject(engine, model, tokenizer)
+
+
+class TestContract(EngineContract):
+    def test_samples_are_yielded_while_others_run(self, subject):
+        pytest.skip("needs seeds, which SGLang uses only with --enable-deterministic-inference, and that not on a CPU")
+
+
+def test_a_killed_server_is_started_again_and_nothing_is_sampled_twice(subject: Subject):
+    requests, sampling = requests_of((6, 20, 9), n=4), Sampling(max_new_tokens=60, temperature=0.0)
+    expected = {(s.prompt_id, s.index): s.tokens.tolist() for s in subject.engine.generate(requests, sampling)}
+    samples = subject.engine.generate(requests, sampling)
+    got = [next(samples)]
+    [server] = [process for process in psutil.Process().children() if PYTHON in process.cmdline()]
+    server.kill()
+    got += samples
+    assert len(got) == len(expected)
+    assert {(s.prompt_id, s.index): s.tokens.tolist() for s in got} == expected
+    assert len(list(subject.engine.generate(requests, sampling))) == len(expected)
