@@ -1,7 +1,8 @@
 """A stand-in for a vLLM server: the routes that plaudit uses, around the policy's own model in transformers, with plaudit's own
 gate and worker methods.
 
-    PYTHONPATH=plaudit/rollout/served/worker:plaudit/servers/inside PLAUDIT_SERVER_TOKEN=KEY python vllm_server.py --model FOLDER --host HOST --port 8000
+    PYTHONPATH=plaudit/rollout/served/worker:plaudit/servers/inside PLAUDIT_SERVER_TOKEN=KEY \\
+        python vllm_server.py --model FOLDER --host HOST --port 8000
 
 It takes no LoRA adapters. The word in the file FAULT of its model's folder, if there is one, says how it misbehaves: `hang` or
 `die`.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from plaudit.rollout.served.vllm import WORKER_FOLDER
-from plaudit.servers.server_command import INSIDE, KEY
+from plaudit.servers.server_command import INSIDE
+from plaudit.servers.server_command import KEY as KEY_VARIABLE
 
 KEY = "of-this-run"
 
@@ -17,7 +18,7 @@ KEY = "of-this-run"
 @pytest.fixture
 def gate(monkeypatch) -> Any:
     """In front of an application that answers everything with 200."""
-    monkeypatch.setenv(KEY, KEY)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setattr(sys, "path", [str(WORKER_FOLDER), str(INSIDE), *sys.path])
     from plaudit_vllm import VersionGate  # pyright: ignore[reportMissingImports]
 
