@@ -1,4 +1,4 @@
-"""Which machine runs which ranks, what it has, and what ranks are given there. Pure functions: no Ray, no torch."""
+"""Which machine runs which ranks, what it has, and what ranks are given there. Imports neither Ray nor torch."""
 
 import json
 import os
@@ -18,9 +18,8 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 PRIVATE = (*TORCHRUN, "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "DISPLAY")
 PRIVATE_BEGINNINGS = ("RAY_", "SLURM_", "SSH_", "XDG_")
 """Of variables that mean this machine, or this process."""
-
-
 CONNECT_S = 3.0
+"""How long a machine may take to accept a connection."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ def assign_ranks(nodes: Iterable[Node], per_node: int, first: str) -> list[RankP
     ]
 
 
-def _sortable(address: str) -> tuple[int | str, ...]:
-    parts = address.split(".")
-    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else (address,)
+def _sortable(address: str) -> str:
+    """10.0.0.9 comes before 10.0.0.10."""
+    return ".".join(part.zfill(3) for part in address.split("."))
 
 
 def processes_per_node(recipe: TrainingRecipe, nodes: Sequence[Node], resource: str) -> int:

@@ -40,6 +40,8 @@ def test_ranks_are_ordered_by_machine_and_the_command_s_machine_comes_first():
 
 def test_a_command_elsewhere_lets_addresses_decide():
     assert [place.node.id for place in assign_ranks(FOUR, 1, first="elsewhere")] == ["c", "a", "b", "d"]
+    mixed = [Node("x", "fe80::1", 8, 8), *FOUR]
+    assert [place.node.id for place in assign_ranks(mixed, 1, first="elsewhere")] == ["c", "a", "b", "d", "x"]
 
 
 def test_all_gpus_of_machines_with_equal_numbers():
