@@ -7,7 +7,7 @@ from typing import Any
 
 from plaudit import plugins
 from plaudit.errors import nearest
-from plaudit.recipe.other_names import NOTES, OTHER_NAMES, OTHER_NAMES_IN_REWARDS, OTHER_SECTIONS, UNNEEDED
+from plaudit.other_systems.other_words import NOTES, OTHER_SECTIONS, OTHER_WORDS, OTHER_WORDS_IN_REWARDS
 
 Place = tuple[str | int, ...]
 """Path of a setting in the recipe: ('optim', 'lr')."""
@@ -26,21 +26,32 @@ def suggest(place: Place, given: Any, known: Sequence[Place]) -> str:
     if name in OTHER_SECTIONS and len(place) == 1 and isinstance(given, dict):
         return _suggest_for_section(name, given, known)
     reward = next((place[:n] for n in range(len(place), 0, -1) if place[0] == "rewards" and (*place[:n], "kind") in known), None)
-    if reward is not None and name in OTHER_NAMES_IN_REWARDS:
-        options = [(*reward, *option.split(".")) for option in OTHER_NAMES_IN_REWARDS[name].split(" or ")]
+    if reward is not None:
+        words = OTHER_WORDS_IN_REWARDS.get(name, "")
+        options, advice = [(*reward, *option.split(".")) for option in words.split(" or ") if option], ""
     else:
-        options = [tuple(option.split(".")) for option in OTHER_NAMES.get(name, "").split(" or ")]
+        # A setting of ours in the wrong section is more likely than another system's of that name.
+        options, advice = _in_other_systems(place, own_name=any(p[-1] == name for p in known))
     if options := [option for option in options if option in known]:
         options = [option for option in options if option[:-1] == place[:-1]] or options
         return f" Did you mean {' or '.join(map(dotted, options))}?{' ' * (name in NOTES)}{NOTES.get(name, '')}"
-    if name in UNNEEDED:
-        return f" {UNNEEDED[name]}"
+    if advice:
+        return f" {advice}"
     siblings = [p for p in known if p[:-1] == place[:-1]]
     for candidates, cutoff in ((known, 1.0), (siblings, 0.6), (known, 0.6)):
         if near := nearest(name, [str(p[-1]) for p in candidates], cutoff=cutoff):
             return f" Did you mean {dotted(max((p for p in candidates if p[-1] == near), key=partial(_shared_sections, place)))}?"
     longer = [p for p in siblings if str(p[-1]).startswith(f"{name}_")]
     return f" Did you mean {dotted(longer[0])}?" if len(longer) == 1 else ""
+
+
+def _in_other_systems(place: Place, own_name: bool) -> tuple[list[Place], str]:
+    """What a name of another system, or of an earlier version, is called here; what to do if it is called nothing."""
+    from plaudit.other_systems.lookup import advise, counterparts, find_entries  # only for messages: the tables are large
+
+    entries = find_entries(dotted(place), by_last_part=not own_name)
+    words = OTHER_WORDS.get(str(place[-1]))
+    return [tuple(one.split(".")) for one in (words.split(" or ") if words else counterparts(entries))], advise(entries)
 
 
 def _suggest_for_section(name: str, given: dict[str, Any], known: Sequence[Place]) -> str:

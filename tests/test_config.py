@@ -916,6 +916,8 @@ def test_another_kind_of_file_in_place_of_a_recipe_is_named(tmp_path, name, what
             "actor_rollout_ref.actor.optim.learning_rate=1e-6",
             "It is a section of verl's. actor_rollout_ref.actor.optim.learning_rate: Did you mean optim.lr?",
         ),
+        ("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node: Did you mean cluster.gpus?"),
+        ("ckpt.save_steps=5", "It is a section of OpenRLHF's. ckpt.save_steps: Did you mean run.save_every?"),
     ],
 )
 def test_settings_without_counterpart_say_what_to_do(error_for, given, hint):
@@ -923,10 +925,10 @@ def test_settings_without_counterpart_say_what_to_do(error_for, given, hint):
 
 
 def test_every_name_from_other_trainers_maps_to_a_setting():
-    from plaudit.recipe.other_names import OTHER_NAMES
+    from plaudit.other_systems.other_words import OTHER_WORDS
 
     known = {".".join(map(str, place)) for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}
-    assert {setting for settings in OTHER_NAMES.values() for setting in settings.split(" or ")} <= known
+    assert {setting for settings in OTHER_WORDS.values() for setting in settings.split(" or ")} <= known
 
 
 def test_an_option_with_dashes_explains_the_override_syntax(error_for):
