@@ -13,6 +13,7 @@ from plaudit.audit.cli import audit
 from plaudit.cluster.cli import cluster
 from plaudit.command_help import UsageError, VerbGroup, examples, usage_problem
 from plaudit.config import load
+from plaudit.convert.cli import convert
 from plaudit.doctor.engine_command import engine_command
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
@@ -325,8 +326,8 @@ def merge(
     print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
 
 
-app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("audit"))(audit)
-app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("serve"))(serve)
+for verb, context in ((audit, ANYTHING_MAY_FOLLOW), (serve, ANYTHING_MAY_FOLLOW), (convert, {})):
+    app.command(context_settings=context, epilog=examples(verb.__name__))(verb)
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("demo"))
@@ -362,8 +363,7 @@ def recipes(
     width = max(map(len, found))
     for shown, comment in found.items():
         print(wrapped(f"{shown:<{width}}  {comment}", sys.stdout, indent=width + 2))
-    print("\nTo see one:                plaudit config recipes/first/sft.yaml")
-    print("To copy a folder, to edit: plaudit recipes first")
+    print("\nTo see one:                plaudit config recipes/first/sft.yaml\nTo copy a folder, to edit: plaudit recipes first")
 
 
 @app.command(context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("config"))

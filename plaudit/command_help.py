@@ -30,6 +30,10 @@ EXAMPLES = {
     "cluster status": ("plaudit cluster status",),
     "cluster down": ("plaudit cluster down",),
     "config": ("plaudit config recipes/smollm2/grpo.yaml", "plaudit config recipes/smollm2/grpo.yaml --explain optim rollout.n"),
+    "convert": (
+        "plaudit convert run_grpo.sh --out grpo.yaml",
+        "plaudit convert sft.yaml --from llamafactory --gpus 8 --out sft_recipe.yaml",
+    ),
     "prepare tiny-model": ("plaudit prepare tiny-model recipes/first/train.jsonl --out models/tiny",),
     "prepare smollm2": ("plaudit prepare smollm2 --out models/smollm2",),
     "prepare sorting": ("plaudit prepare sorting --out data/sorting",),

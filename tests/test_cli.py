@@ -87,6 +87,7 @@ HELP = [
     ),
     (("sample",), ["Sample responses to prompts", "Run the same command again to resume", "--out", "--max-new-tokens", "--n"]),
     (("score",), ["Score saved responses", "Run the same command again to resume", "--details", "--out", "ground_truth"]),
+    (("convert",), ["Convert settings of verl, LLaMA-Factory, TRL or OpenRLHF", "--from", "--out", "--gpus"]),
     (("merge",), ["Merge a LoRA adapter into its base model", "--out", "--dtype"]),
     (("recipes",), ["List the recipes that ship with plaudit", "current folder"]),
     (("ask",), ["Ask a model a question", "--temperature", "--rewards", "--ground-truth", "--system", "--seed"]),

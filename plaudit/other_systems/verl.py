@@ -66,6 +66,15 @@ def _optimiser(theirs: str, ours: str, lr: float) -> dict[str, Entry]:
         f"{theirs}.optimizer_impl": same("AdamW, as here", "torch.optim", otherwise="the optimiser here is AdamW"),
         f"{theirs}.override_optimizer_config": advice("AdamW's settings here are optim.betas, optim.eps, optim.weight_decay"),
         f"{theirs}.zero_indexed_step": no_meaning("the schedule's first step has the rate of step 1"),
+        # Megatron's.
+        f"{theirs}.lr_decay_style": same(
+            "the rate is constant, as here", "constant", otherwise="set the schedule", to=(f"{ours}optim.schedule",)
+        ),
+        f"{theirs}.min_lr": advice(f"set {ours}optim.min_lr_ratio, a share of lr", f"{ours}optim.min_lr_ratio"),
+        f"{theirs}.lr_decay_steps": advice("the schedule runs over all steps of the run"),
+        f"{theirs}.lr_warmup_init": advice("the warm-up starts at 0"),
+        f"{theirs}.weight_decay_incr_style": same("weight decay is constant", "constant", otherwise="weight decay is constant"),
+        **named(theirs, no_meaning("the optimiser is AdamW"), "muon_*", "*_dtype", "use_*", "lr_wsd_*"),
     }
 
 
@@ -296,6 +305,7 @@ KEYS: dict[str, Entry] = {
     **named(
         "critic", no_meaning("the critic is trained in the policy's updates"),
         "data_loader_seed", "loss_scale_factor", "model.custom_chat_template", "rollout_n", "strategy", "megatron.*",
+        "nccl_timeout",
     ),
     # Advantages, KL.
     "algorithm.adv_estimator": composed("algorithm.kind", default="gae"),

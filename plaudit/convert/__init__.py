@@ -1,0 +1,1 @@
+"""`plaudit convert`: settings of other systems become a recipe."""
