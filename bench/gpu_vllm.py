@@ -66,7 +66,7 @@ def push(size: str, model: Path, given: argparse.Namespace) -> None:
     from plaudit.models.trainable import load_policy
     from plaudit.recipe import ModelSettings, RolloutSettings
     from plaudit.rollout.engine import EngineSetup, Weights
-    from plaudit.rollout.served.engine import ServedEngine
+    from plaudit.rollout.served.engine import VllmEngine
     from plaudit.world import World
 
     settings, device = ModelSettings(path=str(model)), torch.device("cuda")
@@ -76,7 +76,7 @@ def push(size: str, model: Path, given: argparse.Namespace) -> None:
     for way in given.ways:
         server: Any = {"program": given.program, "weights": way, "arguments": ["--enforce-eager"]}
         rollout = RolloutSettings(engine="vllm", server=server)
-        engine = ServedEngine(EngineSetup(rollout, policy, template.tokenizer, World.alone(device)))
+        engine = VllmEngine(EngineSetup(rollout, policy, template.tokenizer, World.alone(device)))
         try:
             engine.sync(0, Weights(policy))
             seconds = []
@@ -108,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", help="The Python that has vLLM; default: this one.")
     parser.add_argument("--sizes", nargs="*", default=["0.5B", "1.5B"])
+    parser.add_argument("--engines", nargs="+", default=["native", "vLLM"])
     parser.add_argument("--push", nargs="*", default=["1.5B", "7B"])
     parser.add_argument("--ways", nargs="+", default=["auto", "stream", "files"], help="rollout.server.weights")
     parser.add_argument("--prompts", type=int, default=64)
@@ -125,8 +126,8 @@ def main() -> None:
         print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)
     for size in given.sizes:
         recipe = recipe_of(make_model(size, folder, "cuda"), folder, given)
-        train("native", size, recipe, [])
-        train("vLLM", size, recipe, ["rollout.engine=vllm", *program])
+        for engine in given.engines:
+            train(engine, size, recipe, [] if engine == "native" else ["rollout.engine=vllm", *program])
     if given.push:
         head = ["weights to vLLM", "GB", "s", "GB/s", "GB returned by sleep", "sleep, s", "wake and new weights, s"]
         print("\n| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|", flush=True)

@@ -493,7 +493,7 @@ def test_groups_that_arrive_while_the_device_is_busy_are_scored_together_next():
         while not Patient.log:
             await asyncio.sleep(0)
         others = [asyncio.create_task(runner.score(group(str(i)))) for i in range(2, 6)]
-        while len(runner._queue) < 4:
+        while len(runner._queue._waiting) < 4:
             await asyncio.sleep(0)
         first.cancel()  # cancelling the group on the device loses no other group
         others[1].cancel()
@@ -505,7 +505,7 @@ def test_groups_that_arrive_while_the_device_is_busy_are_scored_together_next():
     Patient.log.clear()
     with RewardRunner([Patient()], tolerant=True) as runner:
         assert runner.run(score_and_cancel(runner)).result() == [[2.0], [4.0], [5.0]]
-        assert not runner._queue
+        assert not runner._queue._waiting
     assert Patient.log == ["load patient", "unload patient"] * 2
 
 
