@@ -4,6 +4,7 @@ A reader never sees a partial file or folder: content is written to a hidden sib
 """
 
 import errno
+import glob
 import hashlib
 import os
 import shutil
@@ -44,7 +45,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     To replace a folder takes two renames. A process that is killed in between leaves the old one as `.NAME.old`, which
     `remove_leftovers` puts back."""
     temporary, old, replaces = _aside(final), _old(final), False
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_leftovers(final.parent, [glob.escape(final.name)])
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -20,9 +20,8 @@ def require_run_folder(folder: Path) -> None:
     if os.path.lexists(folder / "run.json"):
         return
     try:
-        others = other_entries(
-            folder, ["inputs", "logs"]
-        )  # a call from Python writes its inputs first, several processes their logs
+        # A call from Python writes its inputs first, several processes their logs.
+        others = other_entries(folder, ["inputs", "logs"])
     except OSError as error:
         raise RunError(f"run.dir: {folder} cannot be read: {error}") from None
     if others:

@@ -20,6 +20,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -188,8 +189,9 @@ class Run:
         """A mistake in data or settings that ends a new run before it has done anything leaves no folder."""
         started = ("recipe.yaml", "run.json", ".lock")
         a_mistake = isinstance(error, PlauditError) and not isinstance(error, TrainingStopped | Interrupted)
-        if not (self._is_new and self._locked and a_mistake) or other_entries(self.folder, [*started, "inputs"]):
+        if not (self._is_new and self._locked and a_mistake) or other_entries(self.folder, [*started, "inputs", "logs"]):
             return
+        shutil.rmtree(self.folder / "logs", ignore_errors=True)
         for name in started:
             (self.folder / name).unlink(missing_ok=True)
         for folder in self._new_folders:

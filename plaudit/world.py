@@ -137,6 +137,8 @@ class World:
     """Of `in_background`."""
     timeout: timedelta | None = None
     """For exchanges in other threads than the first."""
+    local_size: int | None = None
+    """Processes of this machine, with consecutive ranks; None: all."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Self:
@@ -145,7 +147,11 @@ class World:
 
     @classmethod
     def joined(
-        cls, device: torch.device | str = "cpu", heartbeat: Heartbeat | None = None, timeout: timedelta | None = None
+        cls,
+        device: torch.device | str = "cpu",
+        heartbeat: Heartbeat | None = None,
+        timeout: timedelta | None = None,
+        local_size: int | None = None,
     ) -> Self:
         """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs).
         `timeout`: for exchanges in the background."""
@@ -153,7 +159,8 @@ class World:
         assert isinstance(apart, dist.ProcessGroup)
         beats = heartbeat or Heartbeat()
         return cls(
-            dist.get_rank(), dist.get_world_size(), torch.device(device), True, beats, background_group=apart, timeout=timeout
+            dist.get_rank(), dist.get_world_size(), torch.device(device), True, beats,
+            background_group=apart, timeout=timeout, local_size=local_size,
         )  # fmt: skip
 
     @property

@@ -29,7 +29,7 @@ from plaudit import run as run_module
 from plaudit import saving
 from plaudit.config import flatten, load
 from plaudit.errors import DataError, Interrupted, PeerLost, RunError, ServerGone, TrainingStopped
-from plaudit.files import remove_leftovers
+from plaudit.files import atomic_folder, remove_leftovers
 from plaudit.loops import sft
 from plaudit.manifest import describe_files, files_in, find_damage, write_manifest
 from plaudit.report import progress
@@ -477,6 +477,16 @@ def test_a_folder_that_is_being_replaced_survives_kill_9(tmp_path):
         found.append((tmp_path / str(moment) / "step_000001/content").read_text())
     assert found == sorted(found, reverse=True), "old until it is replaced"
     assert set(found[:-1]) == {"old", "new"}, "it was killed before and after that"
+
+
+def test_a_folder_is_replaced_after_a_process_was_killed_while_it_replaced_it(tmp_path):
+    """Commands that write one folder have no run that puts the old one back first."""
+    (tmp_path / ".model.old").mkdir()
+    (tmp_path / ".model.old" / "old").touch()
+    with atomic_folder(tmp_path / "model") as new:
+        assert (tmp_path / "model/old").exists()
+        (new / "new").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/new"]
 
 
 def test_leftovers_of_a_killed_process_are_removed(copy_of_finished):

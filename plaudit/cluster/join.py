@@ -58,7 +58,7 @@ def join(
         device_id=device if "nccl" in backend else None,
     )
     try:
-        world = World.joined(device, heartbeat, timeout)
+        world = World.joined(device, heartbeat, timeout, ranks.local_size)
         world.heartbeat.begin_phase("loading")
         yield world
         world.wait("the end of the run")  # or the others would lose rank 0's store while they leave

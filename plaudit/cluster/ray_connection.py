@@ -82,9 +82,12 @@ def _known_cluster() -> str | None:
     """The address in RAY_ADDRESS, or that of the cluster that this machine belongs to."""
     if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
         return given
-    from ray._private import services
+    from ray._private import utils
 
-    address = services.find_bootstrap_address(None)
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(utils.get_ray_address_file(None)).st_uid != os.getuid():
+            return None  # another user's cluster, which must not get our token
+    address = utils.read_ray_address()
     with contextlib.suppress(NoCluster):
         return address and wait_for_address(address, 0.0)
     return None  # a cluster that was killed
@@ -94,6 +97,7 @@ def _start_head(nodes: int) -> str:
     """A cluster that lives as long as this process."""
     source = prepare_token()
     use_token()
+    _reread_environment()
     address = own_address()
     process = start_node(node_command(head=address, tied=True), stdin=subprocess.PIPE)
     atexit.register(_end, process)
@@ -102,6 +106,13 @@ def _start_head(nodes: int) -> str:
         f"{nodes - 1} other machine(s), with its token ({source}):\n    plaudit cluster up --join {address}"
     )
     return address
+
+
+def _reread_environment() -> None:
+    """Ray reads whether it uses a token when it is imported, which was before the token existed."""
+    from ray._raylet import Config  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+    Config.initialize("")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

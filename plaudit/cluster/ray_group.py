@@ -107,7 +107,10 @@ class RayRankGroup(WatchedGroup):
             need, has = describe_need(count, per_node, resource), describe_nodes(live_nodes(resource), resource)
             raise ProcessFailed(f"Ray could not reserve {need} within {PLACE_S:g} s; the cluster has {has}.")
         self._bundles = {node: int(i) for i, node in placement_group_table(self._placement)["bundles_to_node_id"].items()}
-        return [node for node in live_nodes(resource) if node.id in self._bundles]
+        nodes = [node for node in live_nodes(resource) if node.id in self._bundles]
+        if len(nodes) < count:
+            raise ProcessFailed(f"{count - len(nodes)} of the {count} machines that Ray had reserved are gone.")
+        return nodes
 
     def _create_actors(self, resource: str) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -35,7 +35,9 @@ class RankFailure:
     def of(cls, error: BaseException) -> "RankFailure":
         lost = _blames_peer(error)
         if isinstance(error, PlauditError):
-            return cls(type(error).__name__, str(error), lost_peer=lost)
+            # One that another module derives from ours is what it is derived from.
+            kind = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+            return cls(kind, str(error), lost_peer=lost)
         if isinstance(error, KeyboardInterrupt):
             return cls("KeyboardInterrupt", "stopped")
         return cls(type(error).__name__, redact(str(error)), redact("".join(traceback.format_exception(error))), lost)

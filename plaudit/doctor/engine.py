@@ -27,10 +27,14 @@ def check_engine(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:
 
 def _server(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:
     settings = recipe.rollout.server
+    dialect = SERVED[recipe.rollout.engine].dialect(settings)  # which refuses what its servers cannot do
+    if settings.url and not dialect.own_calls:
+        yield "✗", f"rollout.server.url: rollout.engine {dialect.name} starts its own servers; remove url"
+        return
     if settings.url:
         yield from _running(settings)
         return
-    command = SERVED[recipe.rollout.engine].dialect.command
+    command = dialect.command
     if problem := command.find_problem(settings.program, "rollout.server.program"):
         yield "✗", problem
     else:
@@ -54,13 +58,10 @@ def _running(settings: EngineServerSettings) -> Iterator[Finding]:
 
 def _own_gpus(settings: EngineServerSettings, processes: Processes) -> Iterator[Finding]:
     servers = len(settings.gpus) // settings.tensor_parallel
-    if servers != processes.size:
-        needed = settings.tensor_parallel * processes.size
-        yield (
-            "✗",
-            f"rollout.server.gpus names {len(settings.gpus)} GPUs; {processes.size} processes need {needed}",
-        )
-    if trained := sorted(set(settings.gpus) & set(range(processes.size))):
+    if servers != processes.per_machine:
+        needed = settings.tensor_parallel * processes.per_machine
+        yield "✗", f"rollout.server.gpus names {len(settings.gpus)} GPUs; {processes.per_machine} processes need {needed}"
+    if trained := sorted(set(settings.gpus) & set(range(processes.per_machine))):
         yield "✗", f"rollout.server.gpus: the trainer uses GPU {trained[0]} too (cluster.gpus): name others"
     here = torch.cuda.device_count()
     if here and processes.kind is None and max(settings.gpus) >= here:

@@ -20,6 +20,7 @@ def engine_command(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 def describe(recipe: RLRecipe) -> str:
+    import shlex
     from pathlib import Path
 
     from plaudit.models.devices import resolve_device
@@ -35,14 +36,13 @@ def describe(recipe: RLRecipe) -> str:
     key = settings.credential or KEY
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     rank = None if recipe.model.lora is None else recipe.model.lora.rank
-    launch = Launch(
-        Path(recipe.model.path), dtype, None, on_gpu=device.type == "cuda", sleeps=False, lora_rank=rank, host="0.0.0.0"
-    )
+    folder = Path(shlex.quote(recipe.model.path))
+    launch = Launch(folder, dtype, None, on_gpu=device.type == "cuda", sleeps=False, lora_rank=rank, host="0.0.0.0")
     environment = dialect.environment(f'"${key}"', {})
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     lines = [
         f"# A key that only this run knows: export {key}=$(openssl rand -hex 32), here and where the servers are started.",
-        "# On a machine without plaudit: copy the folder in PYTHONPATH, and the model's, there.",
+        "# On a machine without plaudit: copy the folders in PYTHONPATH, and the model's, there.",
     ]
     for port in dict.fromkeys((urlsplit(url).port or PORT) if settings.url else PORT for url in urls):
         words = " ".join(dialect.arguments(launch, port, f'"${key}"'))

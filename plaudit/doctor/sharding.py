@@ -24,7 +24,8 @@ def processes_of(recipe: Recipe, gpu_memory: float | None) -> Processes:
     if isinstance(recipe, ScoreRecipe):
         return Processes(memory=memory, kind=kind)
     per_node = torch.cuda.device_count() if recipe.cluster.gpus == "all" else recipe.cluster.gpus
-    return Processes(max(per_node, 1) * recipe.cluster.nodes, memory=memory, kind=kind)
+    nodes = recipe.cluster.nodes
+    return Processes(max(per_node, 1) * nodes, memory=memory, kind=kind, machines=nodes)
 
 
 def check_gpus(recipe: TrainingRecipe, processes: Processes) -> Iterator[Finding]:

@@ -135,7 +135,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 with run.save_before_stopping(f"step {step}", step - 1):
                     collected = pipeline.take(step)
                 run.write_samples("train", step, collected.sampled)
-                metrics = collected.metrics | pipeline.begin_training(step)
+                with run.save_before_stopping(f"step {step}", step - 1):
+                    metrics = collected.metrics | pipeline.begin_training(step)
                 metrics |= learner.learn(collected.groups, step)
                 with run.save_before_stopping(f"step {step + 1}", step, metrics):
                     metrics |= pipeline.wait()

@@ -24,10 +24,15 @@ def keep_residual_fp32(model: PreTrainedModel) -> None:
     decoder: Any = model.get_decoder()
     decoder.embed_tokens.register_forward_hook(_in_fp32)
     norms = [norm for layer in own_layers(decoder) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    for norm in (*norms, decoder.norm):
-        if not isinstance(norm, nn.Identity):  # as in a block that is not the last
-            norm.register_forward_hook(_in_weight_dtype)
-    decoder.rotary_emb.register_forward_hook(_InDtypeOf(norms[0]))
+    if isinstance(decoder.norm, nn.Identity):  # a block that is not the last
+        like = norms[0]
+    else:
+        # Not a layer's: if the weights are sharded, a layer has them in the dtype that it computes in only while it runs.
+        like = decoder.norm
+        norms.append(decoder.norm)
+    for norm in norms:
+        norm.register_forward_hook(_in_weight_dtype)
+    decoder.rotary_emb.register_forward_hook(_InDtypeOf(like))
     model.residual_is_fp32 = True  # pyright: ignore
 
 

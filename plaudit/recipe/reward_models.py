@@ -3,16 +3,14 @@
 from typing import Annotated, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
-from plaudit.recipe.section import Credential, Section, Urls, zero_or_more
+from plaudit.recipe.section import Credential, Section, ServerArguments, Urls
 
 DIVIDED_BY_SERVER = "--tensor-parallel-size"
 """vLLM's argument."""
@@ -49,7 +47,7 @@ class RewardModel(Section):
     program: str | None = None
     """placement: launch. If vLLM or SGLang is installed elsewhere: the Python that has it (`.venv-vllm/bin/python`), or its `vllm`
     command, with `env CUDA_VISIBLE_DEVICES=1 …` before it if needed. Default: the Python that runs plaudit."""
-    arguments: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
+    arguments: ServerArguments = ()
     """placement: launch. Further arguments of the server, as on its command line."""
     port: PositiveInt | None = None
     """placement: launch. The server's port; default: a free one."""
@@ -62,15 +60,6 @@ class RewardModel(Section):
     """Price of a million prompt tokens; with it, the model's cost is a metric (judge/cost)."""
     answer_price: NonNegativeFloat | None = None
     """Price of a million answer tokens."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _refuse_keys(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        if any("--api-key" in argument or "--api_key" in argument for argument in arguments):
-            raise ValueError(
-                "should not contain a key: set VLLM_API_KEY in the environment, which both the server and plaudit read"
-            )
-        return arguments
 
     @model_validator(mode="after")
     def _check_placement(self) -> "RewardModel":

@@ -325,6 +325,19 @@ class RLRecipe(Section):
         return ImportanceSettings() if another_policy and self.algorithm.old_logprobs == "recomputed" else None
 
     @model_validator(mode="after")
+    def _require_possible_servers(self) -> "RLRecipe":
+        server = self.rollout.server
+        if server.gpus and self.cluster.nodes > 1:
+            raise ValueError(
+                "rollout.server.gpus: with cluster.nodes, Ray gives every process one GPU, so that it has no others for a server. "
+                "Start servers yourself (plaudit engine-command) and name them in rollout.server.url"
+            )
+        if server.lora == "adapters" and (self.rollout.lag or self.cluster.sharding == "full"):
+            setting = "rollout.lag" if self.rollout.lag else "cluster.sharding full"
+            raise ValueError(f"rollout.server.lora adapters: with {setting} all weights are sent, merged; set it to auto")
+        return self
+
+    @model_validator(mode="after")
     def _require_room_for_lag(self) -> "RLRecipe":
         """What needs the trainer's GPU cannot wait until it rests: it never does."""
         if not self.rollout.lag:

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from plaudit.recipe.section import BelowOne, Credential, Section, Urls, zero_or_more
+from plaudit.recipe.section import BelowOne, Credential, Section, ServerArguments, Urls, zero_or_more
 
 SERVED_ENGINES = ("vllm", "sglang")
 ENGINES = ("native", *SERVED_ENGINES)
@@ -27,7 +27,7 @@ class EngineServerSettings(Section):
     program: str | None = None
     """If vLLM or SGLang is installed elsewhere, as it should be: its command (`vllm`, `sglang`), or the Python that has it
     (`.venv-vllm/bin/python`). Default: the Python that runs plaudit."""
-    arguments: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
+    arguments: ServerArguments = ()
     """Further arguments of the server, as on its command line."""
     url: Urls = ()
     """Servers that run already, instead of one that is started for each process: http://node2:8000. Started as `plaudit

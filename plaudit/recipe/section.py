@@ -68,6 +68,19 @@ def require_files(files: tuple[str, ...]) -> tuple[str, ...]:
     return files
 
 
+def _refuse_keys(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    if any("--api-key" in argument or "--api_key" in argument for argument in arguments):
+        raise ValueError(
+            "should not contain a key. A server for sampling gets one of plaudit's; for a judge's, set VLLM_API_KEY in the "
+            "environment, which both the server and plaudit read"
+        )
+    return arguments
+
+
+ServerArguments = Annotated[tuple[str, ...], BeforeValidator(zero_or_more), AfterValidator(_refuse_keys)]
+"""Further arguments of a server's command line."""
+
+
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     for url in urls:
         try:

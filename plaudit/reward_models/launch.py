@@ -39,7 +39,7 @@ from plaudit.reward_models.backend import (
 )
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.reward_models.server_program import PROGRAMS, Request
-from plaudit.servers.process import HOST, STOP_S, ServerProcess, Startup, free_port
+from plaudit.servers.process import HOST, LONGEST_PAUSE_S, STOP_S, ServerProcess, Startup, free_port
 from plaudit.types import Failure, Message
 
 Item = TypeVar("Item")
@@ -285,7 +285,7 @@ class LaunchedServer(Backend):
                 error = self._failure(f"{problem}, and was started again {times} before (limits.restarts).")
                 self._given_up = Failure(SERVER_DIED, str(error))
                 break
-            pause = PAUSE_S * 2**self._restarts
+            pause = min(PAUSE_S * 2**self._restarts, LONGEST_PAUSE_S)
             self._restarts += 1
             self._failed = True
             print_own_warning(f"{problem}: starting it again in {pause:g} s; its output: {self._log}")

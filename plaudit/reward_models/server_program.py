@@ -9,7 +9,7 @@ from typing import Any
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.servers.process import HOST
 from plaudit.servers.server_command import ServerCommand
-from plaudit.servers.sglang_command import SGLANG, key_arguments
+from plaudit.servers.sglang_command import NO_WORK_FOR_HEALTH, SGLANG, key_arguments
 from plaudit.servers.vllm_command import KEY_GATE, VLLM, vllm_environment
 
 
@@ -85,7 +85,7 @@ PROGRAMS = {
             Request("/release_memory_occupation"),
         ],
         wake=[Request("/resume_memory_occupation")],
-        with_key=lambda key, file, _: (key_arguments(file, key), {}),
+        with_key=lambda key, file, _: (key_arguments(file, key), NO_WORK_FOR_HEALTH),
     ),
 }
 """By the model's dialect."""

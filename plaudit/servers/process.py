@@ -19,6 +19,8 @@ HOST = "127.0.0.1"
 ERROR = re.compile(r"\b(?!EngineDeadError)\w+Error: .+")
 """vLLM's EngineDeadError only says that there was another."""
 REPORT_EVERY_S = 10.0
+LONGEST_PAUSE_S = 300.0
+"""Before a lost server is started again."""
 STOP_S = 15.0
 """Time a server has to stop gracefully before it is killed."""
 

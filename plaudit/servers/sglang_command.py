@@ -6,6 +6,8 @@ from pathlib import Path
 
 from plaudit.servers.server_command import ServerCommand
 
+NO_WORK_FOR_HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+"""`/health`, which needs no key, would generate a token, and so wake a server that sleeps."""
 SGLANG = ServerCommand(title="SGLang", package="sglang", module="sglang.launch_server", program="python")
 
 

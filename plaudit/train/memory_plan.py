@@ -76,6 +76,12 @@ class Processes:
     """Of each one's device. None: what this machine has; a CPU's memory is divided among them."""
     kind: str | None = None
     """cuda: plan for GPUs, whether or not this machine has any. None: the recipe's device."""
+    machines: int = 1
+    """That have the same number of them each."""
+
+    @property
+    def per_machine(self) -> int:
+        return self.size // self.machines
 
     def device(self, device: Any, setting: str = "run.device") -> torch.device:
         return torch.device(self.kind) if self.kind is not None else resolve_device(device, setting)
@@ -86,7 +92,7 @@ class Processes:
             return self.memory
         if self.kind is not None and kind != self.kind:
             return math.inf  # another machine's: not known
-        return total_memory(torch.device(kind)) / (self.size if kind == "cpu" else 1)
+        return total_memory(torch.device(kind)) / (self.per_machine if kind == "cpu" else 1)
 
 
 ALONE = Processes()

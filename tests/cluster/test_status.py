@@ -5,6 +5,16 @@ import os
 import threading
 
 from plaudit.cluster.status import RankFailure, StatusPipe
+from plaudit.errors import ServerGone, TrainingStopped
+from plaudit.rollout.served.server import Refused
+
+
+def test_an_error_that_a_module_derives_from_ours_stays_what_it_is():
+    """Otherwise a server that refuses a request would be a process that failed, and all ranks would start again."""
+    failure = RankFailure.of(Refused("HTTP 400"))
+    assert type(failure.error("said")) is TrainingStopped
+    assert not failure.error("said").restart_helps
+    assert type(RankFailure.of(ServerGone("gone")).error("said")) is ServerGone
 
 
 def test_heartbeats_do_not_interleave_with_a_longer_message():

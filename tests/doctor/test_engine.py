@@ -6,6 +6,7 @@ import pytest
 
 from plaudit.config import load
 from plaudit.doctor.engine import check_engine
+from plaudit.errors import RecipeError
 from plaudit.train.memory_plan import Processes, plan_devices
 from support.recipes import rl_recipe, write_recipe
 
@@ -38,6 +39,11 @@ def has_vllm(monkeypatch):
         ),
         (2, [PROGRAM, "rollout.server.gpus=[4]"], "✗ rollout.server.gpus names 1 GPUs; 2 processes need 2"),
         (2, [PROGRAM, "rollout.server.gpus=[1,2]"], "✗ rollout.server.gpus: the trainer uses GPU 1 too (cluster.gpus)"),
+        (
+            1,
+            ["rollout.engine=sglang", "rollout.server.url=http://a:1"],
+            "✗ rollout.server.url: rollout.engine sglang",
+        ),
         (1, ["rollout.server.url=http://a:1"], "✗ rollout.server.url needs rollout.server.credential"),
         (1, ["rollout.server.url=http://a:1", "rollout.server.credential=NOT_SET"], "✗ rollout.server.credential: the environment"),
         (1, ["rollout.server.url=http://a:1", "rollout.server.credential=IS_SET"], "✓ 1 servers that run already"),
@@ -47,6 +53,26 @@ def test_what_is_found(recipe_for, has_vllm, monkeypatch, size, settings, findin
     monkeypatch.setenv("IS_SET", "secret")
     found = [f"{mark} {text}" for mark, text in check_engine(recipe_for(*settings), Processes(size, memory=80e9, kind="cuda"))]
     assert any(one.startswith(finding) for one in found), found
+
+
+def test_each_machine_has_gpus_for_the_servers_of_its_own_processes(recipe_for, has_vllm):
+    """As torchrun and srun start them on several machines."""
+    processes = Processes(8, memory=80e9, kind="cuda", machines=2)
+    found = list(check_engine(recipe_for(PROGRAM, "rollout.server.gpus=[4,5,6,7]"), processes))
+    assert "✗" not in [mark for mark, _ in found], found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.server.gpus=[4]", "cluster.nodes=2"], "name them in rollout.server.url"),
+        (["rollout.server.arguments=--api-key x"], "should not contain a key"),
+        (["rollout.server.lora=adapters", "cluster.sharding=full"], "all weights are sent, merged"),
+    ],
+)
+def test_servers_that_are_refused(recipe_for, settings, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe_for(*settings)
 
 
 @pytest.mark.parametrize(

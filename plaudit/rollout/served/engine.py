@@ -4,7 +4,7 @@
     generate    n requests for each prompt, each with a seed from our keys; samples as they are answered
     rest        the server gives its GPU memory to the trainer
 
-A server that dies, or falls silent, is started again, gets the weights of the last sync, and is asked again for what was lost:
+A server that dies, or falls silent, is started again, gets the weights of the last sync, and gets the lost requests again:
 nothing is sampled twice, since a sample counts once it has arrived.
 
 Differs from the native engine: log-probs come from another program, so they differ from the trainer's by rounding
@@ -41,6 +41,7 @@ from plaudit.rollout.served.shares import Answer, Job, Share
 from plaudit.rollout.served.vllm import Vllm
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.seeding import stable_seed
+from plaudit.servers.process import LONGEST_PAUSE_S
 from plaudit.types import Sample
 
 POLL_S = 0.1
@@ -230,7 +231,7 @@ class ServedEngine(Engine):
                 f"rollout.engine {self._dialect.name}: its server is lost ({why}), {problem}. {server.where_to_look}. {IF_AGAIN}"
             )
         self._has_sampled = False
-        pause_until = time.monotonic() + PAUSE_S * 2**self._restarts
+        pause_until = time.monotonic() + min(PAUSE_S * 2**self._restarts, LONGEST_PAUSE_S)
         self._restarts += 1
         while time.monotonic() < pause_until:
             self._check()

@@ -48,7 +48,7 @@ def sync_together(
     restart: Callable[[PolicyServer, str], None],
 ) -> None:
     """Give each process's servers the weights. Every process has the same number of servers. If one of them fails, it raises that,
-    and the others return: they are told where all processes wait for each other next."""
+    and the others return: they hear of it where all processes wait for each other next."""
     waiting: dict[int, PolicyServer] = dict(enumerate(servers))
     failure: BaseException | None = None
     while True:

@@ -31,14 +31,14 @@ def server_gpus(settings: "EngineServerSettings", world: "World", inherited: Map
 
 
 def own_gpus(settings: "EngineServerSettings", world: "World") -> list[int]:
-    """Processes of one machine have consecutive ranks, and each machine has the same GPUs for its servers."""
-    servers = len(settings.gpus) // settings.tensor_parallel
-    if world.size % servers:
+    """Each machine has the same GPUs for its servers."""
+    servers, processes = len(settings.gpus) // settings.tensor_parallel, world.local_size or world.size
+    if servers != processes:
         raise RecipeError(
-            f"rollout.server.gpus are enough for {servers} servers on each machine, and {world.size} processes need one each: name "
+            f"rollout.server.gpus are enough for {servers} servers on each machine, and {processes} processes need one each: name "
             f"{settings.tensor_parallel} for each process of a machine"
         )
-    first = world.rank % servers * settings.tensor_parallel
+    first = world.rank % processes * settings.tensor_parallel
     numbers = list(settings.gpus[first : first + settings.tensor_parallel])
     if world.device.type == "cuda" and (world.device.index or 0) in numbers:
         raise RecipeError(f"rollout.server.gpus: GPU {world.device.index or 0} is the trainer's; name others")

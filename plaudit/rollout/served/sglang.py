@@ -21,7 +21,7 @@ from plaudit.rollout.served.dialect import BadAnswer, Dialect, Launch, Server, S
 from plaudit.rollout.served.weight_files import weight_files
 from plaudit.rollout.stopping import end_tokens_of
 from plaudit.servers.process import HOST
-from plaudit.servers.sglang_command import SGLANG, key_arguments
+from plaudit.servers.sglang_command import NO_WORK_FOR_HEALTH, SGLANG, key_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ class Sglang(Dialect):
 
     def environment(self, token: str, inherited: Mapping[str, str]) -> dict[str, str]:
         untempered = dict.fromkeys(("SGLANG_RETURN_ORIGINAL_LOGPROB", "RETURN_ORIGINAL_LOGPROB"), "0")  # its name before 0.5.4
-        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **untempered}
+        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **NO_WORK_FOR_HEALTH, **untempered}
 
     # Samples -----------------------------------------------------------------------------------------------------------
 

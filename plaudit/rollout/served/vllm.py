@@ -67,6 +67,7 @@ class Vllm(Dialect):
         words = [
             *("--model", str(launch.folder), "--served-model-name", SERVED_NAME, "--host", launch.host, "--port", str(port)),
             *("--load-format", "dummy", "--dtype", launch.dtype, "--logprobs-mode", "processed_logprobs"),
+            *("--generation-config", "vllm"),  # the model's own may have penalties, and a limit of new tokens
             *("--worker-extension-cls", EXTENSION, "--middleware", GATE, "--no-enable-log-requests"),
         ]
         if launch.sleeps:

@@ -30,7 +30,7 @@ def gpus_of(rank: int, size: int, visible: str = "", **settings) -> str | None:
 )
 def test_the_gpus_of_a_processs_server(rank, size, settings, gpus):
     if (rank, size) == (5, 8):  # two machines of four processes; the device is rank 1's of its machine
-        world = World(rank, size, torch.device("cuda", 1))
+        world = World(rank, size, torch.device("cuda", 1), local_size=4)
         assert server_gpus(EngineServerSettings(**settings), world, {}) == {"CUDA_VISIBLE_DEVICES": gpus}
     else:
         assert gpus_of(rank, size, **settings) == gpus
@@ -41,6 +41,7 @@ def test_the_gpus_of_a_processs_server(rank, size, settings, gpus):
     [
         (0, 2, {"tensor_parallel": 2}, "set rollout.server.gpus to GPUs that are the servers' alone"),
         (0, 3, {"gpus": [4, 5]}, "enough for 2 servers on each machine, and 3 processes"),
+        (3, 4, {"gpus": [4, 5]}, "enough for 2 servers on each machine, and 4 processes"),
         (1, 2, {"gpus": [2, 1]}, "GPU 1 is the trainer's"),
         (0, 1, {"gpus": [3], "visible": "0,1"}, "there is no GPU 3: CUDA_VISIBLE_DEVICES has 2 GPUs"),
     ],
