@@ -39,7 +39,8 @@ from plaudit.models.memory import PHASES, gigabytes, plan_memory
 from plaudit.models.shapes import QWEN, write_shape
 from plaudit.recipe import RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.train.limits import longest_sequence
-from plaudit.train.memory_plan import Processes, fits, plan_devices, resolve_checkpointing, resolve_sharding
+from plaudit.train.memory_plan import fits, plan_devices, resolve_checkpointing, resolve_sharding
+from plaudit.train.processes import Processes
 
 NVLINK, INFINIBAND, HBM = 450e9, 8 * 50e9, 4.8e12
 GPUS_OF_A_NODE, MAX_SEQUENCES, MICRO_BATCH = 8, 1024, 16384

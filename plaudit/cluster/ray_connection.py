@@ -85,7 +85,7 @@ def _known_cluster() -> str | None:
     from ray._private import utils
 
     with contextlib.suppress(FileNotFoundError):
-        if os.stat(utils.get_ray_address_file(None)).st_uid != os.getuid():
+        if os.stat(utils.get_ray_address_file(None)).st_uid != os.getuid():  # pyright: ignore[reportPrivateImportUsage]
             return None  # another user's cluster, which must not get our token
     address = utils.read_ray_address()
     with contextlib.suppress(NoCluster):

@@ -39,7 +39,8 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
-from plaudit.train.memory_plan import Processes, plan_devices, resolve_checkpointing, resolve_sharding
+from plaudit.train.memory_plan import plan_devices, resolve_checkpointing, resolve_sharding
+from plaudit.train.processes import Processes
 from plaudit.types import Conversation, Example, Prompt
 
 

@@ -11,7 +11,7 @@ from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
 from plaudit.rl.collect import check_capabilities, require_lag_possible
 from plaudit.rollout.build import engine_class
 from plaudit.rollout.served.engine import SERVED
-from plaudit.train.memory_plan import Processes
+from plaudit.train.processes import Processes
 
 
 def check_engine(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Sharding, gigabytes
 from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe
 from plaudit.train.limits import MOST_TOKENS, largest_model, longest_sequence
-from plaudit.train.memory_plan import Lengths, Processes, plan_devices, plan_policy, resolve_checkpointing, resolve_sharding
+from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy, resolve_checkpointing, resolve_sharding
+from plaudit.train.processes import Processes
 
 
 def processes_of(recipe: Recipe, gpu_memory: float | None) -> Processes:

@@ -10,7 +10,8 @@ from plaudit.models.memory import Sharding
 from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel
 from plaudit.recipe import TrainingRecipe
-from plaudit.train.memory_plan import Lengths, Processes, Trained, agreed_sharding, resolve_checkpointing
+from plaudit.train.memory_plan import Lengths, Trained, agreed_sharding, resolve_checkpointing
+from plaudit.train.processes import Processes
 from plaudit.train.trainer import Trainer
 from plaudit.world import World
 

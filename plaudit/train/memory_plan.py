@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import nlargest
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -32,7 +32,6 @@ from plaudit.models.memory import (
     plan_memory,
     plan_reward_model,
     plan_sampling,
-    total_memory,
 )
 from plaudit.models.trainable import resolve_dtype
 from plaudit.models.weights import has_device_memory
@@ -50,6 +49,7 @@ from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
 from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
+from plaudit.train.processes import ALONE, Processes
 from plaudit.world import World
 
 RESIDENT, SERVER = ": weights, resident", ": server"
@@ -60,42 +60,8 @@ ASLEEP = 1.5e9
 Needs = dict[str, list[Need]]
 """By device type."""
 Trained = TypeVar("Trained", bound=TrainingRecipe)
-
-
 Lengths = Sequence[int] | None
 """Tokens of each training row (a pair: of both sides; RL: of each prompt). None: unknown, so all may be as long as allowed."""
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The processes that train together, each on a device of its own kind."""
-
-    size: int = 1
-    sharding: Sharding = "none"
-    memory: float | None = None
-    """Of each one's device. None: what this machine has; a CPU's memory is divided among them."""
-    kind: str | None = None
-    """cuda: plan for GPUs, whether or not this machine has any. None: the recipe's device."""
-    machines: int = 1
-    """That have the same number of them each."""
-
-    @property
-    def per_machine(self) -> int:
-        return self.size // self.machines
-
-    def device(self, device: Any, setting: str = "run.device") -> torch.device:
-        return torch.device(self.kind) if self.kind is not None else resolve_device(device, setting)
-
-    def available(self, kind: str, trains_on: str) -> float:
-        """Memory of a device for each process."""
-        if self.memory is not None and kind == trains_on:
-            return self.memory
-        if self.kind is not None and kind != self.kind:
-            return math.inf  # another machine's: not known
-        return total_memory(torch.device(kind)) / (self.per_machine if kind == "cpu" else 1)
-
-
-ALONE = Processes()
 
 
 def plan_devices(recipe: Recipe, lengths: Lengths = None, processes: Processes = ALONE) -> dict[str, Budget]:

@@ -7,7 +7,8 @@ import pytest
 from plaudit.config import load
 from plaudit.doctor.engine import check_engine
 from plaudit.errors import RecipeError
-from plaudit.train.memory_plan import Processes, plan_devices
+from plaudit.train.memory_plan import plan_devices
+from plaudit.train.processes import Processes
 from support.recipes import rl_recipe, write_recipe
 
 PROGRAM = f"rollout.server.program={sys.executable}"

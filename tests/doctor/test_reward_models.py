@@ -25,7 +25,8 @@ from plaudit.models.scalar import TOKENS_PER_PASS
 from plaudit.recipe import ScoreRecipe, View
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.rewards.view import see
-from plaudit.train.memory_plan import Processes, plan_devices
+from plaudit.train.memory_plan import plan_devices
+from plaudit.train.processes import Processes
 from plaudit.types import Prompt
 from support.fault_server import FaultServer
 from support.models import BOS_TEMPLATE, make_classifier
@@ -605,7 +606,7 @@ def budget_of(tmp_path, tiny_model, prompts_file, monkeypatch):
         tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", {}, **sections)
         recipe = load(write_recipe(tmp_path / "b.yaml", {**tree, "stage": "rl", "rewards": list(rewards)})).recipe
         if available is not None:
-            monkeypatch.setattr("plaudit.train.memory_plan.total_memory", lambda _: available)
+            monkeypatch.setattr("plaudit.train.processes.total_memory", lambda _: available)
         budgets = plan_devices(recipe)
         return budgets["cpu"], list(check_budgets(recipe, budgets))
 

@@ -7,7 +7,7 @@ import pytest
 from plaudit.config import load
 from plaudit.doctor.sharding import HEADER, check_gpus, processes_of
 from plaudit.train.limits import longest_sequence
-from plaudit.train.memory_plan import Processes
+from plaudit.train.processes import Processes
 from support.recipes import rl_recipe, sft_recipe, write_recipe
 
 

@@ -26,7 +26,7 @@ from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.rl import learner
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.train import memory_plan, offload, optimiser
+from plaudit.train import memory_plan, offload, optimiser, processes
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing, update_size
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
@@ -253,7 +253,7 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
 
     auto, messages = sft_of(large, rows_file, tmp_path, gradient_checkpointing="auto"), []
     for available, expected in ((need(3) / 0.9, 3), (need(3) / 0.9 - 1, 4), (need(False) / 0.9, False), (need(7) / 2, 8)):
-        monkeypatch.setattr(memory_plan, "total_memory", lambda _, available=available: available)
+        monkeypatch.setattr(processes, "total_memory", lambda _, available=available: available)
         assert resolve_checkpointing(auto, report=messages.append).model.gradient_checkpointing == expected
     assert [line.split(" layers")[0].removeprefix("model.gradient_checkpointing: ") for line in messages] == [
         "3 of 8", "4 of 8", "none of 8", "8 of 8",
@@ -322,7 +322,7 @@ def test_auto_is_resolved_for_policy_and_critic(large, ppo, monkeypatch):
         return plan_devices(recipe(policy, critic))["cpu"].at("training", fixed_only=True)
 
     available = need(7, True) / 0.9
-    monkeypatch.setattr(memory_plan, "total_memory", lambda _: available)
+    monkeypatch.setattr(processes, "total_memory", lambda _: available)
     resolved = resolve_checkpointing(recipe("auto", "auto"), report=lambda line: None)
     assert resolved.model.gradient_checkpointing == 7
     assert need(7, resolved.critic.gradient_checkpointing) == need(7, True)
@@ -401,8 +401,8 @@ def test_ppo_with_everything_offloaded_gives_the_same_results(tmp_path, ppo, mon
 
 
 def test_the_memory_plan_accounts_for_offloading(ppo, tiny_model, monkeypatch):
-    monkeypatch.setattr(memory_plan, "resolve_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(memory_plan, "total_memory", lambda _: 1e12)
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(processes, "total_memory", lambda _: 1e12)
 
     def plans(**sections: Any) -> dict[str, Budget]:
         return plan_devices(load_recipe(ppo("plan", **sections)).recipe)

@@ -11,8 +11,9 @@ from transformers import AutoConfig
 from plaudit.config import load as load_recipe
 from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, PHASES, MemoryPlan, plan_memory
 from plaudit.recipe import ModelSettings
-from plaudit.train import memory_plan
-from plaudit.train.memory_plan import Processes, choose_sharding, fits, plan_devices, resolve_checkpointing
+from plaudit.train import processes
+from plaudit.train.memory_plan import choose_sharding, fits, plan_devices, resolve_checkpointing
+from plaudit.train.processes import Processes
 from support.recipes import rl_recipe, sft_recipe, write_recipe
 
 # The tiny llama: width 64, 2 layers, 4 heads of 16 and 2 for keys and values, MLP 160, 320 tokens.
@@ -157,15 +158,15 @@ def test_reference_and_critic_are_divided_like_the_policy(rl):
 
 
 def test_processes_on_one_host_share_its_memory(rl, monkeypatch):
-    monkeypatch.setattr(memory_plan, "total_memory", lambda device: 8e9)
+    monkeypatch.setattr(processes, "total_memory", lambda device: 8e9)
     recipe = rl(model={"dtype": "bfloat16"}, optim={"placement": "offload"})
-    monkeypatch.setattr(memory_plan, "resolve_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cuda"))
     for size in (1, 4):
         budgets = plan_devices(recipe, [20], Processes(size, "optimiser"))
         assert (budgets["cuda"].available, budgets["cpu"].available) == (8e9, 8e9 / size)
         assert budgets["cpu"].at("training", fixed_only=True) == 12 * PARAMETERS / size
         assert budgets["cpu"].at("training") == (12 + 12 + 2) * PARAMETERS / size, "and a checkpoint's copy"
-    monkeypatch.setattr(memory_plan, "resolve_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(processes, "resolve_device", lambda *_: torch.device("cpu"))
     assert plan_devices(recipe, [20], Processes(4))["cpu"].available == 2e9
 
 
