@@ -187,7 +187,9 @@ def test_too_few_machines(nodes, work, tmp_path):
 def test_without_a_cluster_one_is_started(nodes, work, tmp_path):
     """And ends with the command, which other machines have not joined in time."""
     elsewhere = tempfile.mkdtemp(dir="/tmp", prefix="ray_")  # where Ray would find that of this machine
-    command = train(nodes, work, tmp_path / "run", "cluster.nodes=2", "cluster.timeout_s=1", RAY_TMPDIR=elsewhere)
+    (tmp_path / "home").mkdir()  # without a token, which is made
+    own = {"RAY_TMPDIR": elsewhere, "HOME": str(tmp_path / "home")}
+    command = train(nodes, work, tmp_path / "run", "cluster.nodes=2", "cluster.timeout_s=1", **own)
     assert command.wait(LIMIT_S) == 2
     output = (tmp_path / "output").read_text()
     print(output)
