@@ -24,11 +24,11 @@ class RayNodes:
 
     def __init__(self, home: Path):
         self.mark = uuid.uuid4().hex
-        self._folders: list[str] = []
+        self._folders = [_short_folder()]
         self.environment = {
             **os.environ,
             "HOME": str(home),  # for the token
-            "TMPDIR": str(home),  # for logs
+            "TMPDIR": self._folders[0],
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "STARTED_BY": self.mark,
@@ -41,7 +41,7 @@ class RayNodes:
 
     def join(self) -> None:
         """Another node, with a folder of its own: what Ray copies there for a job is not what others have."""
-        self._folders.append(tempfile.mkdtemp(dir="/tmp", prefix="ray_"))  # a socket's path has at most 107 characters
+        self._folders.append(_short_folder())
         self.run("cluster", "up", "--join", self.address, "--cpus", 1, "--temp-dir", self._folders[-1])
 
     def run(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -85,6 +85,11 @@ class RayNodes:
                 gone(pid)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_folder() -> str:
+    """For Ray's sockets, whose paths have at most 107 characters."""
+    return tempfile.mkdtemp(dir="/tmp", prefix="ray_")
 
 
 def _command(process: psutil.Process) -> list[str]:
