@@ -31,7 +31,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
 
     # End to end with ray actors, as verl's trainers call it.
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     scored = RewardLoopManager(make_config(job, "compute_score_async", "rewards")).compute_rm_score(batch)
     out["rm_scores"] = scored.batch["rm_scores"].tolist()
     out["extra"] = {name: scored.non_tensor_batch[name].tolist() for name in scored.meta_info["reward_extra_keys"]}
